@@ -1,0 +1,95 @@
+# Penstock: every task of the project. `make help` lists them. Works from Python 3.11+, make and a package index.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL ?= examples/demo_model/penstock-tiny
+DISTS := common frontend enginecore coordinator local
+PIP := $(BIN)/pip --disable-pip-version-check
+# Tests compute on one thread each: several run at once.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(VENV)/.ready ## Create the environment in .venv (once; again when dependencies or contracts change)
+
+# Third-party packages first, at the versions of constraints.txt; then our own distributions on top of them.
+$(VENV)/.deps: constraints.txt requirements-dev.txt $(wildcard services/*/pyproject.toml) protos/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "setup: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: installing packages at the pinned versions (a few minutes the first time)"
+	@$(PIP) install -q -r requirements-dev.txt -c constraints.txt 2> >(grep -v "is ignored: it is neither" >&2)
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.deps $(shell find protos -name '*.proto') protos/hatch_build.py
+	@echo "setup: generating stubs and installing penstock"
+	@$(PIP) install -q --no-deps --no-build-isolation --force-reinstall ./protos $(foreach d,$(DISTS),-e services/$(d)) \
+		2> >(grep -v "is ignored: it is neither" >&2)
+	@touch $@
+
+.PHONY: proto
+proto: setup ## Regenerate the protobuf stubs in the environment
+	@$(PIP) install -q --no-deps --no-build-isolation --force-reinstall ./protos
+
+.PHONY: serve
+serve: setup ## Serve MODEL (default: the demo model) on this machine
+	@$(BIN)/penstock serve $(MODEL)
+
+.PHONY: demo
+demo: setup ## Start everything with the demo model, stream a few answers, shut down
+	@$(BIN)/python -m penstock_local.demo $(MODEL)
+
+.PHONY: test
+test: lint typecheck test-unit test-contract test-integration test-e2e chart-lint ## Lint, types and all tests
+
+.PHONY: test-unit
+test-unit: setup ## Unit tests
+	@$(PYTEST) tests/unit -n $(or $(JOBS),2) -q
+
+.PHONY: test-contract
+test-contract: setup ## The rules of the contracts and of the imports
+	@$(PYTEST) tests/contract -q
+
+.PHONY: test-integration
+test-integration: setup ## Services against each other and against transformers
+	@$(PYTEST) tests/integration -n $(or $(JOBS),2) -q
+
+.PHONY: test-e2e
+test-e2e: setup ## The whole system as separate processes
+	@$(PYTEST) tests/e2e -q
+
+.PHONY: lint
+lint: setup ## ruff, and buf where npm is there
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@if [ -x node_modules/.bin/buf ]; then cd protos && ../node_modules/.bin/buf lint; \
+	else echo "lint: buf is not installed (npm ci installs it); tests/contract checks the same rules"; fi
+
+.PHONY: format
+format: setup ## Format and fix what ruff can fix
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+.PHONY: typecheck
+typecheck: setup ## mypy strict
+	@$(BIN)/mypy
+
+.PHONY: chart-lint
+chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
+	@$(BIN)/python charts/lint.py
+	@$(PYTEST) tests/chart -q
+
+.PHONY: bench
+bench: setup ## Measure the engine, the session, the public API and transformers beside them
+	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)
+
+.PHONY: clean
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis node_modules

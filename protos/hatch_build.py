@@ -1,0 +1,49 @@
+"""Build hook: generates the Python stubs from the .proto files, so that they are never committed."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class GenerateStubs(BuildHookInterface):
+    """Runs protoc (messages, services and their type stubs) and puts the results into the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
+        """Generate into a temporary folder and name the files to hatchling."""
+        import grpc_tools
+        from grpc_tools import protoc
+
+        root = Path(self.root)
+        self._out = tempfile.TemporaryDirectory()
+        out = Path(self._out.name)
+        protos = sorted(str(p.relative_to(root)) for p in (root / "penstock").rglob("*.proto"))
+        well_known = Path(grpc_tools.__file__).parent / "_proto"
+        outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        # The mypy plugins stand beside the running interpreter, or on PATH in an isolated build.
+        search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        plugins = [
+            f"--plugin={name}={shutil.which(name, path=search) or name}"
+            for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+        ]
+        code = protoc.main(["protoc", f"-I{root}", f"-I{well_known}", *plugins, *outputs, *protos])
+        if code != 0:
+            raise RuntimeError(f"protoc ended with {code}")
+        for package in {
+            out / "penstock",
+            *((out / p).parent for p in protos),
+            *((out / p).parent.parent for p in protos),
+        }:
+            (package / "__init__.py").touch()
+        (out / "penstock" / "py.typed").touch()
+        for path in out.rglob("*"):
+            if path.is_file():
+                build_data["force_include"][str(path)] = str(path.relative_to(out))
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove the temporary folder."""
+        self._out.cleanup()

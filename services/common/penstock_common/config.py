@@ -1,0 +1,261 @@
+"""Typed configuration: one frozen struct per service, filled from a YAML file, the environment and flags.
+
+Later sources win: file, then environment, then flags. Names derive from the struct: ``scheduler.max_num_seqs`` is the
+key ``max_num_seqs`` under ``scheduler`` in the file, ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS`` in the environment and
+``--scheduler.max-num-seqs`` on the command line. Unknown keys are errors that name the nearest known one.
+"""
+
+import argparse
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import yaml
+
+from penstock_common.errors import ConfigError, nearest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+ENV_PREFIX = "PENSTOCK_"
+
+ByteSize = Annotated[int, msgspec.Meta(extra={"kind": "bytes"})]
+"""A number of bytes. Files, flags and environment may say ``512MiB``, ``2GB`` or a plain integer."""
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+
+
+def parse_bytes(text: str | int, *, key: str = "size") -> int:
+    """Bytes in ``text``. K, M, G, T and KiB.. count in 1024s, KB.. in 1000s. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or e.g. 512MiB, 4GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def require(key: str, value: str) -> None:
+    """Raise ConfigError when a value that must be given is empty."""
+    if not value:
+        raise ConfigError(f"{key} is required")
+
+
+def check_range(key: str, value: float | None, *, low: float | None = None, high: float | None = None) -> None:
+    """Raise ConfigError unless ``low <= value <= high``. None passes: it means unset."""
+    if value is None:
+        return
+    below = low is not None and not value >= low
+    above = high is not None and not value <= high
+    if below or above:
+        limit = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
+        raise ConfigError(f"{key} is {value}; it must be {limit}")
+
+
+def check_choice(key: str, value: str, known: Sequence[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise ConfigError(f"{key} is {value!r}; known: {', '.join(known)}{nearest(value, known)}")
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A gRPC listener. ``max_message_bytes`` bounds a message, ``max_concurrent_streams`` the calls of a connection."""
+
+    host: str = "0.0.0.0"
+    port: int = 0
+    max_message_bytes: ByteSize = 64 * 1024 * 1024
+    max_concurrent_streams: int = 10_000
+
+    def __post_init__(self) -> None:
+        require("server.host", self.host)
+        check_range("server.port", self.port, low=0, high=65_535)
+        check_range("server.max_message_bytes", self.max_message_bytes, low=64 * 1024, high=2**31 - 1)
+        check_range("server.max_concurrent_streams", self.max_concurrent_streams, low=1)
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Prometheus endpoint ``/metrics``. Port -1 switches it off."""
+
+    host: str = "0.0.0.0"
+    port: int = -1
+
+    def __post_init__(self) -> None:
+        check_range("metrics.port", self.port, low=-1, high=65_535)
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``format`` text is for people at a terminal, json for collectors."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+def load(
+    config_type: type[T],
+    *,
+    file: str | Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> T:
+    """Build ``config_type`` from ``file``, the environment, then ``overrides`` (dotted keys). Raises ConfigError."""
+    values: dict[str, Any] = _read_yaml(Path(file)) if file else {}
+    leaves = dict(fields(config_type))
+    env = os.environ if environ is None else environ
+    for name, text in env.items():
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            if key in leaves:
+                _set(values, key, text)
+            elif "." in key:
+                raise ConfigError(f"environment variable {name}: no such key {key!r}{nearest(key, leaves)}")
+    for key, text in (overrides or {}).items():
+        if key not in leaves:
+            raise ConfigError(f"no such key {key!r}{nearest(key, leaves)}")
+        _set(values, key, text)
+    _refuse_unknown(config_type, values, "")
+    _parse_sizes(config_type, values, "")
+    try:
+        return msgspec.convert(values, config_type, strict=False)
+    except ConfigError:
+        raise
+    except msgspec.ValidationError as e:
+        if isinstance(e.__cause__, ConfigError):
+            raise e.__cause__ from None
+        raise ConfigError(_with_field_first(str(e), values)) from None
+
+
+def from_command_line(config_type: type[T], *, prog: str, description: str, argv: Sequence[str] | None = None) -> T:
+    """Parse ``--config FILE`` and one flag per field. Raises ConfigError; exits on ``--help`` and malformed flags."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the values below as nested keys")
+    for key, leaf in fields(config_type):
+        parser.add_argument(
+            f"--{key.replace('_', '-')}", dest=key, metavar=_metavar(leaf.type), default=None, help=_default_text(leaf)
+        )
+    args = vars(parser.parse_args(argv))
+    file = args.pop("config")
+    return load(config_type, file=file, overrides={k: v for k, v in args.items() if v is not None})
+
+
+def fields(config_type: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    """Every leaf of a config struct with its dotted key."""
+    for field in msgspec.structs.fields(config_type):
+        if (nested := _struct_in(field.type)) is not None:
+            yield from fields(nested, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+def dump(config: msgspec.Struct) -> str:
+    """The YAML that ``load`` reads back to an equal config."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"config file {path}: {e.strerror or e}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"config file {path} is not valid YAML: {e}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} must hold a mapping, not a {type(data).__name__}")
+    return data
+
+
+def _set(values: dict[str, Any], key: str, text: str) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = values.setdefault(parent, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{parent} must be a mapping, not {below!r}")
+        values = below
+    values[last] = _parse_text(text)
+
+
+def _parse_text(text: str) -> Any:
+    """Flags and environment variables are text: read lists and null as YAML would, leave the rest to msgspec."""
+    stripped = text.strip()
+    if stripped.startswith(("[", "{")) or stripped in ("null", "~"):
+        try:
+            return yaml.safe_load(stripped)
+        except yaml.YAMLError:
+            return text
+    return text
+
+
+def _refuse_unknown(config_type: type[msgspec.Struct], values: Mapping[str, Any], prefix: str) -> None:
+    known = {field.name: field for field in msgspec.structs.fields(config_type)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"unknown key '{prefix}{key}'{nearest(str(key), known)}")
+        nested = _struct_in(known[key].type)
+        if nested is not None:
+            if not isinstance(value, dict):
+                raise ConfigError(f"'{prefix}{key}' must be a mapping, not {value!r}")
+            _refuse_unknown(nested, value, f"{prefix}{key}.")
+
+
+def _parse_sizes(config_type: type[msgspec.Struct], values: dict[str, Any], prefix: str) -> None:
+    for field in msgspec.structs.fields(config_type):
+        if field.name not in values or values[field.name] is None:
+            continue
+        nested = _struct_in(field.type)
+        if nested is not None:
+            _parse_sizes(nested, values[field.name], f"{prefix}{field.name}.")
+        elif _is_bytes(field.type):
+            values[field.name] = parse_bytes(values[field.name], key=prefix + field.name)
+
+
+def _with_field_first(message: str, values: Mapping[str, Any]) -> str:
+    """Turn msgspec's "Expected `int`, got `str` - at `$.a.b`" into "a.b is 'x': expected `int`, got `str`"."""
+    match = re.fullmatch(r"(.*) - at `\$\.(.*)`", message, flags=re.DOTALL)
+    if match is None:
+        missing = re.fullmatch(r"Object missing required field `(.*)`", message)
+        return f"{missing[1]} is required" if missing else message
+    missing = re.fullmatch(r"Object missing required field `(.*)`", match[1])
+    if missing:
+        return f"{match[2]}.{missing[1]} is required"
+    value: Any = values
+    for part in match[2].split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return f"{match[2]} is {value!r}: {match[1][0].lower()}{match[1][1:]}"
+
+
+def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            return option
+    return None
+
+
+def _is_union(annotation: Any) -> bool:
+    return isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+
+
+def _is_bytes(annotation: Any) -> bool:
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    return any(ByteSize == option for option in options)
+
+
+def _metavar(annotation: Any) -> str:
+    if _is_bytes(annotation):
+        return "SIZE"
+    if typing.get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, typing.get_args(annotation))) + "}"
+    names = [a.__name__ for a in typing.get_args(annotation) or (annotation,) if isinstance(a, type)]
+    return "|".join(n.upper() for n in names if n != "NoneType") or "VALUE"
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return f"default: {value!r}".replace("%", "%%")

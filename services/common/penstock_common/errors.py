@@ -1,0 +1,124 @@
+"""The error tree, and the one mapping from it to gRPC status codes.
+
+PenstockError
+ ├─ ConfigError              a config file, flag or environment variable is wrong
+ └─ RequestFailed            a request cannot be served; has a status code
+     ├─ InvalidArgument      a field is wrong
+     ├─ Unimplemented        a field or method is known but not served yet
+     ├─ NotFound             no such model, request or method
+     ├─ ResourceExhausted    a bounded queue is full; retry later
+     ├─ Unavailable          no engine, or the engine went away; retry
+     ├─ DeadlineExceeded     the request's deadline has passed
+     ├─ Cancelled            the client or an operator ended the request
+     └─ Internal             a defect of ours
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    """Base of everything Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError):
+    """A configuration value is wrong. The message names the key, the value and the limit."""
+
+
+class RequestFailed(PenstockError):  # noqa: N818 - it says what happened, and its subclasses are status codes
+    """A request cannot be served.
+
+    ``code`` is the name of a gRPC status code. ``field`` is the path of the request field at fault
+    (``sampling_params.top_p``), ``reason`` a stable UPPER_SNAKE_CASE word for programs, ``retry_after`` seconds after
+    which a retry may succeed.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    default_reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, field: str = "", reason: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.reason = reason or self.default_reason
+        self.retry_after = retry_after
+
+
+class InvalidArgument(RequestFailed):
+    """A field of the request is wrong."""
+
+    code = "INVALID_ARGUMENT"
+    default_reason = "INVALID_FIELD"
+
+
+class Unimplemented(RequestFailed):
+    """A field or method of the contract that this version does not serve."""
+
+    code = "UNIMPLEMENTED"
+    default_reason = "NOT_SERVED_YET"
+
+
+class NotFound(RequestFailed):
+    """The named thing does not exist here."""
+
+    code = "NOT_FOUND"
+    default_reason = "NOT_FOUND"
+
+
+class ResourceExhausted(RequestFailed):
+    """A bounded queue is full."""
+
+    code = "RESOURCE_EXHAUSTED"
+    default_reason = "QUEUE_FULL"
+
+
+class Unavailable(RequestFailed):
+    """No engine can serve the request now."""
+
+    code = "UNAVAILABLE"
+    default_reason = "NO_ENGINE"
+
+
+class DeadlineExceeded(RequestFailed):
+    """The deadline passed before the request was done."""
+
+    code = "DEADLINE_EXCEEDED"
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(RequestFailed):
+    """The request was ended by its client or an operator."""
+
+    code = "CANCELLED"
+    default_reason = "CANCELLED"
+
+
+class Internal(RequestFailed):
+    """Something that should not happen did."""
+
+
+_BY_CODE: dict[str, type[RequestFailed]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        Unimplemented,
+        NotFound,
+        ResourceExhausted,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        Internal,
+    )
+}
+
+
+def request_failed(code: str, message: str, *, field: str = "", reason: str = "") -> RequestFailed:
+    """The exception for a status code name that came over the wire; an unknown code becomes Internal."""
+    return _BY_CODE.get(code, Internal)(message, field=field, reason=reason)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the known word nearest to a misspelt one, or ``""``."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{matches[0]}'?" if matches else ""

@@ -1,0 +1,32 @@
+"""The Prometheus endpoint of a service without an HTTP server of its own."""
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from penstock_common.config import MetricsConfig
+from penstock_common.errors import ConfigError
+from penstock_common.logging import get_logger
+
+
+class MetricsServer:
+    """Serves ``/metrics`` from a thread until ``stop``."""
+
+    def __init__(self, config: MetricsConfig, registry: CollectorRegistry) -> None:
+        """Raises ConfigError when the port is taken."""
+        self._server = None
+        if config.port < 0:
+            return
+        try:
+            self._server, self._thread = start_http_server(config.port, addr=config.host, registry=registry)
+        except OSError as e:
+            raise ConfigError(
+                f"metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
+            ) from None
+        get_logger().info("metrics", address=f"{config.host}:{self._server.server_port}")
+
+    def stop(self) -> None:
+        """Close the port. Idempotent."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None

@@ -1,0 +1,98 @@
+"""The gRPC server every service is built on."""
+
+import contextlib
+import socket
+from collections.abc import Sequence
+
+import grpc
+import grpc_health.v1.health as health
+import grpc_reflection.v1alpha.reflection as reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock_common.config import ServerConfig
+from penstock_common.errors import ConfigError
+from penstock_common.rpc.interceptor import ErrorInterceptor
+
+MAX_METADATA_BYTES = 64 * 1024
+
+
+def server_options(config: ServerConfig) -> list[tuple[str, int]]:
+    """Limits and keepalive: idle streams live on (clients may ping every 10 s), dead peers are noticed within 40 s."""
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class RpcServer:
+    """A ``grpc.aio`` server with error details, ``grpc.health.v1`` and reflection.
+
+    Lifecycle: add servicers to ``server``, then ``start``, ``set_serving`` as the service's state changes, ``stop``.
+    The empty health service name stands for the process as a whole.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        service_names: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self._config = config
+        self._service_names = tuple(service_names)
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=server_options(config))
+        self.health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        self.port = 0
+
+    async def start(self) -> int:
+        """Bind and serve, NOT_SERVING at first. Returns the port. Raises ConfigError if it is taken."""
+        address = f"{self._config.host}:{self._config.port}"
+        taken = f"cannot listen on {address}: {{}}; is another server running? Choose a free port"
+        if (problem := _why_taken(self._config.host, self._config.port)) is not None:
+            raise ConfigError(taken.format(problem))
+        try:
+            self.port = self.server.add_insecure_port(address)
+        except RuntimeError as e:
+            raise ConfigError(taken.format(e)) from None
+        await self.set_serving(False)
+        await self.server.start()
+        return self.port
+
+    async def set_serving(self, serving: bool, *names: str) -> None:
+        """Set the health status of ``names``, or of the process and all its services. Watchers are told."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in names or ("", *self._service_names):
+            await self.health.set(name, status)
+
+    async def stop(self, grace: float) -> None:
+        """Take no new calls, give running ones ``grace`` seconds, then cancel them."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace)
+
+
+def _why_taken(host: str, port: int) -> str | None:
+    """Why the port is taken, or None: gRPC's own bind error does not say why it failed; the system's does."""
+    if port == 0:
+        return None
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as e:
+        return str(e)
+    with contextlib.closing(socket.socket(family, kind, proto)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as e:
+            return e.strerror or str(e)
+    return None

@@ -1,0 +1,39 @@
+"""The cluster as the coordinator knows it and frontends see it."""
+
+import enum
+
+import msgspec
+
+
+class EngineState(enum.IntEnum):
+    """What an engine does. Values equal ``penstock.common.v1.EngineState``."""
+
+    LOADING = 1
+    SERVING = 2
+    DRAINING = 3
+    WEDGED = 4
+    DEAD = 5
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. ``address`` is host:port; ``seconds_since_last_step`` is 0 while the engine is idle."""
+
+    engine_id: str
+    incarnation: str
+    address: str
+    state: EngineState = EngineState.SERVING
+    num_waiting_reqs: int = 0
+    num_running_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    seconds_since_last_step: float = 0.0
+    index: int = 0
+    model: str = ""
+
+
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
+    """All engines by index, and the data-parallel group's epoch and wave."""
+
+    engines: tuple[EngineStatus, ...] = ()
+    group_epoch: int = 0
+    current_wave: int = 0
+    engines_running: bool = False

@@ -1,0 +1,135 @@
+"""What an engine step produces, and the statistics beside it."""
+
+import enum
+
+import msgspec
+
+from penstock_common.errors import RequestFailed
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. Values equal ``penstock.common.v1.FinishReason``.
+
+    ERROR is a retryable internal error: a client sees UNAVAILABLE or INTERNAL, never a normal end.
+    """
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+    REPETITION = 5
+
+
+class EventType(enum.IntEnum):
+    """Values equal ``penstock.common.v1.EngineCoreEventType``."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, frozen=True):
+    """``timestamp`` is the engine's monotonic clock in seconds: compare it only with others of the same process."""
+
+    type: EventType
+    timestamp: float
+
+
+class RequestError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the engine ended a request without a normal end (FinishReason.ERROR, or ABORT when its time was up).
+
+    ``code`` is a gRPC status code name, ``field`` the request field at fault when there is one, ``reason`` a stable
+    UPPER_SNAKE_CASE word, ``retry_after`` seconds after which a retry may succeed.
+    """
+
+    code: str
+    message: str
+    field: str = ""
+    reason: str = ""
+    retry_after: float | None = None
+
+    @classmethod
+    def from_exception(cls, error: RequestFailed) -> "RequestError":
+        """The same failure as data."""
+        return cls(
+            code=error.code,
+            message=error.message,
+            field=error.field,
+            reason=error.reason,
+            retry_after=error.retry_after,
+        )
+
+
+class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent once with the first output of an attempt. Counts are tokens."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one request. ``offset`` is the index of the first new token in the whole output."""
+
+    request_id: str
+    attempt: int = 0
+    offset: int = 0
+    new_token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: RequestError | None = None
+    events: list[EngineCoreEvent] = []
+    prefill_stats: PrefillStats | None = None
+    num_nans_in_logits: int = 0
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
+
+    ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens.
+    """
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_skipped_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    step_counter: int = 0
+    current_wave: int = 0
+
+
+class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a utility call: a msgpack ``result``, or ``error`` with a gRPC status code name."""
+
+    call_id: int
+    result: bytes = b""
+    error: RequestError | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, kw_only=True):
+    """Everything one step has to say to one frontend. ``timestamp``: the engine's monotonic clock, seconds."""
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
+    finished_requests: list[str] = []
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of an engine on a session: who it is and what it can hold (lengths in tokens)."""
+
+    engine_id: str
+    incarnation: str
+    model: str
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    vocab_size: int
+    revision: str = ""
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    config_hash: str = ""
+    capabilities: tuple[str, ...] = ()

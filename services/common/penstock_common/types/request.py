@@ -1,0 +1,28 @@
+"""One sequence on its way from a frontend to an engine."""
+
+import msgspec
+
+from penstock_common.types.sampling import SamplingParams
+
+
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Field for field ``penstock.enginecore.v1.EngineCoreRequest``, as far as engines serve it.
+
+    ``attempt`` counts the engines that were given this request. ``prior_output_token_ids`` are the tokens an earlier
+    attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
+    ``arrival_time`` and ``deadline`` are seconds since the Unix epoch.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    external_request_id: str = ""
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+    data_parallel_rank: int | None = None
+    current_wave: int = 0
+    priority: int = 0
+    attempt: int = 0
+    prior_output_token_ids: list[int] = []
+    deadline: float | None = None
+    trace_context: dict[str, str] = {}

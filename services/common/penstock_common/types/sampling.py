@@ -1,0 +1,76 @@
+"""Sampling parameters as the engine and the frontend see them."""
+
+import enum
+
+import msgspec
+
+
+class OutputKind(enum.IntEnum):
+    """What each message of an output stream carries. Values equal ``penstock.common.v1.OutputKind``."""
+
+    DELTA = 1
+    CUMULATIVE = 2
+    FINAL = 3
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """When to end a request that repeats itself (finish reason REPETITION)."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A constraint on the output text. Exactly one field is set."""
+
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    structural_tag: str | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose the next token. Field for field ``penstock.common.v1.SamplingParams``.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch the filters off. ``seed`` is concrete by the time
+    a request reaches an engine: the draw for output index i is a function of (seed, i) alone.
+    ``max_tokens`` None means: up to ``max_model_len``.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: OutputKind = OutputKind.DELTA
+    stream_interval: int = 1
+    structured_output: StructuredOutput | None = None
+    repetition_detection: RepetitionDetection | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """True when the next token is the argmax of the logits."""
+        return self.temperature == 0.0

@@ -1,0 +1,1 @@
+"""EngineCore: schedules and executes requests of one model on one device."""

@@ -1,0 +1,144 @@
+"""Configuration of an engine process.
+
+Every value is validated when the struct is built; unknown keys are refused by the loader in ``penstock_common.config``.
+Flags and environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
+``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from penstock_common.config import (
+    ByteSize,
+    LogConfig,
+    MetricsConfig,
+    ServerConfig,
+    check_choice,
+    check_range,
+    require,
+)
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoint to serve and how.
+
+    ``path`` is a directory or a Hugging Face model id. ``dtype`` auto is the checkpoint's own, except that half
+    precisions become float32 on a CPU without native support. ``max_model_len`` None takes the model's own limit, lowered to
+    what the KV cache can hold.
+    """
+
+    path: str
+    served_model_name: str = ""
+    revision: str = ""
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    max_model_len: int | None = None
+    attention_backend: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        require("model.path", self.path)
+        check_range("model.max_model_len", self.max_model_len, low=1)
+
+    @property
+    def name(self) -> str:
+        """The name clients use: the served name, or the last part of the path."""
+        return self.served_model_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The paged KV cache. ``block_size`` is in tokens, ``kv_cache_memory`` in bytes (``512MiB`` is understood).
+
+    Without ``kv_cache_memory`` the pool takes what ``memory_utilization`` leaves after the model on a GPU, and a quarter
+    of the free memory, 4 GiB at most, on a CPU. ``num_blocks`` fixes the pool and is meant for tests.
+    """
+
+    block_size: int = 16
+    kv_cache_memory: ByteSize | None = None
+    memory_utilization: float = 0.9
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("cache.block_size", self.block_size, low=1, high=1024)
+        check_range("cache.num_blocks", self.num_blocks, low=2)
+        check_range("cache.memory_utilization", self.memory_utilization, low=0.05, high=1.0)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of a step and of the queue.
+
+    ``max_num_batched_tokens``: tokens per step. ``max_num_seqs``: requests running at once.
+    ``long_prefill_token_threshold``: at most so many prompt tokens of one request per step, 0 for no limit.
+    ``watermark``: fraction of the KV blocks kept free when a waiting request is admitted.
+    ``max_waiting_requests`` and ``max_waiting_tokens`` bound the queue; beyond them a request is refused with RESOURCE_EXHAUSTED.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    policy: Literal["fcfs"] = "fcfs"
+    scheduler: str = "default"
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    watermark: float = 0.01
+    max_waiting_requests: int = 10_000
+    max_waiting_tokens: int = 50_000_000
+
+    def __post_init__(self) -> None:
+        check_range("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, low=1)
+        check_range("scheduler.max_num_seqs", self.max_num_seqs, low=1, high=65_536)
+        check_range("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, low=0)
+        check_range("scheduler.watermark", self.watermark, low=0.0, high=0.5)
+        check_range("scheduler.max_waiting_requests", self.max_waiting_requests, low=1)
+        check_range("scheduler.max_waiting_tokens", self.max_waiting_tokens, low=1)
+        check_choice("scheduler.policy", self.policy, ("fcfs",))
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kind``: name of the executor. ``num_threads``: torch threads, 0 lets torch decide."""
+
+    kind: Literal["uniproc"] = "uniproc"
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("executor.num_threads", self.num_threads, low=0, high=1024)
+
+
+class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where to register. An empty ``address`` runs the engine without a coordinator.
+
+    ``advertise`` is the address frontends reach this engine under; empty: the host's name and the server's port.
+    ``stats_interval`` and ``reconnect_max`` are seconds.
+    """
+
+    address: str = ""
+    advertise: str = ""
+    stats_interval: float = 0.1
+    reconnect_max: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_range("coordinator.stats_interval", self.stats_interval, low=0.01, high=60)
+        check_range("coordinator.reconnect_max", self.reconnect_max, low=0.05, high=300)
+
+
+class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an engine process needs to know. ``drain_timeout`` is in seconds: how long in-flight requests may go on
+    after a stop signal before they end as ABORT."""
+
+    model: ModelConfig
+    engine_id: str = ""
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
+    server: ServerConfig = ServerConfig(port=50052)
+    metrics: MetricsConfig = MetricsConfig()
+    log: LogConfig = LogConfig()
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_range("drain_timeout", self.drain_timeout, low=0.0, high=86_400)

@@ -1,0 +1,1 @@
+"""The engine's logic, free of torch, grpc and generated stubs (a test enforces it)."""

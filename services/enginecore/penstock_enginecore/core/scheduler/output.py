@@ -1,0 +1,59 @@
+"""What the scheduler tells the executor to run in one step, and what comes back."""
+
+import msgspec
+
+from penstock_common.types.sampling import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, kw_only=True):
+    """A request the workers have not seen, or have forgotten since it was preempted: all of its data.
+
+    ``token_ids``: prompt and every output token known so far. ``block_ids``: one list per KV cache group.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[list[int], ...]
+    sampling_params: SamplingParams
+
+
+class CachedRequestData(msgspec.Struct, kw_only=True):
+    """Requests the workers know, as parallel lists: only what changed.
+
+    ``new_block_ids[i]`` is None when request i got no block in this step. Output tokens are not repeated: the worker that
+    sampled them has them.
+    """
+
+    request_ids: list[str] = []
+    num_computed_tokens: list[int] = []
+    new_block_ids: list[tuple[list[int], ...] | None] = []
+
+
+class SchedulerOutput(msgspec.Struct, kw_only=True):
+    """One step. ``num_scheduled_tokens`` maps request id to tokens to compute, in batch order.
+
+    ``finished_request_ids``: ended since the last step, workers drop their state. ``preempted_request_ids``: lost their
+    blocks, workers drop their state; they come back as new requests.
+    ``num_common_prefix_blocks``: per KV cache group, blocks every running request shares at its start.
+    """
+
+    new_requests: list[NewRequestData] = []
+    cached_requests: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = {}
+    total_num_scheduled_tokens: int = 0
+    num_common_prefix_blocks: tuple[int, ...] = (0,)
+    finished_request_ids: list[str] = []
+    preempted_request_ids: list[str] = []
+
+
+class ModelRunnerOutput(msgspec.Struct, kw_only=True):
+    """Sampled tokens of a step, parallel to ``request_ids``.
+
+    The list of a request whose prompt is not yet fully computed is empty.
+    """
+
+    request_ids: list[str] = []
+    sampled_token_ids: list[list[int]] = []
+    num_nans_in_logits: dict[str, int] = {}

@@ -1,0 +1,53 @@
+"""The executor protocol: how the busy loop drives the workers."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+Progress = Callable[[str], None]
+"""Called with a line for the operator while something slow goes on."""
+
+
+class Executor(Protocol):
+    """Runs the model on its device(s). All methods are called from the busy loop's thread.
+
+    Order: ``load_model``, ``kv_cache_specs``, ``available_kv_cache_memory``, ``initialize_kv_cache``, then steps.
+    A step is ``execute_model`` (forward pass, may return before it is done) followed by ``sample_tokens``, which completes with
+    the step's tokens. Between the two the caller may do host work (grammar bitmasks).
+    """
+
+    def load_model(self, progress: Progress) -> None:
+        """Load the weights. Raises ``ModelLoadError`` with a message for the operator."""
+
+    @property
+    def model_max_len(self) -> int:
+        """Longest sequence the model itself allows, in tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the model's output, in tokens."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Token ids that end a sequence unless ``ignore_eos``."""
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """Demand of every attention layer, by layer name in execution order."""
+
+    def available_kv_cache_memory(self) -> int:
+        """Bytes that may become KV cache, after a profiling step at the largest shapes."""
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the pool."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Start the forward pass of a step."""
+
+    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
+        """Sample for the step that ``execute_model`` started."""
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""

@@ -1,0 +1,201 @@
+"""The worker's memory of the requests it runs, kept from step to step so that a step only writes what changed.
+
+A request owns a row of every array from the step that brings it until it is finished or preempted. Rows stay where they are; a step
+picks the rows it runs by index, in the scheduler's order. The arrays grow with the number of requests seen at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.sampler import SamplingInputs
+
+_INITIAL_ROWS = 16
+_T = TypeVar("_T", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step laid out flat. ``token_ids`` and ``positions`` int64 ``[tokens]``; ``attention``: one entry per KV cache group.
+
+    ``sampling_requests``: which requests of the step get a token, ``logits_indices``: the last token of each of those.
+    """
+
+    request_ids: list[str]
+    token_ids: IntArray
+    positions: IntArray
+    attention: list[AttentionMetadata]
+    sampling_requests: IntArray
+    logits_indices: IntArray
+
+
+class InputBatch:
+    """Rows of request state. ``num_groups``: KV cache groups, each with a block table of its own."""
+
+    def __init__(self, *, max_model_len: int, block_size: int, num_groups: int, eos_token_ids: frozenset[int]) -> None:
+        self._block_size = block_size
+        self._eos_token_ids = eos_token_ids
+        self._rows: dict[str, int] = {}
+        self._free_rows: list[int] = []
+        max_blocks = -(-max_model_len // block_size)
+        # Pages of these arrays are not touched, hence not resident, before they are written.
+        self._token_ids = np.zeros((0, max_model_len), dtype=np.int32)
+        self._block_tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._num_blocks = np.zeros((0, num_groups), dtype=np.int64)
+        self._num_tokens = np.zeros(0, dtype=np.int64)
+        self._num_prompt_tokens = np.zeros(0, dtype=np.int64)
+        self._num_computed_tokens = np.zeros(0, dtype=np.int64)
+        self._temperature = np.zeros(0)
+        self._top_k = np.zeros(0, dtype=np.int64)
+        self._top_p = np.zeros(0)
+        self._min_p = np.zeros(0)
+        self._seed = np.zeros(0, dtype=np.uint64)
+        self._min_tokens = np.zeros(0, dtype=np.int64)
+        self._stop_ids: dict[int, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Apply what the scheduler says has changed: requests gone, requests new, blocks added."""
+        for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
+            self._remove(request_id)
+        for new in step.new_requests:
+            self._add(new)
+        cached = step.cached_requests
+        if not cached.request_ids:
+            return
+        rows = self._row_array(cached.request_ids)
+        self._num_computed_tokens[rows] = cached.num_computed_tokens
+        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
+            if block_ids is not None:
+                self._append_blocks(row, block_ids)
+
+    def prepare(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
+        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``."""
+        request_ids = list(num_scheduled_tokens)
+        rows = self._row_array(request_ids)
+        lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=query_start_loc[1:])
+        computed = self._num_computed_tokens[rows]
+        seq_lens = computed + lengths
+        token_rows = np.repeat(rows, lengths)
+        positions = np.arange(query_start_loc[-1]) + np.repeat(computed - query_start_loc[:-1], lengths)
+        blocks_used = -(-int(seq_lens.max(initial=0)) // self._block_size)
+        attention = []
+        for table in self._block_tables:
+            blocks = table[token_rows, positions // self._block_size].astype(np.int64)
+            slots = blocks * self._block_size + positions % self._block_size
+            attention.append(
+                AttentionMetadata(query_start_loc, seq_lens, table[rows, :blocks_used], slots, self._block_size)
+            )
+        sampling = np.flatnonzero(seq_lens == self._num_tokens[rows])
+        return StepInputs(
+            request_ids=request_ids,
+            token_ids=self._token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            attention=attention,
+            sampling_requests=sampling,
+            logits_indices=query_start_loc[1:][sampling] - 1,
+        )
+
+    def sampling_inputs(self, request_ids: Sequence[str]) -> SamplingInputs:
+        """How to choose the next token of each request, with its draw for this output index."""
+        rows = self._row_array(request_ids)
+        index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        too_short = np.flatnonzero(index < self._min_tokens[rows])
+        temperature = self._temperature[rows]
+        drawn = temperature > 0
+        uniform = np.zeros(len(rows))
+        uniform[drawn] = uniforms(self._seed[rows[drawn]], index[drawn])
+        return SamplingInputs(
+            temperature=temperature,
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            uniforms=uniform,
+            banned=[(int(i), self._stop_ids[int(rows[i])]) for i in too_short],
+        )
+
+    def append_tokens(self, request_ids: Sequence[str], token_ids: IntArray) -> None:
+        """Remember the sampled tokens: they are the next step's input."""
+        rows = self._row_array(request_ids)
+        # The token after the last position of the model ends the request and is never an input.
+        fits = self._num_tokens[rows] < self._token_ids.shape[1]
+        self._token_ids[rows[fits], self._num_tokens[rows[fits]]] = token_ids[fits]
+        self._num_tokens[rows] += 1
+
+    def _row_array(self, request_ids: Sequence[str]) -> IntArray:
+        return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))
+
+    def _add(self, new: NewRequestData) -> None:
+        if new.request_id in self._rows:
+            raise ValueError(f"request {new.request_id!r} is already in the batch")
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        self._rows[new.request_id] = row
+        self._token_ids[row, : len(new.token_ids)] = new.token_ids
+        self._num_tokens[row] = len(new.token_ids)
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._num_computed_tokens[row] = new.num_computed_tokens
+        self._num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        self._set_sampling(row, new.sampling_params)
+
+    def _set_sampling(self, row: int, params: SamplingParams) -> None:
+        if params.seed is None and not params.greedy:
+            raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seed[row] = (params.seed or 0) % 2**64
+        self._min_tokens[row] = params.min_tokens
+        if params.min_tokens > 0:
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos_token_ids)
+            self._stop_ids[row] = tuple(sorted(ends))
+
+    def _remove(self, request_id: str) -> None:
+        """Forget a request; one that never ran here is none of our business."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+            self._stop_ids.pop(row, None)
+
+    def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
+        for group, (table, ids) in enumerate(zip(self._block_tables, block_ids, strict=True)):
+            start = self._num_blocks[row, group]
+            table[row, start : start + len(ids)] = ids
+            self._num_blocks[row, group] += len(ids)
+
+    def _grow(self) -> None:
+        old = len(self._num_tokens)
+        new = max(_INITIAL_ROWS, 2 * old)
+        self._free_rows.extend(reversed(range(old, new)))
+        self._token_ids = _grown(self._token_ids, new)
+        self._block_tables = [_grown(table, new) for table in self._block_tables]
+        self._num_blocks = _grown(self._num_blocks, new)
+        self._num_tokens = _grown(self._num_tokens, new)
+        self._num_prompt_tokens = _grown(self._num_prompt_tokens, new)
+        self._num_computed_tokens = _grown(self._num_computed_tokens, new)
+        self._temperature = _grown(self._temperature, new)
+        self._top_k = _grown(self._top_k, new)
+        self._top_p = _grown(self._top_p, new)
+        self._min_p = _grown(self._min_p, new)
+        self._seed = _grown(self._seed, new)
+        self._min_tokens = _grown(self._min_tokens, new)
+
+
+def _grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:
+    grown = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown
