@@ -22,7 +22,13 @@ def configure(config: LogConfig, *, service: str) -> None:
     if config.format == "json":
         renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        renderer = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False)]
+        # Plain tracebacks: the default shows local variables, and with them the users' prompts.
+        plain = structlog.dev.plain_traceback
+        renderer = [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False, exception_formatter=plain
+            )
+        ]
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.level.upper())),

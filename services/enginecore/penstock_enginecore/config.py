@@ -127,7 +127,9 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an engine process needs to know. ``drain_timeout`` is in seconds: how long in-flight requests may go on
-    after a stop signal before they end as ABORT."""
+    after a stop signal before they end as ABORT. ``wedged_after``: seconds without a finished step, while there is work,
+    after which the engine no longer counts as alive.
+    """
 
     model: ModelConfig
     engine_id: str = ""
@@ -139,6 +141,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     drain_timeout: float = 30.0
+    wedged_after: float = 120.0
 
     def __post_init__(self) -> None:
         check_range("drain_timeout", self.drain_timeout, low=0.0, high=86_400)
+        check_range("wedged_after", self.wedged_after, low=1.0, high=86_400)

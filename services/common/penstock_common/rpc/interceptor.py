@@ -1,16 +1,16 @@
 """The one place where exceptions of a servicer become gRPC statuses."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
-from penstock_common.errors import Internal, RequestFailed
+from penstock_common.errors import Internal, RequestFailed, Unimplemented
 from penstock_common.logging import get_logger
 from penstock_common.rpc.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any] | None
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -62,6 +62,8 @@ def _stream(behaviour: Any, method: str) -> Any:
 
 
 async def _abort(error: Exception, method: str, context: Context) -> None:
+    if isinstance(error, NotImplementedError):
+        error = Unimplemented(f"{method} is not served yet")
     if not isinstance(error, RequestFailed):
         get_logger().error("unexpected error", method=method, exc_info=error)
         error = Internal(f"internal error ({type(error).__name__})")

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
-from penstock.common.v1 import sampling_pb2
 
+from penstock.common.v1 import sampling_pb2
 from penstock_common.errors import Unimplemented
 from penstock_common.types.sampling import OutputKind, SamplingParams
 

@@ -37,3 +37,22 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     group_epoch: int = 0
     current_wave: int = 0
     engines_running: bool = False
+
+
+class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine introduces itself. ``incarnation`` changes with every start of the process that is ``engine_id``.
+
+    ``address`` is the host:port under which frontends reach it. ``draining``: it takes no new requests.
+    """
+
+    engine_id: str
+    incarnation: str
+    address: str
+    model: str
+    draining: bool = False
+
+
+class DrainCommand(msgspec.Struct, frozen=True):
+    """The coordinator wants an engine to take no new requests and to end what it has within ``timeout`` seconds."""
+
+    timeout: float

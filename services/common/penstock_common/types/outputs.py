@@ -85,7 +85,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
 
-    ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens.
+    ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens. ``seconds_since_last_step`` is 0 while idle.
     """
 
     num_running_reqs: int = 0
@@ -97,6 +97,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     step_counter: int = 0
     current_wave: int = 0
+    seconds_since_last_step: float = 0.0
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):

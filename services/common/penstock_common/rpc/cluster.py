@@ -1,0 +1,50 @@
+"""``penstock.coordinator.v1.ClusterView`` to the domain and back."""
+
+import msgspec
+
+from penstock.common.v1 import control_pb2
+from penstock.coordinator.v1 import messages_pb2
+from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+
+_STATES = {state.value: state for state in EngineState}
+
+
+def view_from_proto(message: messages_pb2.ClusterView) -> ClusterView:
+    """The domain's view. An engine in a state that this version does not know takes no requests: LOADING."""
+    return ClusterView(
+        engines=tuple(engine_from_proto(engine) for engine in message.engines),
+        group_epoch=message.group_epoch,
+        current_wave=message.current_wave,
+        engines_running=message.engines_running,
+    )
+
+
+def view_to_proto(view: ClusterView) -> messages_pb2.ClusterView:
+    """The message for this view."""
+    return messages_pb2.ClusterView(
+        engines=[engine_to_proto(engine) for engine in view.engines],
+        group_epoch=view.group_epoch,
+        current_wave=view.current_wave,
+        engines_running=view.engines_running,
+    )
+
+
+def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
+    """One engine of a view."""
+    return EngineStatus(
+        engine_id=message.engine_id,
+        incarnation=message.incarnation,
+        address=message.address,
+        state=_STATES.get(message.state, EngineState.LOADING),
+        num_waiting_reqs=message.num_waiting_reqs,
+        num_running_reqs=message.num_running_reqs,
+        kv_cache_usage=message.kv_cache_usage,
+        seconds_since_last_step=message.seconds_since_last_step,
+        index=message.index,
+        model=message.model,
+    )
+
+
+def engine_to_proto(engine: EngineStatus) -> control_pb2.EngineStatus:
+    """The message for one engine."""
+    return control_pb2.EngineStatus(**msgspec.structs.asdict(engine))

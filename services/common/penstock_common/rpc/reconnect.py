@@ -1,0 +1,110 @@
+"""Keeping a stream to a server that may be away."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from penstock_common.errors import RequestFailed
+from penstock_common.logging import get_logger
+from penstock_common.rpc.backoff import Backoff
+
+INITIAL_DELAY = 0.05
+
+
+class Reconnector:
+    """Runs ``session`` again and again until ``close``; whatever a session ends with is logged and never raised.
+
+    ``session`` opens a stream, calls ``established`` when the peer has accepted it, and returns or raises when the stream is
+    over. Delays grow up to ``max_delay`` seconds and start anew after a session that held at least as long.
+    """
+
+    def __init__(self, session: Callable[[], Awaitable[None]], *, peer: str, max_delay: float) -> None:
+        self._session = session
+        self._peer = peer
+        self._backoff = Backoff(initial=min(INITIAL_DELAY, max_delay), maximum=max_delay)
+        self._closing = asyncio.Event()
+        self._over = asyncio.Event()
+        self._over.set()
+        self._limit: asyncio.Timeout | None = None
+        self._established_at: float | None = None
+        self._away = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether a session is established now."""
+        return self._established_at is not None
+
+    @property
+    def closing(self) -> bool:
+        """Whether ``close`` has been called."""
+        return self._closing.is_set()
+
+    async def run(self) -> None:
+        """Connect, and connect again, until ``close``."""
+        self._over.clear()
+        try:
+            while not self.closing:
+                problem = await self._attempt()
+                if self._held_for() >= self._backoff.maximum:
+                    self._backoff.reset()
+                self._established_at = None
+                if not self.closing:
+                    self._report(problem)
+                    await self._pause(self._backoff.next())
+        finally:
+            self._established_at = None
+            self._over.set()
+
+    async def close(self, *, grace: float = 0.0) -> None:
+        """End ``run``. A session that runs may end by itself for ``grace`` seconds, then it is cancelled. Idempotent."""
+        self._closing.set()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + grace)
+        await self._over.wait()
+
+    def established(self) -> None:
+        """To be called by the session when the peer has accepted it."""
+        self._established_at = asyncio.get_running_loop().time()
+        self._away = False
+        get_logger().info(f"connected to the {self._peer}")
+
+    def limit_delay(self, seconds: float) -> None:
+        """Wait no longer than this between attempts from now on."""
+        self._backoff.maximum = min(self._backoff.maximum, seconds)
+
+    async def _attempt(self) -> str:
+        """One session; returns why it ended."""
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                await self._session()
+        except grpc.aio.AioRpcError as e:
+            return f"{e.code().name}: {e.details()}"
+        except RequestFailed as e:
+            return f"{e.code}: {e.message}"
+        except TimeoutError:
+            return "no answer"
+        except Exception as e:
+            # A defect on this side must not take the service down with it: the peer is not needed for serving.
+            get_logger().error(f"session with the {self._peer} failed", exc_info=e)
+            return f"{type(e).__name__}: {e}"
+        finally:
+            self._limit = None
+        return "the stream ended"
+
+    def _held_for(self) -> float:
+        """Seconds that the session was established; 0 if it never was."""
+        return 0.0 if self._established_at is None else asyncio.get_running_loop().time() - self._established_at
+
+    def _report(self, problem: str) -> None:
+        """Once per absence: a peer that stays away is no news."""
+        if not self._away:
+            get_logger().warning(f"no connection to the {self._peer}; trying again", problem=problem)
+        self._away = True
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,32 @@
+"""``python -m penstock_enginecore --config engine.yaml``."""
+
+import sys
+
+from penstock_common.config import from_command_line
+from penstock_common.errors import ConfigError
+from penstock_enginecore.app import run
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.engine_core import EngineDeadError
+from penstock_enginecore.models.errors import ModelLoadError
+
+
+def main() -> int:
+    """Exit code: 0 after a requested stop, 2 for a wrong configuration, 1 when loading or a step failed."""
+    try:
+        config = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
+        from penstock_enginecore.executor.factory import (
+            make_executor,
+        )  # torch is imported here, after flags are checked
+
+        run(config, make_executor)
+    except ConfigError as e:
+        print(f"penstock-enginecore: {e}", file=sys.stderr)
+        return 2
+    except (ModelLoadError, EngineDeadError) as e:
+        print(f"penstock-enginecore: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""An engine process from start to end: load, serve, drain, stop."""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+
+import blake3
+
+from penstock_common.logging import configure, get_logger
+from penstock_common.metrics import MetricsServer
+from penstock_common.types.outputs import EngineReady
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.base import Executor
+from penstock_enginecore.metrics import engine_registry
+from penstock_enginecore.rpc.io_thread import IoThread
+
+log = get_logger()
+
+CAPABILITIES = ("generate", "prefix_caching", "chunked_prefill")
+
+
+def run(config: EngineCoreConfig, make_executor: Callable[[EngineCoreConfig], Executor]) -> None:
+    """Serve until SIGTERM or SIGINT has been carried out.
+
+    The port answers while the model loads (health: NOT_SERVING). Raises ConfigError, ModelLoadError, or what killed the loop.
+    A signal while loading ends the process at once: there is nothing to drain.
+    """
+    configure(config.log, service="enginecore")
+    started = time.monotonic()
+    io = IoThread(config)
+    io.start()
+    try:
+        executor = make_executor(config)
+        engine = EngineCore(config, executor, progress=log.info)
+        try:
+            serve(config, engine, io, started)
+        finally:
+            engine.shutdown()
+    finally:
+        io.stop()
+
+
+def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: float) -> None:
+    """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log."""
+    busy_loop = BusyLoop(engine, io.sessions)
+    ready = describe(config, engine)
+    metrics = MetricsServer(config.metrics, engine_registry(busy_loop.stats, ready))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: busy_loop.request_shutdown())
+    io.attach(busy_loop, ready)
+    log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))
+    try:
+        busy_loop.run()
+    finally:
+        metrics.stop()
+
+
+def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
+    """Who this engine is. Its id is the configured one, else the host's name and the process id."""
+    agreed = repr((config.model.path, config.model.revision, config.model.dtype, config.cache.block_size))
+    return EngineReady(
+        engine_id=config.engine_id or f"{os.uname().nodename}-{os.getpid()}",
+        incarnation=uuid.uuid4().hex,
+        model=config.model.name,
+        revision=config.model.revision,
+        max_model_len=engine.max_model_len,
+        num_kv_blocks=engine.kv_cache_config.num_blocks,
+        block_size=engine.kv_cache_config.block_size,
+        vocab_size=engine.vocab_size,
+        config_hash=blake3.blake3(agreed.encode()).hexdigest()[:16],
+        capabilities=CAPABILITIES,
+    )

@@ -1,0 +1,120 @@
+"""Messages of ``penstock.enginecore.v1`` to the domain and back, as the engine needs them."""
+
+from penstock.common.v1 import events_pb2, finish_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument
+from penstock_common.rpc import sampling, stats
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineReady,
+    RequestError,
+    UtilityOutput,
+)
+from penstock_common.types.request import EngineCoreRequest
+
+NOT_SERVED_YET = (
+    "prompt_embeds",
+    "prompt_is_token_ids",
+    "mm_features",
+    "pooling_params",
+    "lora",
+    "data_parallel_rank",
+    "resumable",
+    "reasoning_ended",
+    "reasoning_parser_kwargs",
+    "kv_transfer_params",
+)
+"""Fields of a request whose feature comes later."""
+
+
+def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
+    """The request. Raises Unimplemented for a field of a later feature, InvalidArgument when there are no parameters."""
+    sampling.refuse_set(message, NOT_SERVED_YET)
+    if not message.HasField("sampling_params"):
+        raise InvalidArgument("sampling_params is required", field="sampling_params")
+    return EngineCoreRequest(
+        request_id=message.request_id,
+        external_request_id=message.external_request_id,
+        prompt_token_ids=list(message.prompt_token_ids),
+        sampling_params=sampling.from_proto(message.sampling_params),
+        arrival_time=message.arrival_time,
+        cache_salt=message.cache_salt,
+        current_wave=message.current_wave,
+        priority=message.priority,
+        trace_context=dict(message.trace_context),
+        attempt=message.attempt,
+        prior_output_token_ids=list(message.prior_output_token_ids),
+        deadline=message.deadline if message.HasField("deadline") else None,
+    )
+
+
+def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
+    """The frame of one step. Hot: called once per step and frontend."""
+    message = pb.EngineCoreOutputs(
+        engine_index=outputs.engine_index,
+        outputs=[_output_to_proto(output) for output in outputs.outputs],
+        timestamp=outputs.timestamp,
+        finished_requests=outputs.finished_requests,
+    )
+    if outputs.scheduler_stats is not None:
+        message.scheduler_stats.CopyFrom(stats.to_proto(outputs.scheduler_stats))
+    if outputs.utility_output is not None:
+        message.utility_output.CopyFrom(_utility_to_proto(outputs.utility_output))
+    return message
+
+
+def _output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
+    message = pb.EngineCoreOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        offset=output.offset,
+        new_token_ids=output.new_token_ids,
+        num_nans_in_logits=output.num_nans_in_logits,
+    )
+    if output.finish_reason is not None:
+        message.finish_reason = finish_pb2.FinishReason.ValueType(output.finish_reason)
+        if isinstance(output.stop_reason, int):
+            message.stop_reason.token_id = output.stop_reason
+        elif output.stop_reason is not None:
+            message.stop_reason.text = output.stop_reason
+        if output.error is not None:
+            message.error.CopyFrom(error_to_proto(output.error))
+    for event in output.events:
+        message.events.add(type=events_pb2.EngineCoreEventType.ValueType(event.type), timestamp=event.timestamp)
+    if output.prefill_stats is not None:
+        message.prefill_stats.num_prompt_tokens = output.prefill_stats.num_prompt_tokens
+        message.prefill_stats.num_cached_tokens = output.prefill_stats.num_cached_tokens
+    return message
+
+
+def error_to_proto(error: RequestError) -> finish_pb2.RequestError:
+    """The error of one request or call."""
+    return finish_pb2.RequestError(
+        code=error.code, message=error.message, field=error.field, reason=error.reason, retry_after=error.retry_after
+    )
+
+
+def _utility_to_proto(output: UtilityOutput) -> pb.UtilityOutput:
+    if output.error is not None:
+        return pb.UtilityOutput(call_id=output.call_id, error=error_to_proto(output.error))
+    return pb.UtilityOutput(call_id=output.call_id, result=output.result)
+
+
+def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
+    """The first message of the engine on a session."""
+    return pb.Ready(
+        engine_id=ready.engine_id,
+        incarnation=ready.incarnation,
+        max_model_len=ready.max_model_len,
+        num_kv_blocks=ready.num_kv_blocks,
+        block_size=ready.block_size,
+        model=ready.model,
+        revision=ready.revision,
+        data_parallel_rank=ready.data_parallel_rank,
+        data_parallel_size=ready.data_parallel_size,
+        config_hash=ready.config_hash,
+        capabilities=ready.capabilities,
+        vocab_size=ready.vocab_size,
+        protocol_revision=protocol_revision,
+    )

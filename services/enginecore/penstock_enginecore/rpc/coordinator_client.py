@@ -1,0 +1,170 @@
+"""The engine's session with the coordinator: register, report load, leave."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable
+
+import grpc
+import msgspec
+
+from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock.coordinator.v1 import service_pb2_grpc
+from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
+from penstock_common.errors import Internal
+from penstock_common.rpc import sampling
+from penstock_common.rpc import stats as stats_codec
+from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.reconnect import Reconnector
+from penstock_common.types.cluster import DrainCommand, EngineRegistration
+from penstock_common.types.outputs import SchedulerStats
+from penstock_enginecore.config import CoordinatorClientConfig
+
+REGISTER_TIMEOUT = 5.0
+CLOSE_TIMEOUT = 1.0
+REPORTS_PER_LEASE = 3
+
+Session = grpc.aio.StreamStreamCall[pb.EngineReport, pb.EngineCommand]
+
+
+class CoordinatorClient:
+    """Keeps the engine registered for as long as ``run`` runs. The engine serves on whether the coordinator is there or not.
+
+    All methods belong to the engine's I/O loop. The callables are called there, so they must return at once and may be called
+    while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) and
+    ``seconds_since_last_step`` (0 while idle) for each report, ``on_command`` for what the coordinator asks for.
+
+    Reports go out every ``stats_interval`` when something changed, and at least three times per lease. An engine that knows its
+    lease also tries to reconnect as often, so that it is back before a restarted coordinator first tells of the cluster.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorClientConfig,
+        *,
+        registration: Callable[[], EngineRegistration],
+        stats: Callable[[], SchedulerStats | None],
+        seconds_since_last_step: Callable[[], float],
+        on_command: Callable[[DrainCommand], None],
+    ) -> None:
+        self._config = config
+        self._registration = registration
+        self._stats = stats
+        self._seconds_since_last_step = seconds_since_last_step
+        self._on_command = on_command
+        self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=config.reconnect_max)
+        self._wake = asyncio.Event()
+        self._drain_deadline: float | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the engine is registered now."""
+        return self._reconnector.connected
+
+    async def run(self) -> None:
+        """Register, and register again whenever the connection is lost, until ``close``."""
+        await self._reconnector.run()
+
+    def draining(self, deadline: float) -> None:
+        """Tell the coordinator, also later ones, that the engine takes no new requests until it ends.
+
+        ``deadline`` is when what is left ends as ABORT, in seconds since the Unix epoch.
+        """
+        self._drain_deadline = deadline
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Leave the cluster and end ``run``, within ``CLOSE_TIMEOUT`` whatever the coordinator does. Idempotent."""
+        self._wake.set()
+        await self._reconnector.close(grace=CLOSE_TIMEOUT)
+
+    async def _session(self) -> None:
+        async with make_channel(self._config.address) as channel:
+            call = service_pb2_grpc.CoordinatorServiceStub(channel).EngineSession()
+            async with asyncio.timeout(REGISTER_TIMEOUT):
+                registered = await self._register(call)
+            heartbeat = registered.lease_seconds / REPORTS_PER_LEASE
+            self._reconnector.limit_delay(heartbeat)
+            self._reconnector.established()
+            reader = asyncio.create_task(self._read(call))
+            reader.add_done_callback(lambda _: self._wake.set())
+            try:
+                await self._write_until_over(call, reader, heartbeat)
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+
+    async def _register(self, call: Session) -> pb.Registered:
+        registration = self._registration()
+        await call.write(
+            pb.EngineReport(
+                register=pb.Register(
+                    engine_id=registration.engine_id,
+                    incarnation=registration.incarnation,
+                    address=registration.address,
+                    model=registration.model,
+                    draining=registration.draining or self._drain_deadline is not None,
+                )
+            )
+        )
+        first = await call.read()
+        if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
+            raise Internal("the coordinator did not answer register with registered")
+        return first.registered
+
+    async def _write_until_over(self, call: Session, reader: asyncio.Task[None], heartbeat: float) -> None:
+        """Report until the stream or the client is over. Raises what the stream ended with."""
+        loop = asyncio.get_running_loop()
+        interval = min(self._config.stats_interval, heartbeat)
+        sent: SchedulerStats | None = None
+        sent_at = -math.inf
+        told_draining: float | None = None
+        with contextlib.suppress(asyncio.InvalidStateError):  # written to a stream that is over: the reader knows why
+            while not reader.done() and not self._reconnector.closing:
+                self._wake.clear()
+                if self._drain_deadline is not None and self._drain_deadline != told_draining:
+                    told_draining = self._drain_deadline
+                    await call.write(pb.EngineReport(draining=enginecore_pb.Draining(deadline=told_draining)))
+                stats = self._current_stats()
+                if stats != sent or loop.time() - sent_at >= heartbeat:
+                    sent, sent_at = stats, loop.time()
+                    await call.write(_outputs(stats))
+                await self._pause(interval)
+            if not reader.done():
+                await self._leave(call, reader)
+        if reader.done():
+            reader.result()
+
+    async def _leave(self, call: Session, reader: asyncio.Task[None]) -> None:
+        """Say goodbye, and wait for the coordinator to have read it."""
+        await call.write(pb.EngineReport(notification=pb.NOTIFICATION_SHUTDOWN_COMPLETE))
+        await call.done_writing()
+        await asyncio.wait({reader})
+
+    async def _read(self, call: Session) -> None:
+        while isinstance(command := await call.read(), pb.EngineCommand):
+            sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
+            if command.HasField("drain"):
+                self._on_command(DrainCommand(timeout=command.drain.timeout_seconds))
+
+    def _current_stats(self) -> SchedulerStats | None:
+        stats = self._stats()
+        if stats is None:
+            return None
+        return msgspec.structs.replace(stats, seconds_since_last_step=self._seconds_since_last_step())
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+
+def _outputs(stats: SchedulerStats | None) -> pb.EngineReport:
+    """A report; without statistics it only keeps the lease."""
+    outputs = enginecore_pb.EngineCoreOutputs(timestamp=time.monotonic())
+    if stats is not None:
+        outputs.scheduler_stats.CopyFrom(stats_codec.to_proto(stats))
+    return pb.EngineReport(outputs=outputs)

@@ -1,0 +1,132 @@
+"""The engine's I/O thread: the asyncio loop with the gRPC server and the coordinator session."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.logging import get_logger
+from penstock_common.rpc.server import RpcServer
+from penstock_common.types.cluster import EngineRegistration
+from penstock_common.types.outputs import EngineReady
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
+from penstock_enginecore.rpc.servicer import EngineCoreServicer
+from penstock_enginecore.rpc.sessions import Sessions
+
+SERVICE_NAME = "penstock.enginecore.v1.EngineCoreService"
+LIVENESS_NAME = "liveness"
+CHECK_INTERVAL = 1.0
+FLUSH_TIMEOUT = 5.0
+
+T = TypeVar("T")
+log = get_logger()
+
+
+class IoThread:
+    """Owns the loop. Methods are called from the main thread and wait for their result.
+
+    Order: ``start`` (the port answers, not serving), ``attach`` (the model is loaded: serving), ``stop``.
+
+    Health names: the empty one and the service's own say whether requests are accepted; ``liveness`` says whether the
+    process makes progress: it turns NOT_SERVING when there is work and no step has ended for ``wedged_after`` seconds.
+    """
+
+    def __init__(self, config: EngineCoreConfig) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
+        self.sessions = Sessions(self._loop, on_draining=self._on_draining)
+        self._servicer = EngineCoreServicer(self.sessions)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._coordinator: CoordinatorClient | None = None
+        self._server: RpcServer
+        self.port = 0
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError when the port is taken."""
+        self._thread.start()
+        self._run(self._start())
+
+    def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
+        """The model is loaded: take sessions and register with the coordinator."""
+        self._run(self._attach(busy_loop, ready))
+
+    def stop(self) -> None:
+        """Flush what the frontends are still owed, leave the cluster, close the port. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self) -> None:
+        self._server = RpcServer(self._config.server, service_names=(SERVICE_NAME,))
+        service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
+        self.port = await self._server.start()
+        await self._server.set_serving(True, LIVENESS_NAME)
+        log.info("listening", address=f"{self._config.server.host}:{self.port}")
+
+    async def _attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
+        self._servicer.attach(busy_loop, ready)
+        await self._server.set_serving(True)
+        self._tasks.append(asyncio.create_task(self._watch(busy_loop)))
+        if self._config.coordinator.address:
+            self._coordinator = self._coordinator_client(busy_loop, ready)
+            self._tasks.append(asyncio.create_task(self._coordinator.run()))
+
+    def _coordinator_client(self, busy_loop: BusyLoop, ready: EngineReady) -> CoordinatorClient:
+        config = self._config.coordinator
+        registration = EngineRegistration(
+            engine_id=ready.engine_id,
+            incarnation=ready.incarnation,
+            address=config.advertise or f"{socket.getfqdn()}:{self.port}",
+            model=ready.model,
+        )
+        return CoordinatorClient(
+            config,
+            registration=lambda: registration,
+            stats=busy_loop.stats,
+            seconds_since_last_step=busy_loop.seconds_since_last_step,
+            on_command=lambda _: busy_loop.request_shutdown(),
+        )
+
+    def _on_draining(self, deadline: float) -> None:
+        self._tasks.append(asyncio.ensure_future(self._server.set_serving(False)))
+        if self._coordinator is not None:
+            self._coordinator.draining(deadline)
+
+    async def _watch(self, busy_loop: BusyLoop) -> None:
+        """Keep ``liveness`` true: not serving while wedged."""
+        alive = True
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL)
+            age = busy_loop.seconds_since_last_step()
+            if alive == (age < self._config.wedged_after):
+                continue
+            alive = not alive
+            await self._server.set_serving(alive, LIVENESS_NAME)
+            if alive:
+                log.info("steps go on")
+            else:
+                log.error("wedged: there is work, and no step has ended", seconds=round(age, 1))
+
+    async def _stop(self) -> None:
+        await self._server.set_serving(False)
+        if self._coordinator is not None:
+            await self._coordinator.close()
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self.sessions.close_all()
+        await self._server.stop(FLUSH_TIMEOUT)
+        log.info("stopped")

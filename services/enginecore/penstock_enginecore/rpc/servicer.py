@@ -1,0 +1,131 @@
+"""``penstock.enginecore.v1.EngineCoreService``: sessions in, sessions out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
+from penstock_common.logging import get_logger
+from penstock_common.rpc import stats
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
+from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.rpc import convert
+from penstock_enginecore.rpc.sessions import FrontendSession, Sessions
+
+PROTOCOL_REVISION = 1
+
+log = get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
+    """Until ``attach`` the engine is loading and sessions are refused with UNAVAILABLE."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._busy_loop: BusyLoop | None = None
+        self._ready: EngineReady | None = None
+
+    def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
+        """The engine is loaded: serve."""
+        self._busy_loop, self._ready = busy_loop, ready
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """One stream of one frontend. Its requests end with it."""
+        busy_loop, ready = self._attached()
+        hello = await _hello(request_iterator)
+        session = self._sessions.open(hello.frontend_id)
+        log.info("session opened", frontend=session.client_id)
+        revision = min(hello.protocol_revision, PROTOCOL_REVISION)
+        self._sessions.welcome(session, convert.ready_to_proto(ready, protocol_revision=revision))
+        reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
+        try:
+            while (message := await session.next()) is not None:
+                yield message
+            if reader.done():
+                reader.result()
+        finally:
+            reader.cancel()
+            self._sessions.close(session)
+            busy_loop.client_gone(session.client_id)
+            log.info("session closed", frontend=session.client_id)
+
+    async def _read(
+        self, requests: AsyncIterator[pb.SessionRequest], session: FrontendSession, busy_loop: BusyLoop
+    ) -> None:
+        """Hand over what the frontend sends. When it stops sending, or breaks the protocol, the session ends."""
+        try:
+            async for message in requests:
+                self._dispatch(message, session, busy_loop)
+        finally:
+            session.close()
+
+    def _dispatch(self, message: pb.SessionRequest, session: FrontendSession, busy_loop: BusyLoop) -> None:
+        match message.WhichOneof("message"):
+            case "add":
+                self._add(message.add, session, busy_loop)
+            case "abort":
+                busy_loop.abort(session.client_id, list(message.abort.request_ids))
+            case "utility":
+                call = message.utility
+                busy_loop.call_utility(session.client_id, call.call_id, call.method, call.arguments)
+            case "tensor_chunk":
+                raise Unimplemented("tensor_chunk is not served yet", field="tensor_chunk")
+            case "hello":
+                raise InvalidArgument("hello was sent twice; it is the first message only", field="hello")
+            case _:
+                raise InvalidArgument("the message is empty: set one of add, abort, utility", field="message")
+
+    def _add(self, message: pb.EngineCoreRequest, session: FrontendSession, busy_loop: BusyLoop) -> None:
+        try:
+            request = convert.request_from_proto(message)
+        except RequestFailed as e:
+            output = EngineCoreOutput(
+                request_id=message.request_id,
+                attempt=message.attempt,
+                offset=len(message.prior_output_token_ids),
+                finish_reason=FinishReason.ERROR,
+                error=RequestError.from_exception(e),
+            )
+            self._sessions.emit(session.client_id, EngineCoreOutputs(outputs=[output]))
+        else:
+            busy_loop.add(session.client_id, request)
+
+    async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
+        """Who the engine is and how it is doing."""
+        busy_loop, ready = self._attached()
+        answer = pb.GetEngineInfoResponse(
+            ready=convert.ready_to_proto(ready, protocol_revision=PROTOCOL_REVISION),
+            scheduler_stats=stats.to_proto(busy_loop.stats()),
+        )
+        answer.scheduler_stats.seconds_since_last_step = busy_loop.seconds_since_last_step()
+        return answer
+
+    def _attached(self) -> tuple[BusyLoop, EngineReady]:
+        if self._sessions.dead is not None:
+            raise Unavailable(f"the engine has failed: {self._sessions.dead}", reason="ENGINE_DEAD")
+        if self._busy_loop is None or self._ready is None:
+            raise Unavailable("the engine is still loading its model", reason="ENGINE_LOADING", retry_after=1.0)
+        return self._busy_loop, self._ready
+
+
+async def _hello(requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
+    message = await anext(aiter(requests), None)
+    if message is None or message.WhichOneof("message") != "hello":
+        raise InvalidArgument("the first message of a session must be hello", field="hello")
+    hello = message.hello
+    if hello.protocol_revision < 1:
+        raise InvalidArgument(
+            f"hello.protocol_revision is {hello.protocol_revision}; this engine speaks 1 to {PROTOCOL_REVISION}",
+            field="hello.protocol_revision",
+        )
+    if not hello.frontend_id:
+        raise InvalidArgument("hello.frontend_id is empty", field="hello.frontend_id")
+    return hello

@@ -1,0 +1,115 @@
+"""The open sessions: where the busy loop's messages cross over to the I/O thread."""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.logging import get_logger
+from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_enginecore.rpc import convert
+
+log = get_logger()
+
+
+class FrontendSession:
+    """Messages on their way to one frontend, in order. Belongs to the I/O thread.
+
+    The queue is not bounded: it holds what the frontend has not read of its own requests' output, and its requests are bounded.
+    """
+
+    def __init__(self, client_id: str) -> None:
+        self.client_id = client_id
+        self._messages: deque[pb.SessionResponse] = deque()
+        self._arrived = asyncio.Event()
+        self._closed = False
+
+    def put(self, message: pb.SessionResponse) -> None:
+        """Queue a message."""
+        self._messages.append(message)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """No message follows those that are queued."""
+        self._closed = True
+        self._arrived.set()
+
+    async def next(self) -> pb.SessionResponse | None:
+        """The next message; None when the session is closed and empty."""
+        while not self._messages:
+            if self._closed:
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._messages.popleft()
+
+
+class Sessions:
+    """All open sessions, and the ``OutputSink`` of the busy loop.
+
+    ``open`` and ``close`` belong to the I/O thread; the sink's methods may be called from any.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, on_draining: Callable[[float], None]) -> None:
+        """``on_draining`` is called once, on the I/O thread, with the deadline in seconds since the epoch."""
+        self._loop = loop
+        self._on_draining = on_draining
+        self._sessions: dict[str, FrontendSession] = {}
+        self._numbers = itertools.count()
+        self._draining: pb.Draining | None = None
+        self.dead: str | None = None
+
+    def open(self, frontend_id: str) -> FrontendSession:
+        """A session under a name of its own: a frontend that reconnects is another client."""
+        session = FrontendSession(f"{frontend_id}#{next(self._numbers)}")
+        self._sessions[session.client_id] = session
+        return session
+
+    def welcome(self, session: FrontendSession, ready: pb.Ready) -> None:
+        """Queue ``ready``, and ``draining`` behind it if that is the case."""
+        session.put(pb.SessionResponse(ready=ready))
+        if self._draining is not None:
+            session.put(pb.SessionResponse(draining=self._draining))
+
+    def close(self, session: FrontendSession) -> None:
+        """Forget a session."""
+        self._sessions.pop(session.client_id, None)
+
+    def close_all(self) -> None:
+        """Let every session end after what is queued."""
+        for session in self._sessions.values():
+            session.close()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        """Send a step's outputs to one frontend, or drop them if it has gone."""
+        self._loop.call_soon_threadsafe(self._deliver, client_id, outputs)
+
+    def draining(self, timeout: float) -> None:
+        """Tell every frontend, and those still to come."""
+        self._loop.call_soon_threadsafe(self._announce_draining, time.time() + timeout)
+
+    def engine_dead(self, reason: str) -> None:
+        """Tell every frontend, then end the sessions."""
+        self._loop.call_soon_threadsafe(self._announce_dead, reason)
+
+    def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        if (session := self._sessions.get(client_id)) is not None:
+            session.put(pb.SessionResponse(outputs=convert.outputs_to_proto(outputs)))
+
+    def _announce_draining(self, deadline: float) -> None:
+        log.info("draining: new requests are refused", sessions=len(self._sessions))
+        self._draining = pb.Draining(deadline=deadline)
+        for session in self._sessions.values():
+            session.put(pb.SessionResponse(draining=self._draining))
+        self._on_draining(deadline)
+
+    def _announce_dead(self, reason: str) -> None:
+        self.dead = reason
+        for session in self._sessions.values():
+            session.put(pb.SessionResponse(engine_dead=pb.EngineDead(reason=reason)))
+            session.close()

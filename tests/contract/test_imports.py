@@ -1,0 +1,76 @@
+"""The import rules of the architecture, read from the syntax trees of every module."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ROOT / "services"
+SERVICE_PACKAGES = {"penstock_frontend", "penstock_enginecore", "penstock_coordinator"}
+
+
+def modules(package: str) -> Iterator[Path]:
+    directory = next(SERVICES.glob(f"*/{package}"))
+    files = sorted(directory.rglob("*.py"))
+    assert files, f"no module found in {directory}"
+    yield from files
+
+
+def imported(path: Path) -> set[str]:
+    """Every module name that the file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def offenders(paths: Iterator[Path], *forbidden: str) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in sorted(imported(path))
+        if any(name == bad or name.startswith(bad + ".") for bad in forbidden)
+    ]
+
+
+def test_the_engines_core_imports_neither_torch_nor_grpc_nor_generated_stubs() -> None:
+    core = (
+        path
+        for path in modules("penstock_enginecore")
+        if "core" in path.parts[path.parts.index("penstock_enginecore") + 1 :]
+    )
+    assert offenders(core, "torch", "transformers", "grpc", "penstock", "google.protobuf", "penstock_common.rpc") == []
+
+
+@pytest.mark.parametrize("package", ["penstock_frontend", "penstock_coordinator", "penstock_common", "penstock_local"])
+def test_only_the_engine_imports_torch(package: str) -> None:
+    assert offenders(modules(package), "torch") == []
+
+
+@pytest.mark.parametrize("package", sorted(SERVICE_PACKAGES | {"penstock_common"}))
+def test_generated_messages_live_in_rpc_and_api_packages_only(package: str) -> None:
+    elsewhere = (path for path in modules(package) if not {"rpc", "api"} & set(path.parts))
+    assert offenders(elsewhere, "penstock", "google.protobuf", "google.rpc") == []
+
+
+@pytest.mark.parametrize("package", sorted(SERVICE_PACKAGES))
+def test_no_service_imports_another(package: str) -> None:
+    others = SERVICE_PACKAGES - {package} | {"penstock_local"}
+    assert offenders(modules(package), *others) == []
+
+
+def test_common_imports_no_service() -> None:
+    assert offenders(modules("penstock_common"), *SERVICE_PACKAGES, "penstock_local", "torch", "transformers") == []
+
+
+@pytest.mark.parametrize("package", sorted(SERVICE_PACKAGES | {"penstock_common", "penstock_local"}))
+def test_kubernetes_is_imported_in_the_coordinators_one_module_alone(package: str) -> None:
+    elsewhere = (path for path in modules(package) if path.name != "kubernetes.py" or package != "penstock_coordinator")
+    assert offenders(elsewhere, "kubernetes") == []

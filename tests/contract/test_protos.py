@@ -1,0 +1,100 @@
+"""The rules every .proto keeps, checked on the descriptors and the sources; ``make lint`` runs buf besides."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FileDescriptor
+
+PROTOS = Path(__file__).resolve().parents[2] / "protos"
+FILES = sorted(path.relative_to(PROTOS) for path in (PROTOS / "penstock").rglob("*.proto"))
+PACKAGES = {"common", "enginecore", "coordinator", "inference", "admin"}
+
+
+def descriptor(path: Path) -> FileDescriptor:
+    module = importlib.import_module(".".join(path.with_suffix("").parts) + "_pb2")
+    found: FileDescriptor = module.DESCRIPTOR
+    return found
+
+
+def messages(container: FileDescriptor | Descriptor) -> Iterator[Descriptor]:
+    nested = (
+        container.message_types_by_name if isinstance(container, FileDescriptor) else container.nested_types_by_name
+    )
+    for message in nested.values():
+        yield message
+        yield from messages(message)
+
+
+def enums(file: FileDescriptor) -> Iterator[EnumDescriptor]:
+    yield from file.enum_types_by_name.values()
+    for message in messages(file):
+        yield from message.enum_types
+
+
+def test_every_package_of_the_design_is_there() -> None:
+    assert {path.parts[1] for path in FILES} == PACKAGES
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_package_follows_the_directory_and_ends_in_v1(path: Path) -> None:
+    package = descriptor(path).package
+    assert package == ".".join(path.parent.parts)
+    assert package.endswith(".v1")
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_enum_values_carry_the_enums_name_and_zero_is_unspecified(path: Path) -> None:
+    for enum in enums(descriptor(path)):
+        prefix = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", enum.name).upper()
+        assert enum.values_by_number[0].name == f"{prefix}_UNSPECIFIED"
+        assert all(value.name.startswith(prefix + "_") for value in enum.values)
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_every_message_field_enum_value_and_rpc_has_a_comment(path: Path) -> None:
+    lines = (PROTOS / path).read_text().splitlines()
+    declaration = re.compile(
+        r"^\s*(message|enum|service|rpc|oneof)\s+\w+"
+        r"|^\s*(optional\s+|repeated\s+)?(map<.*>|[\w.]+)\s+\w+\s*=\s*\d+;"
+        r"|^\s*[A-Z0-9_]+\s*=\s*\d+;"
+    )
+    for number, line in enumerate(lines):
+        if declaration.match(line):
+            assert lines[number - 1].lstrip().startswith("//"), f"{path}:{number + 1} has no comment: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_repeated_numbers_are_packed(path: Path) -> None:
+    for message in messages(descriptor(path)):
+        for field in message.fields:
+            if field.is_repeated and field.type not in (field.TYPE_STRING, field.TYPE_BYTES, field.TYPE_MESSAGE):
+                assert field.is_packed, field.full_name
+
+
+@pytest.mark.parametrize(
+    ("module", "types"),
+    [
+        ("outputs:FinishReason", "finish_pb2:FinishReason"),
+        ("outputs:EventType", "events_pb2:EngineCoreEventType"),
+        ("sampling:OutputKind", "sampling_pb2:OutputKind"),
+        ("cluster:EngineState", "control_pb2:EngineState"),
+    ],
+)
+def test_domain_enums_have_the_values_of_the_contract(module: str, types: str) -> None:
+    domain_module, domain_name = module.split(":")
+    wire_module, wire_name = types.split(":")
+    domain = getattr(importlib.import_module(f"penstock_common.types.{domain_module}"), domain_name)
+    wire = getattr(importlib.import_module(f"penstock.common.v1.{wire_module}"), wire_name)
+    prefix = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", wire_name).upper() + "_"
+    on_the_wire = {name.removeprefix(prefix): number for name, number in wire.items() if number}
+    assert {member.name: member.value for member in domain} == on_the_wire
+
+
+def test_the_domains_sampling_params_have_the_fields_of_the_contract() -> None:
+    from penstock.common.v1 import sampling_pb2
+    from penstock_common.types.sampling import SamplingParams
+
+    assert set(SamplingParams.__struct_fields__) == {f.name for f in sampling_pb2.SamplingParams.DESCRIPTOR.fields}

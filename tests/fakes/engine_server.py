@@ -1,0 +1,66 @@
+"""A real engine server inside the test's process: I/O thread, gRPC, busy loop; only the executor may be a fake."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from penstock_common.config import ServerConfig
+from penstock_enginecore.app import describe
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.base import Executor
+from penstock_enginecore.rpc.io_thread import IoThread
+
+
+class EngineServer:
+    """Listens from ``start`` on, serves from ``load`` on; the busy loop runs in a thread of its own."""
+
+    def __init__(self, config: EngineCoreConfig, executor: Executor) -> None:
+        self.config = msgspec.structs.replace(config, server=ServerConfig(host="127.0.0.1", port=0))
+        self.executor = executor
+        self.io = IoThread(self.config)
+        self.failure: BaseException | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC server."""
+        return f"127.0.0.1:{self.io.port}"
+
+    def start(self) -> "EngineServer":
+        """Listen; the model is not loaded yet."""
+        self.io.start()
+        return self
+
+    def load(self) -> "EngineServer":
+        """Load the model and serve."""
+        self.engine = EngineCore(self.config, self.executor, progress=lambda line: None)
+        self.busy_loop = BusyLoop(self.engine, self.io.sessions)
+        self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
+        self.thread.start()
+        self.io.attach(self.busy_loop, describe(self.config, self.engine))
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.busy_loop.run()
+        except Exception as e:
+            self.failure = e
+
+    def stop(self) -> None:
+        """Drain and stop, as a signal would."""
+        if hasattr(self, "thread"):
+            self.busy_loop.request_shutdown()
+            self.thread.join(60)
+            assert not self.thread.is_alive()
+        self.io.stop()
+
+
+def wait_until(condition: Callable[[], bool], *, timeout: float = 20.0) -> None:
+    """Return once the condition holds. AssertionError after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        threading.Event().wait(0.005)

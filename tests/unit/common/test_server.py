@@ -1,0 +1,113 @@
+"""The server every service is built on: health, error details, ports."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_common.config import ServerConfig
+from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
+from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.server import RpcServer
+from penstock_common.rpc.status import from_rpc_error
+
+NAME = "penstock.inference.v1.InferenceService"
+LOOPBACK = ServerConfig(host="127.0.0.1", port=0)
+
+
+class Failing(service_pb2_grpc.InferenceServiceServicer):
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        if request.name == "full":
+            raise ResourceExhausted("queue is full", retry_after=1.5)
+        if request.name == "bug":
+            raise ZeroDivisionError("a secret")
+        raise InvalidArgument("name is 'x'; it must be 'y'", field="name")
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(text="one")
+        raise InvalidArgument("bad", field="text")
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    server = RpcServer(LOOPBACK, service_names=[NAME])
+    service_pb2_grpc.add_InferenceServiceServicer_to_server(Failing(), server.server)
+    port = await server.start()
+    async with make_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(0)
+
+
+async def failure(channel: grpc.aio.Channel, name: str) -> grpc.aio.AioRpcError:
+    stub = service_pb2_grpc.InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.GetModel(pb.GetModelRequest(name=name))
+    return error.value
+
+
+async def test_a_wrong_field_arrives_as_a_field_violation(channel: grpc.aio.Channel) -> None:
+    error = await failure(channel, "x")
+    failed = from_rpc_error(error)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(failed, InvalidArgument)
+    assert (failed.field, failed.reason, failed.message) == ("name", "INVALID_FIELD", "name is 'x'; it must be 'y'")
+
+
+async def test_a_retry_hint_arrives(channel: grpc.aio.Channel) -> None:
+    failed = from_rpc_error(await failure(channel, "full"))
+    assert isinstance(failed, ResourceExhausted)
+    assert failed.retry_after == pytest.approx(1.5)
+
+
+async def test_an_unexpected_error_is_internal_and_does_not_tell_its_text(channel: grpc.aio.Channel) -> None:
+    error = await failure(channel, "bug")
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (error.details() or "")
+    assert "ZeroDivisionError" in (error.details() or "")
+
+
+async def test_an_error_in_the_middle_of_a_stream_keeps_its_details(channel: grpc.aio.Channel) -> None:
+    stub = service_pb2_grpc.InferenceServiceStub(channel)
+    texts = []
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for response in stub.Generate(pb.GenerateRequest()):
+            texts.append(response.text)
+    assert texts == ["one"]
+    assert from_rpc_error(error.value).field == "text"
+
+
+async def test_an_rpc_nobody_wrote_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    stub = service_pb2_grpc.InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.ListModels(pb.ListModelsRequest())
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_watchers_see_the_service_become_ready_and_stop() -> None:
+    server = RpcServer(LOOPBACK, service_names=[NAME])
+    port = await server.start()
+    async with make_channel(f"127.0.0.1:{port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
+        states = health_pb2.HealthCheckResponse
+        assert (await watch.read()).status == states.NOT_SERVING
+        await server.set_serving(True)
+        assert (await watch.read()).status == states.SERVING
+        stopping = asyncio.create_task(server.stop(5))
+        assert (await watch.read()).status == states.NOT_SERVING
+        watch.cancel()
+        await stopping
+
+
+async def test_a_taken_port_is_an_error_that_says_so() -> None:
+    first = RpcServer(LOOPBACK, service_names=[])
+    port = await first.start()
+    second = RpcServer(ServerConfig(host="127.0.0.1", port=port), service_names=[])
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        await second.start()
+    await first.stop(0)
+    await second.stop(0)
