@@ -1,12 +1,11 @@
 """An engine process from start to end: load, serve, drain, stop."""
 
+import hashlib
 import os
 import signal
 import time
 import uuid
 from collections.abc import Callable
-
-import blake3
 
 from penstock_common.logging import configure, get_logger
 from penstock_common.metrics import MetricsServer
@@ -71,6 +70,6 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         num_kv_blocks=engine.kv_cache_config.num_blocks,
         block_size=engine.kv_cache_config.block_size,
         vocab_size=engine.vocab_size,
-        config_hash=blake3.blake3(agreed.encode()).hexdigest()[:16],
+        config_hash=hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest(),
         capabilities=CAPABILITIES,
     )

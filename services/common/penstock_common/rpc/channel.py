@@ -15,7 +15,7 @@ def make_channel(address: str, *, max_message_bytes: int = 64 * 1024 * 1024) -> 
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 5_000),  # in gRPC this is how long one attempt to connect may take
             ("grpc.max_reconnect_backoff_ms", 1_000),
             ("grpc.use_local_subchannel_pool", 1),
         ],

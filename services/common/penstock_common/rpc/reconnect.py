@@ -51,7 +51,7 @@ class Reconnector:
                 self._established_at = None
                 if not self.closing:
                     self._report(problem)
-                    await self._pause(self._backoff.next())
+                    await wait_at_most(self._closing, self._backoff.next())
         finally:
             self._established_at = None
             self._over.set()
@@ -102,9 +102,11 @@ class Reconnector:
             get_logger().warning(f"no connection to the {self._peer}; trying again", problem=problem)
         self._away = True
 
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        except TimeoutError:
-            return
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Return when the event is set or the time is over, whichever comes first."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -14,6 +14,8 @@ from penstock_common.errors import ConfigError
 from penstock_common.rpc.interceptor import ErrorInterceptor
 
 MAX_METADATA_BYTES = 64 * 1024
+LIVENESS = "liveness"
+"""Health name that says whether the process makes progress, whether or not it accepts requests."""
 
 
 def server_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -36,7 +38,8 @@ class RpcServer:
     """A ``grpc.aio`` server with error details, ``grpc.health.v1`` and reflection.
 
     Lifecycle: add servicers to ``server``, then ``start``, ``set_serving`` as the service's state changes, ``stop``.
-    The empty health service name stands for the process as a whole.
+    The empty health name and those of the services say whether requests are accepted, ``liveness`` whether the process
+    is well: a draining one is.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class RpcServer:
         except RuntimeError as e:
             raise ConfigError(taken.format(e)) from None
         await self.set_serving(False)
+        await self.set_serving(True, LIVENESS)
         await self.server.start()
         return self.port
 

@@ -4,7 +4,7 @@ import enum
 
 import msgspec
 
-from penstock_common.errors import RequestFailed
+from penstock_common.errors import RequestFailed, request_failed
 
 
 class FinishReason(enum.IntEnum):
@@ -58,6 +58,12 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
             reason=error.reason,
             retry_after=error.retry_after,
         )
+
+    def to_exception(self) -> RequestFailed:
+        """The failure as an exception; an unknown code becomes Internal."""
+        failed = request_failed(self.code, self.message, field=self.field, reason=self.reason)
+        failed.retry_after = self.retry_after
+        return failed
 
 
 class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from penstock_common.errors import Internal
 from penstock_common.rpc import sampling
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.reconnect import Reconnector
+from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import CoordinatorClientConfig
@@ -111,6 +111,8 @@ class CoordinatorClient:
         first = await call.read()
         if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
             raise Internal("the coordinator did not answer register with registered")
+        if not first.registered.lease_seconds > 0:
+            raise Internal(f"registered.lease_seconds is {first.registered.lease_seconds}; it must be greater than 0")
         return first.registered
 
     async def _write_until_over(self, call: Session, reader: asyncio.Task[None], heartbeat: float) -> None:
@@ -130,7 +132,7 @@ class CoordinatorClient:
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
                     await call.write(_outputs(stats))
-                await self._pause(interval)
+                await wait_at_most(self._wake, interval)
             if not reader.done():
                 await self._leave(call, reader)
         if reader.done():
@@ -153,13 +155,6 @@ class CoordinatorClient:
         if stats is None:
             return None
         return msgspec.structs.replace(stats, seconds_since_last_step=self._seconds_since_last_step())
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
 
 
 def _outputs(stats: SchedulerStats | None) -> pb.EngineReport:

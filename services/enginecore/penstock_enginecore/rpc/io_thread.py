@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.logging import get_logger
-from penstock_common.rpc.server import RpcServer
+from penstock_common.rpc.server import LIVENESS, RpcServer
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
@@ -19,7 +19,6 @@ from penstock_enginecore.rpc.servicer import EngineCoreServicer
 from penstock_enginecore.rpc.sessions import Sessions
 
 SERVICE_NAME = "penstock.enginecore.v1.EngineCoreService"
-LIVENESS_NAME = "liveness"
 CHECK_INTERVAL = 1.0
 FLUSH_TIMEOUT = 5.0
 
@@ -72,7 +71,6 @@ class IoThread:
         self._server = RpcServer(self._config.server, service_names=(SERVICE_NAME,))
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         self.port = await self._server.start()
-        await self._server.set_serving(True, LIVENESS_NAME)
         log.info("listening", address=f"{self._config.server.host}:{self.port}")
 
     async def _attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
@@ -113,7 +111,7 @@ class IoThread:
             if alive == (age < self._config.wedged_after):
                 continue
             alive = not alive
-            await self._server.set_serving(alive, LIVENESS_NAME)
+            await self._server.set_serving(alive, LIVENESS)
             if alive:
                 log.info("steps go on")
             else:

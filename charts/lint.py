@@ -1,0 +1,99 @@
+"""Checks the chart: ``python charts/lint.py``. Prints what it does; the exit code is 1 when anything is wrong.
+
+Every value set under ``ci/`` and ``profiles/`` goes through ``helm lint --strict``, is rendered for several versions of
+Kubernetes, and the manifests are validated against that version's schemas.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+
+CHART = Path(__file__).resolve().parent / "penstock"
+KUBE_VERSIONS = ("1.30", "1.33", "1.36")
+"""The oldest version that Chart.yaml admits, and newer ones."""
+
+_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class ChartError(Exception):
+    """The chart, or a value set, is wrong. The message is helm's or the validator's."""
+
+
+def value_sets() -> list[Path]:
+    """The values files that are checked."""
+    return sorted([*CHART.glob("ci/*.yaml"), *CHART.glob("profiles/*.yaml")])
+
+
+def helm(*arguments: str) -> str:
+    """What helm prints. Raises ChartError with its complaint."""
+    beside_python = shutil.which("helm", path=str(Path(sys.executable).parent))
+    program = beside_python or shutil.which("helm")
+    if program is None:
+        raise ChartError("helm is not installed; the Python distribution helm-binary has it")
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    if done.returncode != 0:
+        raise ChartError((done.stdout + done.stderr).strip())
+    return done.stdout
+
+
+def render(
+    *values: Path, settings: Sequence[str] = (), kube_version: str = KUBE_VERSIONS[0], chart: Path = CHART
+) -> list[dict[str, Any]]:
+    """The manifests of a release ``demo`` in the namespace ``serving``. ``settings`` are ``key=value``. Raises ChartError."""
+    files = [f"--values={path}" for path in values]
+    sets = [f"--set={setting}" for setting in settings]
+    text = helm("template", "demo", str(chart), "--namespace=serving", f"--kube-version={kube_version}", *files, *sets)
+    return [manifest for manifest in yaml.load_all(text, Loader=_YamlLoader) if manifest]
+
+
+def validate(manifest: dict[str, Any], kube_version: str) -> None:
+    """Raise ChartError when Kubernetes of that version would refuse ``manifest``, unknown fields included."""
+    try:
+        kubernetes_validate.validate(manifest, kube_version, strict=True)
+    except kubernetes_validate.ValidationError as e:
+        where = ".".join(map(str, e.path))
+        name = f"{manifest['kind']} {manifest['metadata']['name']}"
+        raise ChartError(f"{name}: {where}: {e.message}") from None
+    except kubernetes_validate.SchemaNotFoundError as e:
+        raise ChartError(e.message) from None
+
+
+def check(values: Path) -> list[str]:
+    """What is wrong with the chart under one values file."""
+    problems = []
+    try:
+        helm("lint", "--strict", "--quiet", str(CHART), f"--values={values}")
+        print("  helm lint --strict: ok")
+    except ChartError as e:
+        problems.append(f"helm lint: {e}")
+    for version in KUBE_VERSIONS:
+        try:
+            manifests = render(values, kube_version=version)
+            for manifest in manifests:
+                validate(manifest, version)
+            print(f"  Kubernetes {version}: {len(manifests)} manifests valid")
+        except ChartError as e:
+            problems.append(f"Kubernetes {version}: {e}")
+    return problems
+
+
+def main() -> int:
+    """The exit code."""
+    failed = 0
+    for values in value_sets():
+        print(f"{values.relative_to(CHART)}", flush=True)
+        for problem in check(values):
+            failed += 1
+            print(f"  FAILED {problem}")
+    print(f"{failed} problem(s)" if failed else "the chart is fine")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+{{/* Where engines and frontends find the coordinator. */}}
+{{- define "penstock.coordinator.address" -}}
+{{ include "penstock.fullname" . }}-coordinator.{{ .Release.Namespace }}.svc:50050
+{{- end -}}
+
+{{/* The coordinator's config file: what the user set, then what the chart alone knows. */}}
+{{- define "penstock.coordinator.config" -}}
+{{- $own := dict
+      "server" (dict "port" 50050)
+      "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
+      "log" .Values.log -}}
+{{- mustMergeOverwrite (deepCopy (default dict .Values.coordinator.config)) $own | toYaml -}}
+{{- end -}}

@@ -1,0 +1,17 @@
+{{- define "penstock.enginecore.device" -}}
+{{- if .Values.enginecore.gpu.count }}cuda{{ else }}cpu{{ end -}}
+{{- end -}}
+
+{{/* The engine's config file: what the user set, then what the chart alone knows. The pod adds its name and address. */}}
+{{- define "penstock.enginecore.config" -}}
+{{- $model := include "penstock.model.config" . | fromYaml -}}
+{{- $_ := set $model "device" (include "penstock.enginecore.device" .) -}}
+{{- $own := dict
+      "model" $model
+      "coordinator" (dict "address" (include "penstock.coordinator.address" .))
+      "server" (dict "port" 50052)
+      "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
+      "log" .Values.log
+      "drain_timeout" .Values.enginecore.drainTimeoutSeconds -}}
+{{- mustMergeOverwrite (deepCopy (default dict .Values.enginecore.config)) $own | toYaml -}}
+{{- end -}}

@@ -1,0 +1,75 @@
+"""A closed-loop load: so many streams at once, each request a prompt of random token ids."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+
+Stream = Callable[[list[int], int], AsyncIterator[int]]
+"""Given prompt token ids and a number of output tokens, yields the size of each piece as it arrives."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """``streams`` at once, ``requests`` in all. Lengths in tokens."""
+
+    streams: int
+    requests: int
+    input_len: int
+    output_len: int
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians of one run: tokens per second over all streams, time to first token and between tokens in milliseconds."""
+
+    tokens_per_s: float
+    ttft_ms: float
+    itl_ms: float
+
+
+def prompts(load: Load, vocab_size: int, *, seed: int) -> list[list[int]]:
+    """Random prompts, the same for the same seed; no two share a prefix."""
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocab_size) for _ in range(load.input_len)] for _ in range(load.requests)]
+
+
+async def run(stream: Stream, load: Load, prompt_token_ids: Sequence[list[int]]) -> Result:
+    """Send the load. RuntimeError when a request comes back short."""
+    gate = asyncio.Semaphore(load.streams)
+    first: list[float] = []
+    between: list[float] = []
+
+    async def one(prompt: list[int]) -> None:
+        async with gate:
+            last = time.perf_counter()
+            got = 0
+            async for size in stream(prompt, load.output_len):
+                now = time.perf_counter()
+                if got == 0:
+                    first.append(now - last)
+                else:
+                    between.extend([(now - last) / size] * size)
+                got += size
+                last = now
+            if got != load.output_len:
+                raise RuntimeError(f"a request gave {got} of {load.output_len} tokens")
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one(prompt) for prompt in prompt_token_ids))
+    seconds = time.perf_counter() - start
+    return Result(
+        tokens_per_s=load.requests * load.output_len / seconds,
+        ttft_ms=statistics.median(first) * 1e3,
+        itl_ms=statistics.median(between) * 1e3 if between else 0.0,
+    )
+
+
+def median(results: Sequence[Result]) -> Result:
+    """Field by field over rounds."""
+    return Result(
+        tokens_per_s=statistics.median(r.tokens_per_s for r in results),
+        ttft_ms=statistics.median(r.ttft_ms for r in results),
+        itl_ms=statistics.median(r.itl_ms for r in results),
+    )

@@ -1,0 +1,111 @@
+"""``make bench``: the engine in this process, through its session, through the public API, and transformers beside them.
+
+All are measured in turn, several rounds, and the medians are printed: machines drift by tens of percent.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks import load, scheduler_step
+from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
+from tests.benchmarks.load import Load, Result, Stream
+from tests.benchmarks.processes import engine, frontend
+from tests.benchmarks.public_target import PublicClient
+from tests.benchmarks.transformers_target import TransformersGenerate
+
+SCHEDULER_ROWS = ((1, 0), (64, 0), (256, 0), (256, 10_000))
+console = Console()
+
+
+async def measure(args: argparse.Namespace, loads: list[Load]) -> dict[str, dict[int, list[Result]]]:
+    """Results by target and number of streams, one per round."""
+    results: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    reference = TransformersGenerate(args.model, args.threads)
+    async with contextlib.AsyncExitStack() as stack:
+        in_process = await stack.enter_async_context(InProcessEngine(args.model, args.threads))
+        session_address = await stack.enter_async_context(engine(args.model, args.threads))
+        public_engine = await stack.enter_async_context(engine(args.model, args.threads))
+        session = await stack.enter_async_context(SessionClient(session_address))
+        public = await stack.enter_async_context(
+            PublicClient(await stack.enter_async_context(frontend(args.model, public_engine)))
+        )
+        streams: dict[str, Stream] = {
+            "in-process engine": in_process.stream,
+            "session": session.stream,
+            "public API": public.stream,
+        }
+        for number in range(args.rounds + 1):
+            warm_up = number == 0
+            for item in loads:
+                say = "warming up" if warm_up else f"round {number} of {args.rounds}"
+                console.log(f"{say}: {item.streams} streams, {item.requests} requests")
+                for name, stream in streams.items():
+                    prompts = load.prompts(item, in_process.vocab_size, seed=number * 1000 + item.streams)
+                    results[name][item.streams].append(await load.run(stream, item, prompts))
+                results["transformers"][item.streams].append(reference.run(item, seed=number))
+    return {name: {n: rows[1:] for n, rows in by_streams.items()} for name, by_streams in results.items()}
+
+
+def table(results: dict[str, dict[int, list[Result]]], loads: list[Load]) -> Table:
+    """Medians, one row per number of streams and target."""
+    made = Table(title=f"{loads[0].input_len} tokens in, {loads[0].output_len} out; medians")
+    for column in ("streams", "target", "tokens/s", "TTFT ms", "ITL ms"):
+        made.add_column(column, justify="left" if column == "target" else "right")
+    for item in loads:
+        for name, by_streams in results.items():
+            row = load.median(by_streams[item.streams])
+            made.add_row(str(item.streams), name, f"{row.tokens_per_s:.0f}", f"{row.ttft_ms:.1f}", f"{row.itl_ms:.2f}")
+        made.add_section()
+    return made
+
+
+def scheduler_table() -> tuple[Table, dict[str, float]]:
+    """Scheduler and block manager, milliseconds per decode step."""
+    made = Table(title="scheduler and block manager per decode step; median")
+    for column in ("running", "waiting", "ms"):
+        made.add_column(column, justify="right")
+    numbers = {}
+    for running, waiting in SCHEDULER_ROWS:
+        milliseconds = scheduler_step.measure(running=running, waiting=waiting)
+        numbers[f"{running}/{waiting}"] = milliseconds
+        made.add_row(str(running), str(waiting), f"{milliseconds:.3f}")
+    return made, numbers
+
+
+def main() -> int:
+    """Print the tables, and write them as JSON where ``--json`` says."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--model", default="examples/demo_model/penstock-tiny", help="checkpoint to measure with")
+    parser.add_argument("--streams", default="1,16,64", help="numbers of concurrent streams")
+    parser.add_argument("--input-len", type=int, default=64, help="prompt length in tokens")
+    parser.add_argument("--output-len", type=int, default=64, help="output length in tokens")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up; medians are taken over them")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
+    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    args = parser.parse_args()
+    loads = [
+        Load(streams=n, requests=max(4, n * 2), input_len=args.input_len, output_len=args.output_len)
+        for n in map(int, args.streams.split(","))
+    ]
+    schedule, milliseconds = scheduler_table()
+    console.print(schedule)
+    results = asyncio.run(measure(args, loads))
+    console.print(table(results, loads))
+    if args.json:
+        medians = {name: {n: load.median(rows) for n, rows in by.items()} for name, by in results.items()}
+        args.json.write_text(json.dumps({"scheduler_ms": milliseconds, "load": msgspec.to_builtins(medians)}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Time of the scheduler and the block manager per step, the model taken out."""
+
+import statistics
+import time
+from concurrent.futures import Future
+
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.executor.base import Progress
+
+
+class NullExecutor:
+    """Answers every step with token 7; keeps just what tells whether a prompt is done."""
+
+    model_max_len = 4096
+    vocab_size = 32_000
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+        self.seconds = 0.0
+
+    def load_model(self, progress: Progress) -> None:
+        """Nothing to load."""
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """One small layer."""
+        return {"layer": KVCacheSpec(block_size=16, num_kv_heads=1, head_size=8, head_size_v=8, dtype_size=4)}
+
+    def available_kv_cache_memory(self) -> int:
+        """Not asked when the pool is fixed."""
+        return 2**30
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Nothing to allocate."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Remember what to answer. Its own time is not the scheduler's."""
+        began = time.perf_counter()
+        for request_id in scheduler_output.finished_request_ids:
+            self._lengths.pop(request_id, None)
+        for new in scheduler_output.new_requests:
+            self._lengths[new.request_id] = len(new.token_ids) - new.num_computed_tokens
+        ids = list(scheduler_output.num_scheduled_tokens)
+        tokens: list[list[int]] = []
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            self._lengths[request_id] -= count
+            done = self._lengths[request_id] <= 0
+            self._lengths[request_id] += done
+            tokens.append([7] if done else [])
+        self._output = ModelRunnerOutput(request_ids=ids, sampled_token_ids=tokens)
+        self.seconds += time.perf_counter() - began
+
+    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
+        """At once."""
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(self._output)
+        return future
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def measure(*, running: int, waiting: int = 0, steps: int = 200) -> float:
+    """Median milliseconds per decode step of ``running`` requests, with ``waiting`` more in the queue."""
+    executor = NullExecutor()
+    config = EngineCoreConfig(
+        model=ModelConfig(path="null"),
+        cache=CacheConfig(num_blocks=running * 64 + 2),
+        scheduler=SchedulerConfig(
+            max_num_seqs=running, max_num_batched_tokens=8192, max_waiting_requests=running + waiting + 1
+        ),
+    )
+    engine = EngineCore(config, executor, progress=lambda line: None)
+    params = SamplingParams(temperature=0.0, max_tokens=steps * 4)
+    for number in range(running + waiting):
+        request = EngineCoreRequest(
+            request_id=str(number), prompt_token_ids=[number % 1000] * 64, sampling_params=params
+        )
+        engine.add(engine.preprocess("bench", request))
+    while engine.scheduler.stats().num_running_reqs < running:
+        engine.step(lambda: None)
+    for _ in range(20):
+        engine.step(lambda: None)
+    times = []
+    for _ in range(steps):
+        executor.seconds = 0.0
+        began = time.perf_counter()
+        engine.step(lambda: None)
+        times.append(time.perf_counter() - began - executor.seconds)
+    return statistics.median(times) * 1e3

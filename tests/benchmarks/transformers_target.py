@@ -1,0 +1,55 @@
+"""transformers' own ``generate`` on the same model, as one padded batch: what a user has without a server."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.benchmarks.load import Load, Result, prompts
+
+
+class TransformersGenerate:
+    """Greedy, fixed output length. Loads on first use."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def run(self, load: Load, *, seed: int) -> Result:
+        """Batches of ``streams`` prompts until all requests are done. TTFT is that of a batch's prefill."""
+        batch = prompts(load, self._model.config.vocab_size, seed=seed)
+        first, start = [], time.perf_counter()
+        for at in range(0, load.requests, load.streams):
+            piece = torch.tensor(batch[at : at + load.streams])
+            stamps = _Stamps()
+            began = time.perf_counter()
+            self._model.generate(
+                piece,
+                attention_mask=torch.ones_like(piece),
+                max_new_tokens=load.output_len,
+                min_new_tokens=load.output_len,
+                do_sample=False,
+                logits_processor=[stamps],
+                pad_token_id=0,
+            )
+            first.append(stamps.times[0] - began)
+        seconds = time.perf_counter() - start
+        gaps = [b - a for a, b in zip(stamps.times, stamps.times[1:], strict=False)]
+        return Result(
+            tokens_per_s=load.requests * load.output_len / seconds,
+            ttft_ms=statistics.median(first) * 1e3,
+            itl_ms=statistics.median(gaps) * 1e3,
+        )
+
+
+class _Stamps:
+    """A logits processor that notes when it is called: once per generated token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return scores

@@ -1,0 +1,48 @@
+"""What the user reads after an installation."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.inference.v1 import messages_pb2, service_pb2
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, notes
+
+
+def test_the_notes_show_a_first_call(tmp_path: Path):
+    text = notes(tmp_path, DEMO)
+    assert "1 engine(s) on the CPU and 1 frontend(s)" in text
+    assert "port-forward service/demo-penstock-frontend 50051:50051" in text
+    assert "rollout status deployment/demo-penstock-enginecore" in text
+    assert "WARNING" not in text
+
+
+def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):
+    text = notes(tmp_path, DEMO)
+    service = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+    assert f"{service.full_name}/{service.methods_by_name['Generate'].name}" in text
+    assert {"text", "sampling_params"} <= set(messages_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+
+
+def test_autoscaling_brings_the_rule_for_the_adapter(tmp_path: Path):
+    text = notes(tmp_path, AUTOSCALED, "enginecore.autoscaling.metricName=waiting")
+    assert "2 to 16 engine(s) of 2 GPU(s) each" in text
+    assert "vllm:num_requests_waiting" in text
+    assert "name: {as: waiting}" in text
+    assert "metrics.enabled is false" not in text
+
+
+def test_without_autoscaling_there_is_no_rule(tmp_path: Path):
+    assert "seriesQuery" not in notes(tmp_path, HUB)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "warning"),
+    [
+        (BARE, (), "is a LoadBalancer Service, and its traffic is neither encrypted nor authenticated"),
+        (BARE, (), "the KV cache is sized by the node's free memory"),
+        (HUB, (), "each new engine pod downloads the model"),
+        (AUTOSCALED, ("metrics.enabled=false",), "metrics.enabled is false, so there is nothing to scale by"),
+    ],
+)
+def test_risky_values_are_pointed_out(tmp_path: Path, name: str, settings: tuple[str, ...], warning: str):
+    assert warning in notes(tmp_path, name, *settings)

@@ -1,0 +1,111 @@
+"""What holds of the chart under every value set."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from charts import lint
+from tests.chart.rendering import SERVICES, VALUE_SETS, release
+
+every_value_set = pytest.mark.parametrize("name", sorted(VALUE_SETS))
+
+
+@every_value_set
+def test_manifests_are_what_the_oldest_supported_kubernetes_accepts(name: str):
+    for manifest in release(name).manifests:
+        lint.validate(manifest, lint.KUBE_VERSIONS[0])
+
+
+def test_the_lint_says_which_value_set_is_wrong(tmp_path: Path):
+    values = tmp_path / "values.yaml"
+    values.write_text("enginecore: {replica: 2}\n")
+    problems = lint.check(values)
+    assert len(problems) == 1 + len(lint.KUBE_VERSIONS)
+    assert all("Additional property replica is not allowed" in problem for problem in problems)
+
+
+def test_a_wrong_field_in_a_manifest_is_found():
+    service = {**release().one("Service", "coordinator"), "spec": {"port": 1}}
+    with pytest.raises(lint.ChartError, match=r"Service demo-penstock-coordinator: spec: .*'port' was unexpected"):
+        lint.validate(service, lint.KUBE_VERSIONS[0])
+
+
+@every_value_set
+def test_services_and_deployments_select_the_pods_of_their_component(name: str):
+    rendered = release(name)
+    pods = {component: rendered.pod(component)["metadata"]["labels"] for component in SERVICES}
+    for deployment in rendered.all("Deployment"):
+        component = deployment["metadata"]["labels"]["app.kubernetes.io/component"]
+        selector = deployment["spec"]["selector"]["matchLabels"]
+        assert [c for c in SERVICES if selector.items() <= pods[c].items()] == [component]
+    for service in rendered.all("Service"):
+        component = service["metadata"]["labels"]["app.kubernetes.io/component"]
+        selector = service["spec"]["selector"]
+        assert [c for c in SERVICES if selector.items() <= pods[c].items()] == [component]
+
+
+@every_value_set
+def test_service_ports_lead_to_ports_of_the_container(name: str):
+    rendered = release(name)
+    for service in rendered.all("Service"):
+        component = service["metadata"]["labels"]["app.kubernetes.io/component"]
+        ports = {port["name"]: port["containerPort"] for port in rendered.container(component)["ports"]}
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in ports
+            if service["spec"].get("clusterIP") == "None":
+                assert port["port"] == ports[port["targetPort"]]
+
+
+@every_value_set
+def test_names_are_valid_and_distinct(name: str):
+    names = [(m["kind"], m["metadata"]["name"]) for m in release(name).manifests]
+    assert len(set(names)) == len(names)
+    for _, metadata_name in names:
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", metadata_name)
+        assert len(metadata_name) <= 63
+
+
+@every_value_set
+def test_no_secret_is_written_into_a_manifest(name: str):
+    rendered = release(name)
+    assert not rendered.all("Secret")
+    for config_map in rendered.all("ConfigMap"):
+        assert not re.search(r"token:|password|secret|hf_", str(config_map["data"]), re.IGNORECASE)
+    for component in SERVICES:
+        token = rendered.env(component).get("HF_TOKEN", {})
+        assert "value" not in token
+
+
+@every_value_set
+@pytest.mark.parametrize("component", SERVICES)
+def test_pods_have_the_least_rights(name: str, component: str):
+    rendered = release(name)
+    pod = rendered.pod_spec(component)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+    assert rendered.container(component)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+@every_value_set
+@pytest.mark.parametrize("component", SERVICES)
+def test_no_service_variables_that_the_services_would_read_as_configuration(name: str, component: str):
+    assert release(name).pod_spec(component)["enableServiceLinks"] is False
+
+
+@every_value_set
+@pytest.mark.parametrize("component", SERVICES)
+def test_every_mount_has_its_volume_and_every_volume_its_mount(name: str, component: str):
+    rendered = release(name)
+    mounted = [mount["name"] for mount in rendered.container(component)["volumeMounts"]]
+    assert sorted(mounted) == sorted(rendered.volumes(component))
+    assert len(rendered.mounts(component)) == len(mounted)
+    assert rendered.mounts(component)["/tmp"] == {"name": "tmp", "mountPath": "/tmp"}
+    assert "emptyDir" in rendered.volumes(component)["tmp"]
