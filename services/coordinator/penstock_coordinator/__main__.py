@@ -1,0 +1,30 @@
+"""``python -m penstock_coordinator --config FILE``."""
+
+import asyncio
+import sys
+
+from penstock_common.config import from_command_line
+from penstock_common.errors import ConfigError
+from penstock_common.logging import configure
+from penstock_coordinator.app import serve
+from penstock_coordinator.config import CoordinatorConfig
+
+
+def main() -> int:
+    """Exit code: 0 after a clean stop, 2 when the configuration is wrong."""
+    try:
+        config = from_command_line(
+            CoordinatorConfig,
+            prog="penstock-coordinator",
+            description="Penstock's coordinator: members and their load.",
+        )
+        configure(config.log, service="coordinator")
+        asyncio.run(serve(config))
+    except ConfigError as e:
+        print(f"penstock-coordinator: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The coordinator as a process: start, serve, stop."""
+
+import asyncio
+import signal
+import time
+
+from prometheus_client import CollectorRegistry
+
+from penstock.coordinator.v1 import service_pb2_grpc
+from penstock_common.errors import ConfigError
+from penstock_common.logging import get_logger
+from penstock_common.metrics import MetricsServer
+from penstock_common.rpc.server import RpcServer
+from penstock_coordinator.cluster import Clock, Cluster
+from penstock_coordinator.config import CoordinatorConfig
+from penstock_coordinator.metrics import CoordinatorMetrics
+from penstock_coordinator.rpc.servicer import CoordinatorServicer
+
+SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
+STOP_GRACE = 0.2
+
+
+class Coordinator:
+    """The service. ``start``, then ``stop``; between them it runs on the event loop it was started on.
+
+    ``clock`` gives monotonic seconds; tests bring their own.
+    """
+
+    def __init__(self, config: CoordinatorConfig, *, clock: Clock = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self.registry = CollectorRegistry()
+        self.port = 0
+        self._metrics = CoordinatorMetrics(self.registry)
+
+    async def start(self) -> int:
+        """Serve. Returns the port. Raises ConfigError when a port is taken."""
+        self._cluster = Cluster(self._config, self._clock)
+        self._metrics_server = MetricsServer(self._config.metrics, self.registry)
+        self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME])
+        servicer = CoordinatorServicer(self._cluster)
+        service_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, self._rpc.server)
+        try:
+            self.port = await self._rpc.start()
+        except ConfigError:
+            self._metrics_server.stop()
+            raise
+        self._ticking = asyncio.create_task(self._tick())
+        await self._rpc.set_serving(True)
+        get_logger().info("coordinator is listening", address=f"{self._config.server.host}:{self.port}")
+        return self.port
+
+    async def stop(self) -> None:
+        """End all streams and close the ports. Engines and frontends go on without."""
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)
+        await self._rpc.stop(STOP_GRACE)
+        self._metrics_server.stop()
+        get_logger().info("coordinator has stopped")
+
+    async def _tick(self) -> None:
+        interval = min(self._config.view_interval, self._config.lease_seconds / 10)
+        while True:
+            self._cluster.tick()
+            self._metrics.update(self._cluster.view(), self._cluster.frontends)
+            await asyncio.sleep(interval)
+
+
+async def serve(config: CoordinatorConfig) -> None:
+    """Run until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    coordinator = Coordinator(config)
+    await coordinator.start()
+    await stop.wait()
+    await coordinator.stop()

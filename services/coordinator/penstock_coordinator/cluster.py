@@ -1,0 +1,61 @@
+"""The coordinator's state in one place: members, frontends, and the view that is told."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from penstock_common.errors import Unavailable
+from penstock_common.logging import get_logger
+from penstock_common.types.cluster import ClusterView
+from penstock_coordinator.broadcast import Broadcast
+from penstock_coordinator.config import CoordinatorConfig
+from penstock_coordinator.frontends import Frontends
+from penstock_coordinator.load import engine_status
+from penstock_coordinator.membership import Change, Effect, Membership, SessionEnded
+from penstock_coordinator.view import ViewLimiter
+
+Clock = Callable[[], float]
+
+
+class Cluster:
+    """Feeds the state machines the time and does what they say. Belongs to one event loop."""
+
+    def __init__(self, config: CoordinatorConfig, clock: Clock) -> None:
+        now = clock()
+        self.lease_seconds = config.lease_seconds
+        self.frontends = Frontends()
+        self.membership = Membership(lease_seconds=config.lease_seconds, now=now)
+        self.views: Broadcast[ClusterView] = Broadcast()
+        self.now = clock
+        self._limiter = ViewLimiter(interval=config.view_interval, first_at=now + config.first_view_after)
+        self._wedged_after = config.wedged_after
+        self._sessions = itertools.count(1)
+
+    def new_session(self) -> int:
+        """A number that no other stream has."""
+        return next(self._sessions)
+
+    def view(self) -> ClusterView:
+        """The cluster now."""
+        return ClusterView(
+            engines=tuple(engine_status(m, wedged_after=self._wedged_after) for m in self.membership.members)
+        )
+
+    def apply(self, effects: Sequence[Effect]) -> None:
+        """Tell of what happened. Raises Unavailable when the session that caused it has to end."""
+        for effect in effects:
+            if isinstance(effect, SessionEnded):
+                raise Unavailable(effect.reason, reason="NOT_A_MEMBER")
+            log = get_logger().warning if effect.change is Change.EXPIRED else get_logger().info
+            log(f"engine {effect.change.value}", engine=effect.engine_id, index=effect.index)
+        if effects:
+            self._tell()
+
+    def tick(self) -> None:
+        """Let leases expire, and tell of counts that have changed since."""
+        self.apply(self.membership.tick(self.now()))
+        self._tell()
+
+    def _tell(self) -> None:
+        view = self.view()
+        if self._limiter.offer(view, self.now()):
+            self.views.publish(view)

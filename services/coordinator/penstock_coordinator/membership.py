@@ -1,0 +1,169 @@
+"""Which engines there are: a state machine of leases. Events in, effects out."""
+
+import enum
+import itertools
+
+import msgspec
+
+from penstock_common.types.cluster import EngineRegistration
+from penstock_common.types.outputs import SchedulerStats
+
+MAX_REMEMBERED_INCARNATIONS = 16
+
+
+class Change(enum.Enum):
+    """What happened to a member."""
+
+    JOINED = "joined"
+    REPLACED = "restarted under a new incarnation"
+    RECONNECTED = "reconnected"
+    DRAINING = "draining"
+    LEFT = "left"
+    EXPIRED = "lost: its lease expired"
+
+
+class MemberChanged(msgspec.Struct, frozen=True):
+    """Effect: the frontends have to hear of it."""
+
+    engine_id: str
+    index: int
+    change: Change
+
+
+class SessionEnded(msgspec.Struct, frozen=True):
+    """Effect: the session that the event came from speaks for no member (any more) and has to end."""
+
+    reason: str
+
+
+Effect = MemberChanged | SessionEnded
+
+
+class Member(msgspec.Struct):
+    """One engine. ``session`` is the number of the stream that speaks for it, ``expires_at`` a time of the caller's clock."""
+
+    registration: EngineRegistration
+    index: int
+    session: int
+    expires_at: float
+    draining: bool
+    stats: SchedulerStats = SchedulerStats()
+    former_incarnations: tuple[str, ...] = ()
+
+
+class Membership:
+    """The engines by id.
+
+    An engine is a member from its register until it says SHUTDOWN_COMPLETE or is not heard of for a lease. The end of its
+    stream is no event here: a broken one can not be told from a closed one, the engine may be back before its lease expires,
+    and its requests run meanwhile. Each stream is a session with a number of its own. The latest session of an engine speaks
+    for it; what older ones still say is refused, and so is the register of an incarnation that another one has replaced.
+
+    An index is the lowest free one at join and stays for as long as the member does, over reconnects and incarnations.
+
+    Times are seconds of one monotonic clock that the caller passes in. ``tick`` is expected several times per lease: when it
+    is late by more than half a lease the coordinator itself was stopped or starved, has heard nobody, and so every lease
+    starts anew.
+    """
+
+    def __init__(self, *, lease_seconds: float, now: float) -> None:
+        self.lease_seconds = lease_seconds
+        self._members: dict[str, Member] = {}
+        self._engine_of_session: dict[int, str] = {}
+        self._ticked_at = now
+
+    @property
+    def members(self) -> list[Member]:
+        """All members by index."""
+        return sorted(self._members.values(), key=lambda member: member.index)
+
+    def index_of(self, engine_id: str) -> int:
+        """The index of a member."""
+        return self._members[engine_id].index
+
+    def register(self, session: int, registration: EngineRegistration, now: float) -> list[Effect]:
+        """An engine introduces itself on a new session."""
+        member = self._members.get(registration.engine_id)
+        if member is None:
+            return [self._join(session, registration, now)]
+        if registration.incarnation in member.former_incarnations:
+            current = member.registration.incarnation
+            return [SessionEnded(f"incarnation {registration.incarnation!r} has been replaced by {current!r}")]
+        if registration.incarnation == member.registration.incarnation:
+            change = Change.RECONNECTED
+            member.draining |= registration.draining
+        else:
+            change = Change.REPLACED
+            former = (*member.former_incarnations, member.registration.incarnation)
+            member.former_incarnations = former[-MAX_REMEMBERED_INCARNATIONS:]
+            member.draining = registration.draining
+            member.stats = SchedulerStats()
+        del self._engine_of_session[member.session]
+        member.registration = registration
+        self._attach(member, session, now)
+        return [self._changed(member, change)]
+
+    def report(self, session: int, stats: SchedulerStats | None, now: float) -> list[Effect]:
+        """Load of an engine, or only a sign of life. Statistics of an earlier step than the last are dropped."""
+        member = self._member_of(session)
+        if member is None:
+            return [_not_a_member()]
+        member.expires_at = now + self.lease_seconds
+        if stats is not None and stats.step_counter >= member.stats.step_counter:
+            member.stats = stats
+        return []
+
+    def drain(self, session: int, now: float) -> list[Effect]:
+        """An engine takes no new requests."""
+        member = self._member_of(session)
+        if member is None:
+            return [_not_a_member()]
+        member.expires_at = now + self.lease_seconds
+        if member.draining:
+            return []
+        member.draining = True
+        return [self._changed(member, Change.DRAINING)]
+
+    def leave(self, session: int) -> list[Effect]:
+        """An engine has shut down."""
+        member = self._member_of(session)
+        return [_not_a_member()] if member is None else [self._remove(member, Change.LEFT)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed."""
+        stalled = now - self._ticked_at > self.lease_seconds / 2
+        self._ticked_at = now
+        if stalled:
+            for member in self._members.values():
+                member.expires_at = now + self.lease_seconds
+        expired = [member for member in self.members if member.expires_at <= now]
+        return [self._remove(member, Change.EXPIRED) for member in expired]
+
+    def _join(self, session: int, registration: EngineRegistration, now: float) -> MemberChanged:
+        taken = {member.index for member in self._members.values()}
+        index = next(i for i in itertools.count() if i not in taken)
+        member = Member(registration, index, session, now, registration.draining)
+        self._members[registration.engine_id] = member
+        self._attach(member, session, now)
+        return self._changed(member, Change.JOINED)
+
+    def _attach(self, member: Member, session: int, now: float) -> None:
+        self._engine_of_session[session] = member.registration.engine_id
+        member.session = session
+        member.expires_at = now + self.lease_seconds
+
+    def _remove(self, member: Member, change: Change) -> MemberChanged:
+        del self._members[member.registration.engine_id]
+        del self._engine_of_session[member.session]
+        return self._changed(member, change)
+
+    def _member_of(self, session: int) -> Member | None:
+        engine_id = self._engine_of_session.get(session)
+        return None if engine_id is None else self._members[engine_id]
+
+    def _changed(self, member: Member, change: Change) -> MemberChanged:
+        return MemberChanged(member.registration.engine_id, member.index, change)
+
+
+def _not_a_member() -> SessionEnded:
+    return SessionEnded("the lease has expired or a later session has taken over; register again")

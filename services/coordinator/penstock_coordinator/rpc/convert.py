@@ -1,0 +1,106 @@
+"""Messages of ``penstock.coordinator.v1`` to the domain, checked."""
+
+import math
+
+from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.rpc import stats as stats_codec
+from penstock_common.rpc.sampling import refuse_set
+from penstock_common.types.cluster import EngineRegistration
+from penstock_common.types.outputs import SchedulerStats
+
+MAX_NAME_LENGTH = 256
+GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
+"""What an engine of a data-parallel group says of itself; such groups are not served yet."""
+WAVE_FIELDS = ("wave_complete", "start_wave")
+REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
+"""What an engine tells a frontend, never the coordinator."""
+
+
+def registration(report: pb.EngineReport | None) -> EngineRegistration:
+    """The engine of a stream's first message. Raises InvalidArgument when that is no register, or a wrong one."""
+    kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
+    if report is None or kind != "register":
+        raise InvalidArgument(f"register must be the first message of EngineSession, not {kind}", field="register")
+    register = report.register
+    refuse_set(register, GROUP_FIELDS, path="register")
+    for name in ("engine_id", "incarnation", "address", "model"):
+        _check_name(f"register.{name}", getattr(register, name))
+    _check_address("register.address", register.address)
+    return EngineRegistration(
+        engine_id=register.engine_id,
+        incarnation=register.incarnation,
+        address=register.address,
+        model=register.model,
+        draining=register.draining,
+    )
+
+
+def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
+    """The statistics of a report, None when it only keeps the lease."""
+    present = {field.name for field, _ in outputs.ListFields()}
+    for name in REQUEST_FIELDS:
+        if name in present:
+            raise InvalidArgument(f"outputs.{name} is for frontends", field=f"outputs.{name}")
+    refuse_set(outputs, WAVE_FIELDS, path="outputs")
+    if not outputs.HasField("scheduler_stats"):
+        return None
+    refuse_set(outputs.scheduler_stats, ("current_wave",), path="outputs.scheduler_stats")
+    return stats_codec.from_proto(outputs.scheduler_stats, path="outputs.scheduler_stats")
+
+
+def drain_deadline(draining: enginecore_pb.Draining) -> float:
+    """Seconds since the Unix epoch."""
+    if not (math.isfinite(draining.deadline) and draining.deadline >= 0):
+        raise InvalidArgument(
+            f"draining.deadline is {draining.deadline}; it must be finite and at least 0", field="draining.deadline"
+        )
+    return draining.deadline
+
+
+def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
+    """Raise unless ``notification`` is SHUTDOWN_COMPLETE: the others belong to reconfigurations, not served yet."""
+    if notification == pb.NOTIFICATION_SHUTDOWN_COMPLETE:
+        return
+    if notification != pb.NOTIFICATION_UNSPECIFIED and notification in pb.Notification.values():
+        name = pb.Notification.Name(notification)
+        raise Unimplemented(f"notification {name} is not served yet", field="notification")
+    raise InvalidArgument(f"notification is {notification}; it must be a known value", field="notification")
+
+
+def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
+    """The frontend of a stream's first message. Raises InvalidArgument when that is no hello, or a wrong one."""
+    kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
+    if report is None or kind != "hello":
+        raise InvalidArgument(f"hello must be the first message of FrontendSession, not {kind}", field="hello")
+    for name in ("frontend_id", "incarnation"):
+        _check_name(f"hello.{name}", getattr(report.hello, name))
+    return report.hello
+
+
+def held_requests(report: pb.FrontendReport) -> int:
+    """The demand of a later message. Raises for every other one."""
+    kind = report.WhichOneof("message")
+    if kind == "demand":
+        return report.demand.num_held_requests
+    if kind is None:
+        raise InvalidArgument("an empty message; it must have demand", field="message")
+    if kind == "hello":
+        raise InvalidArgument("hello was sent before on this stream", field="hello")
+    raise Unimplemented(f"{kind} is not served yet", field=kind)
+
+
+def _check_name(field: str, value: str) -> None:
+    if not value:
+        raise InvalidArgument(f"{field} is required", field=field)
+    if len(value) > MAX_NAME_LENGTH:
+        raise InvalidArgument(
+            f"{field} has {len(value)} characters; it must have at most {MAX_NAME_LENGTH}", field=field
+        )
+
+
+def _check_address(field: str, value: str) -> None:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
+        raise InvalidArgument(f"{field} is {value!r}; it must be host:port", field=field)

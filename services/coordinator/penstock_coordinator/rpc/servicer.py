@@ -1,0 +1,112 @@
+"""CoordinatorService: the streams of engines and frontends, as events for the cluster."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import grpc
+
+from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock.coordinator.v1 import service_pb2_grpc
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.logging import get_logger
+from penstock_common.rpc.cluster import view_to_proto
+from penstock_common.types.cluster import ClusterView
+from penstock_coordinator.cluster import Cluster
+from penstock_coordinator.rpc import convert
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
+    """Turns messages into events; the state is the cluster's."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def EngineSession(
+        self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
+    ) -> AsyncIterator[pb.EngineCommand]:
+        """Register, then reports until the engine leaves. The end of the stream alone does not end the membership."""
+        reports = aiter(request_iterator)
+        registration = convert.registration(await anext(reports, None))
+        session = self._cluster.new_session()
+        membership = self._cluster.membership
+        self._cluster.apply(membership.register(session, registration, self._cluster.now()))
+        index = membership.index_of(registration.engine_id)
+        yield pb.EngineCommand(
+            registered=pb.Registered(engine_index=index, lease_seconds=self._cluster.lease_seconds, group_epoch=0)
+        )
+        async for report in reports:
+            if self._take(session, report):
+                return
+
+    async def FrontendSession(
+        self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
+    ) -> AsyncIterator[pb.ClusterView]:
+        """Hello, then the view whenever there is a new one, for as long as the frontend stays."""
+        reports = aiter(request_iterator)
+        hello = convert.hello(await anext(reports, None))
+        session = self._cluster.new_session()
+        self._cluster.frontends.connect(session, hello.frontend_id)
+        get_logger().info("frontend connected", frontend=hello.frontend_id)
+        reader = asyncio.create_task(self._read_demand(session, hello.frontend_id, reports))
+        try:
+            async with contextlib.aclosing(self._views_until_failed(reader)) as views:
+                async for view in views:
+                    yield view_to_proto(view)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            self._cluster.frontends.disconnect(session, hello.frontend_id)
+            get_logger().info("frontend gone", frontend=hello.frontend_id)
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
+        """What is known now, also while views are held back after a start."""
+        return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        """Refused until scaling is there."""
+        raise Unimplemented("CoordinatorService.Scale is not served yet: it comes with scaling")
+
+    def _take(self, session: int, report: pb.EngineReport) -> bool:
+        """One report of a registered engine; returns whether the engine has left."""
+        cluster, membership = self._cluster, self._cluster.membership
+        match report.WhichOneof("message"):
+            case "outputs":
+                cluster.apply(membership.report(session, convert.load(report.outputs), cluster.now()))
+            case "draining":
+                convert.drain_deadline(report.draining)
+                cluster.apply(membership.drain(session, cluster.now()))
+            case "notification":
+                convert.check_shutdown_complete(report.notification)
+                cluster.apply(membership.leave(session))
+                return True
+            case "register":
+                raise InvalidArgument("register was sent before on this stream", field="register")
+            case _:
+                raise InvalidArgument(
+                    "an empty message; it must have outputs, draining or notification", field="message"
+                )
+        return False
+
+    async def _read_demand(self, session: int, frontend_id: str, reports: AsyncIterator[pb.FrontendReport]) -> None:
+        async for report in reports:
+            self._cluster.frontends.demand(session, frontend_id, convert.held_requests(report))
+
+    async def _views_until_failed(self, reader: asyncio.Task[None]) -> AsyncGenerator[ClusterView, None]:
+        """Views without end. Raises what the reader fails with; its normal end only means that nothing more is reported."""
+        version = 0
+        reading = {reader}
+        while True:
+            newer = asyncio.create_task(self._cluster.views.newer_than(version))
+            try:
+                await asyncio.wait({newer, *reading}, return_when=asyncio.FIRST_COMPLETED)
+                if reader.done():
+                    reader.result()
+                    reading.clear()
+                if newer.done():
+                    version, view = newer.result()
+                    yield view
+            finally:
+                newer.cancel()

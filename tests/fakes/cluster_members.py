@@ -1,0 +1,120 @@
+"""A coordinator on a free port, and engines and frontends as it sees them: their real clients, without the services around."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock.coordinator.v1 import service_pb2_grpc
+from penstock_common.config import ServerConfig
+from penstock_common.types.cluster import ClusterView, DrainCommand, EngineRegistration
+from penstock_common.types.outputs import SchedulerStats
+from penstock_coordinator.app import Coordinator
+from penstock_coordinator.config import CoordinatorConfig
+from penstock_enginecore.config import CoordinatorClientConfig
+from penstock_enginecore.rpc.coordinator_client import CoordinatorClient as EngineClient
+from penstock_frontend.rpc.coordinator_client import CoordinatorClient as FrontendClient
+
+TIMEOUT = 20.0
+LONG_LEASE = 600.0
+
+
+@contextlib.asynccontextmanager
+async def running(**config: Any) -> AsyncIterator[Coordinator]:
+    values: dict[str, Any] = {"restart_grace": 0.0, "lease_seconds": LONG_LEASE, "view_interval": 0.02} | config
+    values.setdefault("server", ServerConfig(host="127.0.0.1", port=0))
+    coordinator = Coordinator(CoordinatorConfig(**values))
+    await coordinator.start()
+    try:
+        yield coordinator
+    finally:
+        await coordinator.stop()
+
+
+def address_of(coordinator: Coordinator) -> str:
+    return f"127.0.0.1:{coordinator.port}"
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str) -> "AsyncIterator[service_pb2_grpc.CoordinatorServiceAsyncStub]":
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield service_pb2_grpc.CoordinatorServiceStub(channel)
+
+
+class Engine:
+    """The engine's side of its client: what an engine process would answer."""
+
+    def __init__(
+        self, address: str, engine_id: str = "engine-0", incarnation: str = "1", *, stats_interval: float = 0.02
+    ) -> None:
+        self.load = SchedulerStats()
+        self.age = 0.0
+        self.commands: list[DrainCommand] = []
+        self.client = EngineClient(
+            CoordinatorClientConfig(address=address, stats_interval=stats_interval, reconnect_max=0.1),
+            registration=lambda: EngineRegistration(
+                engine_id=engine_id, incarnation=incarnation, address=f"{engine_id}:50052", model="demo"
+            ),
+            stats=lambda: self.load,
+            seconds_since_last_step=lambda: self.age,
+            on_command=self.commands.append,
+        )
+
+
+class Frontend:
+    """The frontend's side of its client: remembers all views and lets tests wait for one."""
+
+    def __init__(self, address: str, frontend_id: str = "frontend-0") -> None:
+        self.views: list[ClusterView] = []
+        self._changed = asyncio.Event()
+        self.client = FrontendClient(
+            address, frontend_id=frontend_id, incarnation="1", on_view=self._take, reconnect_max=0.1
+        )
+
+    def _take(self, view: ClusterView) -> None:
+        self.views.append(view)
+        self._changed.set()
+
+    async def view_where(self, condition: Callable[[ClusterView], bool]) -> ClusterView:
+        async with asyncio.timeout(TIMEOUT):
+            while not (self.views and condition(self.views[-1])):
+                self._changed.clear()
+                await self._changed.wait()
+        return self.views[-1]
+
+    async def engines(self, *engine_ids: str) -> ClusterView:
+        return await self.view_where(lambda view: [e.engine_id for e in view.engines] == list(engine_ids))
+
+
+@contextlib.asynccontextmanager
+async def alive(*sides: Engine | Frontend) -> AsyncIterator[tuple[Engine | Frontend, ...]]:
+    """Engines or frontends whose clients run."""
+    tasks = [asyncio.create_task(side.client.run()) for side in sides]
+    try:
+        yield sides
+    finally:
+        async with asyncio.timeout(TIMEOUT):
+            await asyncio.gather(*(side.client.close() for side in sides))
+            await asyncio.gather(*tasks)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def register(engine_id: str = "engine-0", incarnation: str = "1", **changes: Any) -> pb.EngineReport:
+    return pb.EngineReport(
+        register=pb.Register(engine_id=engine_id, incarnation=incarnation, address="h:1", model="demo", **changes)
+    )
+
+
+def gauge(coordinator: Coordinator, name: str, **labels: str) -> float | None:
+    return coordinator.registry.get_sample_value(f"penstock_coordinator_{name}", labels)
+
+
+HELLO = pb.FrontendReport(hello=pb.FrontendHello(frontend_id="f", incarnation="1"))

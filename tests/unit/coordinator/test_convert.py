@@ -1,0 +1,100 @@
+import pytest
+
+from penstock.common.v1 import stats_pb2
+from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.outputs import SchedulerStats
+from penstock_coordinator.rpc import convert
+
+
+def register(**changes):
+    values = {"engine_id": "a", "incarnation": "1", "address": "h:1", "model": "m"} | changes
+    return pb.EngineReport(register=pb.Register(**values))
+
+
+@pytest.mark.parametrize("name", ["engine_id", "incarnation", "address", "model"])
+def test_a_register_without_a_required_field_is_refused_by_name(name):
+    with pytest.raises(InvalidArgument) as e:
+        convert.registration(register(**{name: ""}))
+    assert e.value.field == f"register.{name}"
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "host:\u0661", "host:-1"])
+def test_an_address_must_be_host_and_port(address):
+    with pytest.raises(InvalidArgument, match="host:port"):
+        convert.registration(register(address=address))
+
+
+def test_an_ipv6_address_is_fine():
+    assert convert.registration(register(address="[::1]:50052")).address == "[::1]:50052"
+
+
+def test_a_name_is_bounded():
+    with pytest.raises(InvalidArgument, match=r"register.engine_id has 257 characters; it must have at most 256"):
+        convert.registration(register(engine_id="x" * 257))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", 0), ("current_wave", 1), ("step_counter", 1), ("running", True), ("parallel_config_hash", "x")],
+)
+def test_fields_of_data_parallel_groups_are_refused_by_name(name, value):
+    with pytest.raises(Unimplemented) as e:
+        convert.registration(register(**{name: value}))
+    assert e.value.field == f"register.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_cache_usage", float("nan")), ("kv_cache_usage", 1.5), ("seconds_since_last_step", -1.0)]
+)
+def test_impossible_statistics_are_refused_by_name(name, value):
+    outputs = enginecore_pb.EngineCoreOutputs(scheduler_stats=stats_pb2.SchedulerStats(**{name: value}))
+    with pytest.raises(InvalidArgument) as e:
+        convert.load(outputs)
+    assert e.value.field == f"outputs.scheduler_stats.{name}"
+
+
+@pytest.mark.parametrize("name", ["wave_complete", "start_wave"])
+def test_waves_are_refused_by_name_also_wave_0(name):
+    with pytest.raises(Unimplemented) as e:
+        convert.load(enginecore_pb.EngineCoreOutputs(**{name: 0}))
+    assert e.value.field == f"outputs.{name}"
+
+
+def test_outputs_for_frontends_are_refused():
+    outputs = enginecore_pb.EngineCoreOutputs(outputs=[enginecore_pb.EngineCoreOutput(request_id="r")])
+    with pytest.raises(InvalidArgument, match=r"outputs\.outputs is for frontends"):
+        convert.load(outputs)
+
+
+def test_a_report_without_statistics_is_a_sign_of_life():
+    assert convert.load(enginecore_pb.EngineCoreOutputs()) is None
+
+
+def test_statistics_are_read():
+    stats = stats_pb2.SchedulerStats(num_running_reqs=1, step_counter=2, seconds_since_last_step=0.5)
+    assert convert.load(enginecore_pb.EngineCoreOutputs(scheduler_stats=stats)) == SchedulerStats(
+        num_running_reqs=1, step_counter=2, seconds_since_last_step=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("notification", "error"),
+    [
+        (pb.NOTIFICATION_UNSPECIFIED, InvalidArgument),
+        (99, InvalidArgument),
+        (pb.NOTIFICATION_RECONFIGURE_FINISHED, Unimplemented),
+        (pb.NOTIFICATION_NEW_CORE_ENGINES_INIT_READY, Unimplemented),
+    ],
+)
+def test_only_shutdown_complete_is_served(notification, error):
+    convert.check_shutdown_complete(pb.NOTIFICATION_SHUTDOWN_COMPLETE)
+    with pytest.raises(error):
+        convert.check_shutdown_complete(notification)
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0])
+def test_a_drain_deadline_must_be_a_time(deadline):
+    with pytest.raises(InvalidArgument, match=r"draining\.deadline"):
+        convert.drain_deadline(enginecore_pb.Draining(deadline=deadline))

@@ -1,0 +1,145 @@
+import pytest
+
+from penstock_common.types.cluster import EngineRegistration
+from penstock_common.types.outputs import SchedulerStats
+from penstock_coordinator.membership import Change, MemberChanged, Membership, SessionEnded
+
+LEASE = 4.0
+
+
+def engine(engine_id="engine-0", incarnation="first", *, address="10.0.0.1:50052", draining=False):
+    return EngineRegistration(
+        engine_id=engine_id, incarnation=incarnation, address=address, model="demo", draining=draining
+    )
+
+
+@pytest.fixture
+def membership():
+    return Membership(lease_seconds=LEASE, now=0.0)
+
+
+def pass_time(membership, start, end):
+    """Tick often enough that the coordinator itself never seems stalled."""
+    effects = []
+    now = start
+    while now < end:
+        now = min(now + 1.0, end)
+        effects += membership.tick(now)
+    return effects
+
+
+def ids(membership):
+    return [member.registration.engine_id for member in membership.members]
+
+
+def test_a_registered_engine_is_a_member_with_index_0(membership):
+    assert membership.register(1, engine(), 0.0) == [MemberChanged("engine-0", 0, Change.JOINED)]
+    assert ids(membership) == ["engine-0"]
+
+
+def test_an_index_is_the_lowest_free_one_and_stays(membership):
+    for session, name in enumerate(["a", "b", "c"]):
+        membership.register(session, engine(name), 0.0)
+    membership.leave(1)
+    membership.register(3, engine("d"), 0.0)
+    assert {m.registration.engine_id: m.index for m in membership.members} == {"a": 0, "d": 1, "c": 2}
+
+
+def test_a_new_incarnation_takes_over_index_and_starts_without_statistics(membership):
+    membership.register(1, engine("a"), 0.0)
+    membership.register(2, engine("b"), 0.0)
+    membership.report(2, SchedulerStats(step_counter=9, num_running_reqs=3), 0.0)
+    assert membership.register(3, engine("b", "second"), 1.0) == [MemberChanged("b", 1, Change.REPLACED)]
+    assert membership.members[1].stats == SchedulerStats()
+
+
+def test_reports_of_a_replaced_incarnation_are_refused_and_keep_no_lease(membership):
+    membership.register(1, engine(incarnation="first"), 0.0)
+    membership.register(2, engine(incarnation="second"), 0.0)
+    assert isinstance(membership.report(1, SchedulerStats(num_running_reqs=7), 3.0)[0], SessionEnded)
+    assert membership.members[0].stats.num_running_reqs == 0
+    assert [effect.change for effect in pass_time(membership, 0.0, LEASE)] == [Change.EXPIRED]
+
+
+def test_a_replaced_incarnation_can_not_come_back(membership):
+    membership.register(1, engine(incarnation="first"), 0.0)
+    membership.register(2, engine(incarnation="second"), 0.0)
+    (refusal,) = membership.register(3, engine(incarnation="first"), 0.0)
+    assert refusal == SessionEnded("incarnation 'first' has been replaced by 'second'")
+    assert membership.members[0].registration.incarnation == "second"
+
+
+def test_late_drain_and_leave_of_an_old_session_change_nothing(membership):
+    membership.register(1, engine(), 0.0)
+    membership.register(2, engine(), 0.0)
+    assert isinstance(membership.drain(1, 0.0)[0], SessionEnded)
+    assert isinstance(membership.leave(1)[0], SessionEnded)
+    assert ids(membership) == ["engine-0"]
+    assert not membership.members[0].draining
+
+
+def test_a_silent_engine_stays_until_its_lease_expires(membership):
+    membership.register(1, engine(), 0.0)
+    assert pass_time(membership, 0.0, LEASE - 0.5) == []
+    assert pass_time(membership, LEASE - 0.5, LEASE) == [MemberChanged("engine-0", 0, Change.EXPIRED)]
+
+
+def test_a_reconnect_within_the_lease_keeps_index_and_statistics(membership):
+    membership.register(1, engine(), 0.0)
+    membership.report(1, SchedulerStats(step_counter=5, num_waiting_reqs=2), 0.0)
+    assert membership.register(2, engine(address="10.0.0.9:50052"), 3.0) == [
+        MemberChanged("engine-0", 0, Change.RECONNECTED)
+    ]
+    assert membership.members[0].stats.num_waiting_reqs == 2
+    assert membership.members[0].registration.address == "10.0.0.9:50052"
+
+
+def test_every_report_renews_the_lease(membership):
+    membership.register(1, engine(), 0.0)
+    now = 0.0
+    for _ in range(10):
+        assert pass_time(membership, now, now + LEASE - 1) == []
+        now += LEASE - 1
+        membership.report(1, None, now)
+    assert ids(membership) == ["engine-0"]
+
+
+def test_statistics_never_go_back_in_step(membership):
+    membership.register(1, engine(), 0.0)
+    membership.report(1, SchedulerStats(step_counter=5, num_running_reqs=5), 0.0)
+    membership.report(1, SchedulerStats(step_counter=4, num_running_reqs=4), 0.0)
+    assert membership.members[0].stats.num_running_reqs == 5
+    membership.report(1, SchedulerStats(step_counter=5, num_running_reqs=0), 0.0)
+    assert membership.members[0].stats.num_running_reqs == 0
+
+
+def test_draining_is_told_once_and_survives_a_reconnect_but_not_a_restart(membership):
+    membership.register(1, engine(), 0.0)
+    assert membership.drain(1, 0.0) == [MemberChanged("engine-0", 0, Change.DRAINING)]
+    assert membership.drain(1, 0.0) == []
+    membership.register(2, engine(draining=False), 0.0)
+    assert membership.members[0].draining
+    membership.register(3, engine(incarnation="second"), 0.0)
+    assert not membership.members[0].draining
+
+
+def test_shutdown_complete_removes_at_once(membership):
+    membership.register(1, engine(), 0.0)
+    assert membership.leave(1) == [MemberChanged("engine-0", 0, Change.LEFT)]
+    assert membership.members == []
+
+
+def test_an_expired_engine_has_to_register_again(membership):
+    membership.register(1, engine(), 0.0)
+    pass_time(membership, 0.0, LEASE)
+    assert isinstance(membership.report(1, SchedulerStats(), LEASE)[0], SessionEnded)
+    assert membership.register(2, engine(), LEASE) == [MemberChanged("engine-0", 0, Change.JOINED)]
+
+
+def test_a_coordinator_that_was_stopped_itself_expires_nobody(membership):
+    membership.register(1, engine("a"), 0.0)
+    membership.register(2, engine("b"), 0.0)
+    membership.tick(1.0)
+    assert membership.tick(100.0) == []
+    membership.report(1, None, 101.0)
+    assert pass_time(membership, 100.0, 100.0 + LEASE) == [MemberChanged("b", 1, Change.EXPIRED)]
