@@ -13,6 +13,7 @@ from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.signals import signals_handled
 from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.metrics import engine_registry
 from penstock_enginecore.rpc.io_thread import IoThread
@@ -48,12 +49,11 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
     busy_loop = BusyLoop(engine, io.sessions)
     ready = describe(config, engine)
     metrics = MetricsServer(config.metrics, engine_registry(busy_loop.stats, ready))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: busy_loop.request_shutdown())
-    io.attach(busy_loop, ready)
-    log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))
     try:
-        busy_loop.run()
+        with signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown):
+            io.attach(busy_loop, ready)
+            log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))
+            busy_loop.run()
     finally:
         metrics.stop()
 

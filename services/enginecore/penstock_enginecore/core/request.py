@@ -44,8 +44,8 @@ _serial = itertools.count(1)
 class Request:
     """The scheduler's view of one sequence.
 
-    ``key`` names it inside this process: two clients may use the same request id, and a client may use one again. Workers
-    know a request by its key alone.
+    ``key`` names it inside this process: two clients may use the same request id, and a client may use one again.
+    Workers know a request by its key alone.
 
     There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens``. ``client_id`` names the
     session that sent the request and gets its outputs. ``output_token_ids`` starts with the tokens of earlier attempts,

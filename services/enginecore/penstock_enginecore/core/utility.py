@@ -1,7 +1,8 @@
 """Methods that may be called by name from a frontend.
 
-Only methods marked with ``@utility`` can be called. Arguments travel as a msgpack array of positional values and are converted
-against the method's signature, so that a wrong type is an error that names the argument. Nothing else is reachable.
+Only methods marked with ``@utility`` can be called. Arguments travel as a msgpack array of positional values and are
+converted against the method's signature, so that a wrong type is an error that names the argument. Nothing else is
+reachable.
 """
 
 import inspect

@@ -95,14 +95,14 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         _check_number("max_tokens", params.max_tokens, low=1)
         if params.min_tokens > params.max_tokens:
             raise InvalidArgument(
-                f"sampling_params.min_tokens is {params.min_tokens}; it must be at most max_tokens, {params.max_tokens}",
+                f"sampling_params.min_tokens is {params.min_tokens}; max_tokens, {params.max_tokens}, is its limit",
                 field=_path("min_tokens"),
             )
     if params.seed is not None:
         _check_number("seed", params.seed, low=0, high=MAX_SEED)
     elif not params.greedy:
         raise InvalidArgument(
-            "sampling_params.seed is unset; a request with a temperature above 0 carries a seed when it reaches an engine",
+            f"sampling_params.seed is unset; at temperature {params.temperature} engines need one",
             field=_path("seed"),
         )
     _check_token_ids(_path("stop_token_ids"), params.stop_token_ids, vocab_size)

@@ -22,8 +22,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
 class CachedRequestData(msgspec.Struct, kw_only=True):
     """Requests the workers know, as parallel lists: only what changed.
 
-    ``new_block_ids[i]`` is None when request i got no block in this step. Output tokens are not repeated: the worker that
-    sampled them has them.
+    ``new_block_ids[i]`` is None when request i got no block in this step. Output tokens are not repeated: the worker
+    that sampled them has them.
     """
 
     request_ids: list[str] = []

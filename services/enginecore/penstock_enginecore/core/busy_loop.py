@@ -1,0 +1,208 @@
+"""The main loop of an engine process.
+
+One thread runs ``BusyLoop.run``: take what has come in, see about shutting down, do a step. It blocks while there is
+nothing to do. Other threads talk to it through the methods under "From any thread"; answers leave through an
+``OutputSink``.
+"""
+
+import gc
+import logging
+import time
+
+from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    RequestError,
+    SchedulerStats,
+    UtilityOutput,
+)
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.queues import (
+    AbortRequests,
+    AddRequest,
+    ClientGone,
+    InputMessage,
+    InputQueues,
+    OutputSink,
+    UtilityCall,
+    Wakeup,
+)
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.base import Clock
+from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
+
+logger = logging.getLogger(__name__)
+
+
+class BusyLoop:
+    """Drives an ``EngineCore``.
+
+    For health by progress: while ``has_work`` is true, ``last_step_time`` (monotonic seconds; also set when work
+    arrives at an idle engine) should move; if it does not, the engine is wedged.
+    """
+
+    def __init__(self, engine: EngineCore, sink: OutputSink, *, clock: Clock = time.monotonic) -> None:
+        self._engine = engine
+        self._sink = sink
+        self._clock = clock
+        self._queues = InputQueues()
+        self._shutdown = ShutdownState(engine.config.drain_timeout)
+        self.last_step_time = clock()
+
+    # From any thread.
+
+    def add(self, client_id: str, request: EngineCoreRequest) -> None:
+        """Validate and queue a request. One that is refused ends with an ERROR output; nothing is raised."""
+        try:
+            prepared = self._engine.preprocess(client_id, request)
+        except RequestFailed as e:
+            self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), e)
+        else:
+            self._queues.put(AddRequest(prepared))
+
+    def abort(self, client_id: str, request_ids: list[str]) -> None:
+        """End requests of a client as soon as possible; ids that mean nothing are ignored."""
+        self._queues.put_abort(AbortRequests(client_id, list(request_ids)))
+
+    def call_utility(self, client_id: str, call_id: int, method: str, arguments: bytes) -> None:
+        """Call a registered method between steps; the answer goes to the client as ``utility_output``."""
+        self._queues.put(UtilityCall(client_id, call_id, method, arguments))
+
+    def client_gone(self, client_id: str) -> None:
+        """A session has ended: end its requests."""
+        self._queues.put(ClientGone(client_id))
+
+    def request_shutdown(self) -> None:
+        """Ask the loop to drain and return. For signals see ``signals_handled``."""
+        self._shutdown.request()
+        self._queues.put(Wakeup())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine has something to do."""
+        return self._engine.has_work
+
+    def seconds_since_last_step(self) -> float:
+        """Age of the last step while there is work, 0 when idle. Grows without end when the engine is wedged."""
+        return self._clock() - self.last_step_time if self._engine.has_work else 0.0
+
+    def stats(self) -> SchedulerStats:
+        """The engine's load now."""
+        return self._engine.scheduler.stats()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the engine is shutting down."""
+        return self._shutdown.refuses_requests
+
+    # The loop's own thread.
+
+    def run(self) -> None:
+        """Serve until a shutdown has been requested and carried out.
+
+        Anything that goes wrong outside a single request is fatal: every client is told, and the exception leaves the
+        loop.
+        """
+        gc.collect()
+        gc.freeze()  # what start-up built lives as long as the process: spare the collector from walking it
+        try:
+            while self._shutdown.phase is not ShutdownPhase.EXIT:
+                self._receive()
+                self._advance_shutdown()
+                self._step()
+            self._refuse_the_rest()
+        except Exception as e:
+            self._sink.engine_dead(f"{type(e).__name__}: {e}")
+            raise
+
+    def _receive(self) -> None:
+        """Handle everything in the input queue; wait for something while there is nothing to do."""
+        idle = self._engine.stalled or not self._engine.has_work
+        block = idle and (self._engine.has_requests or not self._shutdown.refuses_requests)
+        message = self._queues.get(block=block, timeout=self._time_to_next_event())
+        if block:
+            self.last_step_time = self._clock()
+        while message is not None:
+            self._handle(message)
+            message = self._queues.get(block=False, timeout=None)
+        self._drain_aborts()
+
+    def _time_to_next_event(self) -> float | None:
+        """Seconds to the nearest deadline, of a request or of the shutdown; None when there is none."""
+        times = [self._engine.time_to_next_deadline()]
+        if self._shutdown.deadline is not None:
+            times.append(self._shutdown.deadline - self._clock())
+        known = [max(seconds, 0.0) for seconds in times if seconds is not None]
+        return min(known, default=None)
+
+    def _handle(self, message: InputMessage) -> None:
+        match message:
+            case AddRequest(request):
+                self._add(request)
+            case AbortRequests():
+                self._engine.abort(message.client_id, message.request_ids)
+                message.request_ids.clear()
+            case UtilityCall():
+                self._answer(message)
+            case ClientGone(client_id):
+                self._engine.abort_client(client_id)
+            case Wakeup():
+                pass
+
+    def _advance_shutdown(self) -> None:
+        for effect in self._shutdown.advance(self._clock(), has_requests=self._engine.has_requests):
+            logger.info("shutdown: %s", effect.value)
+            match effect:
+                case ShutdownEffect.ANNOUNCE_DRAINING:
+                    self._sink.draining(self._engine.config.drain_timeout)
+                case ShutdownEffect.ABORT_REQUESTS:
+                    failure = Unavailable("the engine is shutting down", reason="DRAINING")
+                    self._engine.abort_all(RequestError.from_exception(failure))
+
+    def _step(self) -> None:
+        if self._engine.has_work:
+            for client_id, outputs in self._engine.step(self._drain_aborts).items():
+                self._sink.emit(client_id, outputs)
+            self.last_step_time = self._clock()
+
+    def _drain_aborts(self) -> None:
+        while (abort := self._queues.get_abort()) is not None:
+            self._engine.abort(abort.client_id, abort.request_ids)
+
+    def _add(self, request: Request) -> None:
+        try:
+            if self._shutdown.refuses_requests:
+                raise Unavailable("the engine is draining and takes no new requests", reason="DRAINING")
+            self._engine.add(request)
+        except RequestFailed as e:
+            self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, e)
+
+    def _refuse(self, client_id: str, request_id: str, attempt: int, offset: int, error: RequestFailed) -> None:
+        output = EngineCoreOutput(
+            request_id=request_id,
+            attempt=attempt,
+            offset=offset,
+            finish_reason=FinishReason.ERROR,
+            error=RequestError.from_exception(error),
+        )
+        frame = EngineCoreOutputs(outputs=[output], timestamp=self._clock(), finished_requests=[request_id])
+        self._sink.emit(client_id, frame)
+
+    def _answer(self, call: UtilityCall) -> None:
+        try:
+            answer = UtilityOutput(call_id=call.call_id, result=self._engine.call_utility(call.method, call.arguments))
+        except RequestFailed as e:
+            answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(e))
+        except Exception as e:
+            logger.exception("utility method %s failed", call.method)
+            failure = Internal(f"{call.method} failed: {type(e).__name__}: {e}")
+            answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(failure))
+        self._sink.emit(call.client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
+
+    def _refuse_the_rest(self) -> None:
+        """Answer what came in after the last request had ended."""
+        while (message := self._queues.get(block=False, timeout=None)) is not None:
+            self._handle(message)

@@ -1,0 +1,105 @@
+"""What the engine core asks of a scheduler, and how one is chosen by name."""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from penstock_common.errors import ConfigError, nearest
+from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
+from penstock_enginecore.config import SchedulerConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+Clock = Callable[[], float]
+"""Seconds from some origin."""
+
+
+class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines."""
+
+    config: SchedulerConfig
+    kv_cache: KVCacheConfig
+    enable_prefix_caching: bool
+    eos_token_ids: frozenset[int]
+    monotonic_clock: Clock
+    wall_clock: Clock
+
+
+class Scheduler(Protocol):
+    """Decides what each step computes, and turns its tokens into outputs.
+
+    A step is ``schedule``, the executor's work, ``update_from_output``, ``take_outputs``. Requests may be added and
+    aborted between any two of these calls. Every request ends exactly once, with one output that has a finish reason,
+    except those of a client that has gone, which end silently.
+    """
+
+    def hash_prompt(self, request: Request) -> None:
+        """Do the part of ``add_request`` that may run on another thread: it touches the request alone."""
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full."""
+
+    def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
+        """End those of the requests that exist, with ABORT outputs. Returns their ids."""
+
+    def abort_client(self, client_id: str) -> None:
+        """End all requests of a client that has gone, without outputs."""
+
+    def abort_all(self, error: RequestError) -> None:
+        """End every request with an ABORT output that carries ``error``."""
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the work of the next step; may be nothing. Ends requests whose deadline has passed."""
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
+        """Take in the tokens of a step. Requests that ended while it ran are skipped."""
+
+    def take_outputs(self) -> dict[str, EngineCoreOutputs]:
+        """Outputs since the last call, by client id."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is waiting or running."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, outputs nobody has taken, or ended requests the workers still hold."""
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a living request, in seconds since the epoch."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Returns False, and does nothing, while a request is running."""
+
+    def stats(self) -> SchedulerStats:
+        """The load now."""
+
+
+SchedulerFactory = Callable[[SchedulerContext], Scheduler]
+
+_KNOWN: dict[str, str] = {"default": "penstock_enginecore.core.scheduler.scheduler:DefaultScheduler"}
+
+
+def register_scheduler(name: str, target: str) -> None:
+    """Make ``scheduler.scheduler: name`` mean the class at ``target``, written ``package.module:Class``."""
+    _KNOWN[name] = target
+
+
+def create_scheduler(context: SchedulerContext) -> Scheduler:
+    """The scheduler that ``scheduler.scheduler`` names: a registered name, or ``package.module:Class``.
+
+    Raises ConfigError.
+    """
+    name = context.config.scheduler
+    target = name if ":" in name else _KNOWN.get(name)
+    if target is None:
+        raise ConfigError(f"scheduler.scheduler is {name!r}; known: {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+    module_name, _, class_name = target.partition(":")
+    try:
+        factory: SchedulerFactory = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"scheduler.scheduler is {name!r}, which cannot be loaded: {e}") from e
+    return factory(context)

@@ -1,0 +1,183 @@
+"""Builds engines over the fake executor, and says what their requests must give."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
+from tests.fakes.fake_executor import FakeExecutor, oracle_token
+
+CLIENT = "client"
+
+
+class FakeClock:
+    """A clock that moves when told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_config(
+    *,
+    num_blocks: int | None = 64,
+    block_size: int = 4,
+    prefix_caching: bool = True,
+    max_model_len: int | None = None,
+    drain_timeout: float = 30.0,
+    **scheduler: Any,
+) -> EngineCoreConfig:
+    """A small engine; further arguments go to SchedulerConfig."""
+    return EngineCoreConfig(
+        model=ModelConfig(path="fake", max_model_len=max_model_len),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
+        scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
+        drain_timeout=drain_timeout,
+    )
+
+
+def make_engine(executor: FakeExecutor | None = None, clock: FakeClock | None = None, **config: Any) -> EngineCore:
+    """A loaded engine. ``clock`` stands for both clocks."""
+    config_struct = make_config(**config)
+    executor = executor or FakeExecutor(block_size=config_struct.cache.block_size)
+    clocks = {"monotonic_clock": clock, "wall_clock": clock} if clock else {}
+    return EngineCore(config_struct, executor, progress=lambda line: None, **clocks)
+
+
+_numbers = itertools.count()
+
+
+def make_request(
+    prompt: list[int] | int = 5,
+    *,
+    request_id: str = "",
+    prior: list[int] | None = None,
+    deadline: float | None = None,
+    cache_salt: str = "",
+    attempt: int = 0,
+    **sampling: Any,
+) -> EngineCoreRequest:
+    """A seeded request. An integer prompt is a length; further arguments go to SamplingParams."""
+    return EngineCoreRequest(
+        request_id=request_id or f"r{next(_numbers)}",
+        prompt_token_ids=list(range(prompt)) if isinstance(prompt, int) else prompt,
+        sampling_params=SamplingParams(**{"seed": 0, "max_tokens": 8} | sampling),
+        prior_output_token_ids=prior or [],
+        deadline=deadline,
+        cache_salt=cache_salt,
+        attempt=attempt,
+    )
+
+
+def expected_output(
+    request: EngineCoreRequest, *, max_model_len: int, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
+) -> tuple[list[int], FinishReason]:
+    """All output tokens of an undisturbed request, and why it ends."""
+    params = request.sampling_params
+    tokens: list[int] = []
+    while True:
+        tokens.append(oracle_token(params.seed or 0, len(tokens), vocab_size))
+        if len(tokens) >= params.min_tokens:
+            if tokens[-1] in eos and not params.ignore_eos:
+                return tokens, FinishReason.STOP
+            if tokens[-1] in params.stop_token_ids:
+                return tokens, FinishReason.STOP
+        if len(tokens) == params.max_tokens or len(tokens) + len(request.prompt_token_ids) == max_model_len:
+            return tokens, FinishReason.LENGTH
+
+
+class OtherScheduler(DefaultScheduler):
+    """Plugged in by name."""
+
+
+class StuckScheduler(DefaultScheduler):
+    """Takes requests and starts none."""
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        pass
+
+
+class Transcript:
+    """What an engine said to one client. A gap, a repetition, or a word after the end is an AssertionError."""
+
+    def __init__(self) -> None:
+        self.prior: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, EngineCoreOutput] = {}
+        self.outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
+        self.frames: list[EngineCoreOutputs] = []
+
+    def add(self, frame: EngineCoreOutputs) -> None:
+        self.frames.append(frame)
+        for output in frame.outputs:
+            key = output.request_id
+            assert key not in self.ends, f"{key} has ended already"
+            assert output.offset == self.prior.get(key, 0) + len(self.tokens[key]), f"{key}: gap or repetition"
+            self.tokens[key].extend(output.new_token_ids)
+            self.outputs[key].append(output)
+            if output.finish_reason is not None:
+                self.ends[key] = output
+        ended = [output.request_id for output in frame.outputs if output.finish_reason is not None]
+        assert frame.finished_requests == ended
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        return self.ends[request_id].finish_reason
+
+
+def add(engine: EngineCore, *requests: EngineCoreRequest, client_id: str = CLIENT) -> None:
+    """Validate and queue."""
+    for request in requests:
+        engine.add(engine.preprocess(client_id, request))
+
+
+def step(engine: EngineCore, transcript: Transcript, drain_aborts: Callable[[], None] = lambda: None) -> None:
+    """One step; what it says goes to the transcript, whichever client it is for."""
+    for frame in engine.step(drain_aborts).values():
+        transcript.add(frame)
+
+
+def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Transcript | None = None) -> Transcript:
+    """Queue the requests and step until nothing is left."""
+    transcript = transcript or Transcript()
+    transcript.prior |= {request.request_id: len(request.prior_output_token_ids) for request in requests}
+    add(engine, *requests)
+    steps = 0
+    while engine.has_work:
+        step(engine, transcript)
+        steps += 1
+        assert steps < 10_000, "the engine makes no progress"
+    return transcript
+
+
+def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: EngineCoreRequest) -> None:
+    """Every request gave the tokens, and ended for the reason, of an undisturbed run."""
+    for request in requests:
+        tokens, reason = expected_output(
+            request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size, eos=engine_eos(engine)
+        )
+        assert request.prior_output_token_ids + transcript.tokens[request.request_id] == tokens
+        assert transcript.reason(request.request_id) == reason
+
+
+def engine_eos(engine: EngineCore) -> frozenset[int]:
+    """The executor's EOS tokens."""
+    return engine._executor.eos_token_ids
+
+
+def assert_nothing_left(engine: EngineCore) -> None:
+    """No request, no KV block and no worker state remains."""
+    pool = engine.scheduler.kv_cache.pool
+    assert not engine.has_work
+    assert not engine.has_requests
+    assert pool.num_free_blocks == pool.num_usable_blocks
+    assert all(block.ref_count == 0 for block in pool.blocks)
+    assert engine._executor.held_requests == set()

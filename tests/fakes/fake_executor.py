@@ -1,0 +1,210 @@
+"""An executor without a model, whose tokens are known in advance and which checks the scheduler's contract.
+
+Output token i of a request is a pure function of (seed, i): ``oracle_token``. So any loss, repetition or disorder of
+tokens is an exact test failure, whatever the batch, the chunking and the preemptions.
+
+The executor keeps what real workers keep and nothing more: per request the tokens, the block table and the number of
+computed tokens. It also keeps a KV cache of prefix hashes: computing position p of a request writes a hash of its first
+p + 1 tokens into the slot of p, and before each step every position that counts as computed must hold the right hash.
+A block handed to two requests, reused too early or cached wrongly therefore fails at once.
+"""
+
+from concurrent.futures import Future
+
+import xxhash
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.base import Progress
+
+
+def oracle_token(seed: int, index: int, vocab_size: int) -> int:
+    """Output token ``index`` of every request with this seed (None counts as 0)."""
+    data = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    return xxhash.xxh3_64_intdigest(data) % vocab_size
+
+
+def oracle_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    """The first ``count`` output tokens."""
+    return [oracle_token(seed, index, vocab_size) for index in range(count)]
+
+
+class _State:
+    """What a worker remembers of a request."""
+
+    def __init__(self, new: NewRequestData) -> None:
+        assert len(new.block_ids) == 1, "one KV cache group"
+        self.token_ids = list(new.token_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.num_computed_tokens = new.num_computed_tokens
+        self.block_ids = list(new.block_ids[0])
+        self.params: SamplingParams = new.sampling_params
+        self.prefix_hashes: list[int] = []
+
+    def prefix_hash(self, position: int) -> int:
+        """Hash of the tokens up to and including ``position``."""
+        while len(self.prefix_hashes) <= position:
+            before = self.prefix_hashes[-1] if self.prefix_hashes else 0
+            token = self.token_ids[len(self.prefix_hashes)]
+            self.prefix_hashes.append(
+                xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + token.to_bytes(4, "little"))
+            )
+        return self.prefix_hashes[position]
+
+
+class FakeExecutor:
+    """Implements ``Executor``. A broken contract is an AssertionError.
+
+    ``fail_at_step`` n raises RuntimeError in the n-th step, counting from 0. ``check_kv`` False skips the check of the
+    KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1000,
+        eos_token_ids: frozenset[int] = frozenset(),
+        model_max_len: int = 256,
+        block_size: int = 4,
+        available_memory: int = 2**20,
+        fail_at_step: int | None = None,
+        check_kv: bool = True,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.model_max_len = model_max_len
+        self.fail_at_step = fail_at_step
+        self.on_execute = lambda: None
+        self.num_steps = 0
+        self.steps: list[SchedulerOutput] = []
+        self.is_shut_down = False
+        self._block_size = block_size
+        self._available_memory = available_memory
+        self._check_kv = check_kv
+        self._config: KVCacheConfig | None = None
+        self._states: dict[str, _State] = {}
+        self._kv: dict[int, int] = {}
+        self._pending: ModelRunnerOutput | None = None
+        self._loaded = False
+
+    @property
+    def held_requests(self) -> set[str]:
+        """Keys of the requests whose state is held."""
+        return set(self._states)
+
+    def load_model(self, progress: Progress) -> None:
+        progress("loading the fake model: 100%")
+        self._loaded = True
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        assert self._loaded, "load_model comes first"
+        spec = KVCacheSpec(block_size=self._block_size, num_kv_heads=1, head_size=4, head_size_v=4, dtype_size=2)
+        return {"layer.0": spec, "layer.1": spec}
+
+    def available_kv_cache_memory(self) -> int:
+        return self._available_memory
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        assert self._loaded, "load_model comes first"
+        self._config = config
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        assert self._config is not None, "initialize_kv_cache comes first"
+        assert self._pending is None, "the previous step was not sampled"
+        if self.num_steps == self.fail_at_step:
+            raise RuntimeError("the fake device is gone")
+        self.num_steps += 1
+        self.steps.append(scheduler_output)
+        self._take_in(scheduler_output)
+        self._check_totals(scheduler_output)
+        if self._check_kv:
+            self._check_sharing()
+            self._check_contents(scheduler_output)
+        self._pending = self._compute(scheduler_output)
+        self.on_execute()
+
+    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
+        assert self._pending is not None, "execute_model comes first"
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(self._pending)
+        self._pending = None
+        return future
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _take_in(self, step: SchedulerOutput) -> None:
+        for key in [*step.finished_request_ids, *step.preempted_request_ids]:
+            assert key in self._states, f"{key} was never known, or has ended already"
+            del self._states[key]
+        for new in step.new_requests:
+            assert new.request_id not in self._states, f"{new.request_id} is known already"
+            assert 0 < new.num_prompt_tokens <= len(new.token_ids)
+            assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token is left to compute"
+            self._states[new.request_id] = _State(new)
+        cached = step.cached_requests
+        for key, num_computed, blocks in zip(
+            cached.request_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            state = self._states[key]
+            assert state.num_computed_tokens == num_computed, f"{key}: scheduler and worker disagree"
+            state.block_ids.extend(blocks[0] if blocks else [])
+
+    def _check_totals(self, step: SchedulerOutput) -> None:
+        named = [r.request_id for r in step.new_requests] + step.cached_requests.request_ids
+        assert sorted(named) == sorted(step.num_scheduled_tokens), "scheduled requests are new or known, never both"
+        assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values())
+        for key, count in step.num_scheduled_tokens.items():
+            state = self._states[key]
+            end = state.num_computed_tokens + count
+            assert count > 0
+            assert end <= len(state.token_ids), f"{key}: {end} of {len(state.token_ids)} tokens scheduled"
+            assert end <= len(state.block_ids) * self._block_size, f"{key}: blocks do not cover the tokens"
+            assert end <= self._config.max_model_len
+
+    def _check_sharing(self) -> None:
+        """A block in two tables holds the same prefix in both, at the same place."""
+        owners: dict[int, tuple[int, _State]] = {}
+        for state in self._states.values():
+            assert len(set(state.block_ids)) == len(state.block_ids), "a block twice in one table"
+            for place, block_id in enumerate(state.block_ids):
+                assert NULL_BLOCK_ID < block_id < self._config.num_blocks
+                if block_id in owners:
+                    other_place, other = owners[block_id]
+                    end = (place + 1) * self._block_size
+                    assert place == other_place, f"block {block_id} at two places"
+                    assert len(state.token_ids) >= end, f"block {block_id} shared before it is full"
+                    assert state.token_ids[:end] == other.token_ids[:end], f"block {block_id}: two prefixes"
+                else:
+                    owners[block_id] = place, state
+
+    def _check_contents(self, step: SchedulerOutput) -> None:
+        for key in step.num_scheduled_tokens:
+            state = self._states[key]
+            for position in range(state.num_computed_tokens):
+                assert self._kv.get(self._slot(state, position)) == state.prefix_hash(position), (
+                    f"{key}: position {position} counts as computed but its slot holds something else"
+                )
+
+    def _slot(self, state: _State, position: int) -> int:
+        return state.block_ids[position // self._block_size] * self._block_size + position % self._block_size
+
+    def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
+        for key, count in step.num_scheduled_tokens.items():
+            state = self._states[key]
+            end = state.num_computed_tokens + count
+            if self._check_kv:
+                for position in range(state.num_computed_tokens, end):
+                    self._kv[self._slot(state, position)] = state.prefix_hash(position)
+            state.num_computed_tokens = end
+            sampled = []
+            if end == len(state.token_ids):
+                index = end - state.num_prompt_tokens
+                sampled = [oracle_token(state.params.seed or 0, index, self.vocab_size)]
+                state.token_ids.extend(sampled)
+            output.request_ids.append(key)
+            output.sampled_token_ids.append(sampled)
+        return output

@@ -1,0 +1,127 @@
+"""The step as a whole, and what happens when it fails."""
+
+import logging
+
+import pytest
+
+from penstock_common.errors import ConfigError
+from penstock_common.types.outputs import FinishReason
+from penstock_enginecore.core.engine_core import EngineCore, EngineDeadError
+from tests.fakes.engine_harness import (
+    CLIENT,
+    Transcript,
+    add,
+    assert_as_expected,
+    assert_nothing_left,
+    make_config,
+    make_engine,
+    make_request,
+    run_to_end,
+    step,
+)
+from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+
+
+def test_start_up_says_what_it_does():
+    lines = []
+    EngineCore(make_config(num_blocks=20), FakeExecutor(), progress=lines.append)
+    assert lines[0].startswith("loading")
+    assert "20 blocks of 4 tokens, 76 tokens in all; sequences of up to 76 tokens" in lines[-1]
+
+
+def test_a_length_that_does_not_fit_stops_the_start():
+    with pytest.raises(ConfigError, match="max_model_len is 200"):
+        make_engine(num_blocks=10, max_model_len=200)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 16])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("budget", [7, 64])
+def test_a_mixed_load_gives_every_request_its_own_tokens(num_blocks, prefix_caching, budget):
+    engine = make_engine(num_blocks=num_blocks, prefix_caching=prefix_caching, max_num_batched_tokens=budget)
+    requests = [make_request(2 + 3 * (i % 6), seed=i % 5, max_tokens=1 + (7 * i) % 23) for i in range(30)]
+    transcript = run_to_end(engine, *requests)
+    assert_as_expected(engine, transcript, *requests)
+    assert_nothing_left(engine)
+
+
+def test_outputs_under_preemption_equal_undisturbed_ones():
+    requests = [make_request(10, seed=i, max_tokens=25) for i in range(8)]
+    roomy, tight = make_engine(num_blocks=200), make_engine(num_blocks=12)
+    a, b = run_to_end(roomy, *requests), run_to_end(tight, *requests)
+    assert roomy.scheduler.stats().num_preemptions == 0
+    assert tight.scheduler.stats().num_preemptions > 10
+    assert a.tokens == b.tokens
+
+
+def test_an_abort_during_the_forward_pass_takes_effect_in_that_step():
+    engine = make_engine()
+    request, other = make_request(max_tokens=20), make_request(max_tokens=20, seed=1)
+    transcript = Transcript()
+    add(engine, request, other)
+    step(engine, transcript)
+    step(engine, transcript, lambda: engine.abort(CLIENT, [request.request_id]))
+    assert transcript.reason(request.request_id) is FinishReason.ABORT
+    assert len(transcript.tokens[request.request_id]) == 1
+    run_to_end(engine, transcript=transcript)
+    assert_as_expected(engine, transcript, other)
+    assert_nothing_left(engine)
+
+
+def test_a_request_id_may_be_used_again_in_the_very_next_step():
+    engine = make_engine()
+    transcript = run_to_end(engine, make_request(request_id="again"))
+    assert len(transcript.tokens["again"]) == 8
+    add(engine, make_request(request_id="x", max_tokens=50))
+    engine.step(lambda: None)
+    engine.abort(CLIENT, ["x"])
+    add(engine, make_request(request_id="x", seed=3, attempt=1))
+    seen = []
+    while engine.has_work:
+        for frame in engine.step(lambda: None).values():
+            seen += [t for o in frame.outputs if o.attempt == 1 for t in o.new_token_ids]
+    assert seen == oracle_tokens(3, 8, 1000)
+
+
+def test_a_failed_step_kills_the_engine_and_logs_its_input_once_without_tokens(caplog):
+    engine = make_engine(FakeExecutor(fail_at_step=1, vocab_size=10**6))
+    add(engine, make_request([777777, 888888], request_id="victim"))
+    engine.step(lambda: None)
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(EngineDeadError, match="a step failed: RuntimeError: the fake device is gone"),
+    ):
+        engine.step(lambda: None)
+    [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "victim" in record.getMessage()
+    assert "2 computed" in record.getMessage()
+    first = str(oracle_tokens(0, 1, 10**6)[0])
+    assert not any(token in caplog.text for token in ("777777", "888888", first))
+
+
+def test_a_failed_prefill_is_logged_without_the_prompt(caplog):
+    engine = make_engine(FakeExecutor(fail_at_step=0, vocab_size=10**6))
+    add(engine, make_request([777777, 888888]))
+    with pytest.raises(EngineDeadError):
+        engine.step(lambda: None)
+    assert "2 tokens (2 prompt, 0 computed)" in caplog.text
+    assert "777777" not in caplog.text
+
+
+def test_outputs_go_to_the_client_that_asked():
+    engine = make_engine()
+    add(engine, make_request(request_id="r", seed=1), client_id="a")
+    add(engine, make_request(request_id="r", seed=2), client_id="b")
+    got = {"a": [], "b": []}
+    while engine.has_work:
+        for client, frame in engine.step(lambda: None).items():
+            got[client] += [t for output in frame.outputs for t in output.new_token_ids]
+    assert got == {"a": oracle_tokens(1, 8, 1000), "b": oracle_tokens(2, 8, 1000)}
+
+
+def test_a_step_without_work_says_it_is_stalled():
+    engine = make_engine(scheduler="tests.fakes.engine_harness:StuckScheduler")
+    add(engine, make_request())
+    assert engine.step(lambda: None) == {}
+    assert engine.stalled
+    assert engine.has_work

@@ -1,0 +1,167 @@
+"""Random lives of an engine: whatever happens, no block is lost or owned twice, and every request ends once, as it should."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from penstock_common.types.outputs import FinishReason
+from tests.fakes.engine_harness import (
+    CLIENT,
+    FakeClock,
+    Transcript,
+    add,
+    assert_nothing_left,
+    expected_output,
+    make_engine,
+    make_request,
+    run_to_end,
+    step,
+)
+from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+
+VOCAB = 50
+EOS = frozenset({7})
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Adds, aborts, steps, resets and passing time on pools of a few blocks. The fake executor checks each step's contract."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        num_blocks=st.integers(4, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 5),
+        threshold=st.sampled_from([0, 0, 3]),
+        watermark=st.sampled_from([0.0, 0.25]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        chunked=st.sampled_from([True, True, False]),
+    )
+    def start(self, num_blocks, block_size, budget, max_num_seqs, threshold, watermark, prefix_caching, chunked):
+        self.clock = FakeClock()
+        self.budget = budget if chunked else 64
+        self.max_num_seqs = max_num_seqs
+        executor = FakeExecutor(
+            vocab_size=VOCAB, eos_token_ids=EOS, block_size=block_size, model_max_len=48, available_memory=0
+        )
+        self.engine = make_engine(
+            executor,
+            self.clock,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            max_num_batched_tokens=self.budget,
+            max_num_seqs=max_num_seqs,
+            long_prefill_token_threshold=threshold,
+            watermark=watermark,
+            enable_chunked_prefill=chunked,
+        )
+        self.transcript = Transcript()
+        self.added = {}
+        self.aborted = set()
+
+    @rule(
+        target=requests,
+        prompt_length=st.integers(1, 20),
+        family=st.integers(0, 2),
+        seed=st.integers(0, 5),
+        max_tokens=st.one_of(st.none(), st.integers(1, 20)),
+        min_tokens=st.integers(0, 1),
+        ignore_eos=st.booleans(),
+        num_prior=st.sampled_from([0, 0, 0, 3]),
+        salt=st.sampled_from(["", "", "salt"]),
+        life=st.one_of(st.none(), st.floats(0.5, 20)),
+    )
+    def add_request(self, prompt_length, family, seed, max_tokens, min_tokens, ignore_eos, num_prior, salt, life):
+        # Few families of prompts, so that prefixes are shared.
+        prompt_length = min(prompt_length, self.engine.max_model_len - 1)
+        prior = oracle_tokens(seed, num_prior, VOCAB)
+        if not ignore_eos and EOS & set(prior):
+            prior = []
+        request = make_request(
+            [(family * 3 + i * (1 + family)) % VOCAB for i in range(prompt_length)],
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+            prior=prior,
+            cache_salt=salt,
+            deadline=None if life is None else self.clock.now + life,
+        )
+        self.added[request.request_id] = request
+        self.transcript.prior[request.request_id] = len(prior)
+        add(self.engine, request)
+        return request.request_id
+
+    @rule(request_id=consumes(requests))
+    def abort(self, request_id):
+        self.aborted.update(self.engine.abort(CLIENT, [request_id]))
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.step()
+
+    @rule(request_id=consumes(requests))
+    def abort_during_a_step(self, request_id):
+        self.step(lambda: self.abort(request_id))
+
+    @rule()
+    def reset(self):
+        was_running = self.engine.scheduler.stats().num_running_reqs > 0
+        assert self.engine.reset_prefix_cache() == (not was_running)
+
+    @rule(seconds=st.floats(0.1, 5))
+    def time_passes(self, seconds):
+        self.clock.now += seconds
+
+    def step(self, drain_aborts=lambda: None):
+        step(self.engine, self.transcript, drain_aborts)
+        for scheduled in self.engine._executor.steps:
+            assert scheduled.total_num_scheduled_tokens <= self.budget
+            assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
+        self.engine._executor.steps.clear()
+
+    @invariant()
+    def no_block_is_lost_or_freed_early(self):
+        if not hasattr(self, "engine"):
+            return
+        manager = self.engine.scheduler.kv_cache
+        tables = manager._blocks.values()
+        references = {}
+        for table in tables:
+            for block in table:
+                references[block.block_id] = references.get(block.block_id, 0) + 1
+        assert [block.ref_count for block in manager.pool.blocks] == [
+            references.get(block.block_id, 0) for block in manager.pool.blocks
+        ]
+        assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks - len(references)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        run_to_end(self.engine, transcript=self.transcript)
+        assert_nothing_left(self.engine)
+        assert set(self.transcript.ends) == set(self.added)
+        for request_id, request in self.added.items():
+            tokens, reason = expected_output(
+                request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS
+            )
+            got = [*request.prior_output_token_ids, *self.transcript.tokens[request_id]]
+            end = self.transcript.ends[request_id]
+            if request_id in self.aborted:
+                assert end.finish_reason is FinishReason.ABORT
+                assert end.error is None
+            elif end.finish_reason is FinishReason.ABORT:
+                assert end.error.code == "DEADLINE_EXCEEDED"
+            elif len(request.prior_output_token_ids) < len(tokens):
+                assert end.finish_reason is reason
+                assert got == tokens
+            assert got[: len(tokens)] == tokens[: len(got)]
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestRandomLives = EngineMachine.TestCase

@@ -1,0 +1,67 @@
+"""Calls by name: registered methods only, arguments checked against the signature."""
+
+import msgspec
+import pytest
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_enginecore.core.utility import UtilityRegistry, utility
+from tests.fakes.engine_harness import make_engine
+
+
+class Owner:
+    @utility
+    def scale(self, values: list[int], factor: float = 2.0) -> list[float]:
+        return [value * factor for value in values]
+
+    def secret(self) -> str:
+        return "unreachable"
+
+
+def call(name, *arguments):
+    return msgspec.msgpack.decode(UtilityRegistry(Owner()).call(name, msgspec.msgpack.encode(arguments)))
+
+
+def test_a_registered_method_is_called_with_converted_arguments():
+    assert call("scale", [1, 2], 3) == [3.0, 6.0]
+    assert call("scale", [1, 2]) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["secret", "__init__", "__class__", "scale.__call__", ""])
+def test_nothing_else_can_be_called(name):
+    with pytest.raises(Unimplemented, match="no utility method"):
+        call(name)
+
+
+def test_an_unknown_name_names_the_nearest():
+    with pytest.raises(Unimplemented, match="did you mean 'scale'"):
+        call("scael", [1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["a"],), "argument 'values' is wrong: Expected `int`, got `str`"),
+        (([1], "2"), "argument 'factor' is wrong: Expected `float`, got `str`"),
+        ((), "argument 'values' is missing"),
+        (([1], 2, 3), "takes at most 2 arguments, got 3"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(InvalidArgument, match=message):
+        call("scale", *arguments)
+
+
+@pytest.mark.parametrize("raw", [b"\xc1", b"\x01", msgspec.msgpack.encode({"values": [1]})])
+def test_arguments_that_are_no_array_are_refused(raw):
+    with pytest.raises(InvalidArgument, match="not a msgpack array"):
+        UtilityRegistry(Owner()).call("scale", raw)
+
+
+def test_the_engine_tells_about_itself_and_resets_its_prefix_cache():
+    engine = make_engine(num_blocks=20)
+    info = msgspec.msgpack.decode(engine.call_utility("engine_info", b""))
+    assert info["num_kv_blocks"] == 20
+    assert info["max_model_len"] == 76
+    assert info["vocab_size"] == 1000
+    assert info["utilities"] == ["engine_info", "reset_prefix_cache"]
+    assert msgspec.msgpack.decode(engine.call_utility("reset_prefix_cache", b"")) is True
