@@ -10,7 +10,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class GenerateStubs(BuildHookInterface):
+class GenerateStubs(BuildHookInterface[Any]):
     """Runs protoc (messages, services and their type stubs) and puts the results into the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature

@@ -33,12 +33,13 @@ async def measure(args: argparse.Namespace, loads: list[Load]) -> dict[str, dict
     reference = TransformersGenerate(args.model, args.threads)
     async with contextlib.AsyncExitStack() as stack:
         in_process = await stack.enter_async_context(InProcessEngine(args.model, args.threads))
-        session_address = await stack.enter_async_context(engine(args.model, args.threads))
+        private_engine = await stack.enter_async_context(engine(args.model, args.threads))
         public_engine = await stack.enter_async_context(engine(args.model, args.threads))
-        session = await stack.enter_async_context(SessionClient(session_address))
-        public = await stack.enter_async_context(
-            PublicClient(await stack.enter_async_context(frontend(args.model, public_engine)))
-        )
+        public_frontend = await stack.enter_async_context(frontend(args.model, public_engine.address))
+        for service in (private_engine, public_engine, public_frontend):
+            await service.serving()
+        session = await stack.enter_async_context(SessionClient(private_engine.address))
+        public = await stack.enter_async_context(PublicClient(public_frontend.address))
         streams: dict[str, Stream] = {
             "in-process engine": in_process.stream,
             "session": session.stream,

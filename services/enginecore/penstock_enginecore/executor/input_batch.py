@@ -1,7 +1,8 @@
 """The worker's memory of the requests it runs, kept from step to step so that a step only writes what changed.
 
-A request owns a row of every array from the step that brings it until it is finished or preempted. Rows stay where they are; a step
-picks the rows it runs by index, in the scheduler's order. The arrays grow with the number of requests seen at once.
+A request owns a row of every array from the step that brings it until it is finished or preempted. Rows stay where they
+are; a step picks the rows it runs by index, in the scheduler's order. The arrays grow with the number of requests seen
+at once.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.sampler import SamplingInputs
 
 _INITIAL_ROWS = 16
+_INT64_MAX = 2**63 - 1
 _T = TypeVar("_T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step laid out flat. ``token_ids`` and ``positions`` int64 ``[tokens]``; ``attention``: one entry per KV cache group.
+    """A step laid out flat. ``token_ids`` and ``positions`` int64 ``[tokens]``; ``attention``: one entry per KV cache
+    group.
 
     ``sampling_requests``: which requests of the step get a token, ``logits_indices``: the last token of each of those.
     """
@@ -155,11 +158,11 @@ class InputBatch:
         if params.seed is None and not params.greedy:
             raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
         self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k
+        self._top_k[row] = min(params.top_k, _INT64_MAX)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seed[row] = (params.seed or 0) % 2**64
-        self._min_tokens[row] = params.min_tokens
+        self._min_tokens[row] = min(params.min_tokens, _INT64_MAX)
         if params.min_tokens > 0:
             ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos_token_ids)
             self._stop_ids[row] = tuple(sorted(ends))

@@ -33,7 +33,9 @@ def available_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = 
 
 
 def cuda_pool_bytes(config: CacheConfig, device: torch.device) -> int:
-    """What ``memory_utilization`` of the device leaves beside the peak since ``reset_peak_memory_stats``, all processes counted."""
+    """What ``memory_utilization`` of the device leaves beside the peak since ``reset_peak_memory_stats``, all processes
+    counted.
+    """
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)

@@ -12,6 +12,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
 from penstock_enginecore.models.attention_hook import LayerCache, StepContext, use_context
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.sample.sampler import SamplingInputs, sample
@@ -39,10 +40,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def kv_cache_specs(self, block_size: int) -> dict[str, KVCacheSpec]:
-        """What each attention layer asks of the KV cache, seen in a forward pass over one token. Raises ModelLoadError."""
+        """What each attention layer asks of the KV cache, seen in a forward pass of a token. Raises ModelLoadError."""
         probe = ProbeContext()
-        with use_context(probe):
-            self._logits(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        zero = np.zeros(1, dtype=np.int64)
+        try:
+            with use_context(probe):
+                self._logits(zero, zero, zero)
+        except Exception as e:
+            name = type(self._model.module).__name__
+            raise ModelLoadError(f"{name} is not supported: it fails on one token: {type(e).__name__}: {e}") from e
         self._specs = layer_specs(self._model.module, probe.calls, block_size)
         return self._specs
 
@@ -63,7 +69,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run a step of the largest shapes on a throwaway cache: ``num_tokens`` new tokens, ``num_seqs`` of them sampled."""
+        """Run a step of the largest shapes on a throwaway cache: ``num_tokens`` new tokens, ``num_seqs`` of them
+        sampled.
+        """
         length = min(num_tokens, self._model.max_len)
         starts = np.append(np.arange(0, num_tokens, length), num_tokens)
         sequence = np.arange(num_tokens) // length
@@ -127,9 +135,10 @@ class ModelRunner:
 
     def _new_cache(self, spec: KVCacheSpec, block_size: int, num_slots: int) -> KVCache:
         """Only the null block is cleared: other slots are written before they are read."""
-        options = {"dtype": self._model.dtype, "device": self._device}
-        keys = torch.empty(num_slots, spec.num_kv_heads * spec.head_size, **options)
-        values = torch.empty(num_slots, spec.num_kv_heads * spec.head_size_v, **options)
+        keys, values = (
+            torch.empty(num_slots, spec.num_kv_heads * size, dtype=self._model.dtype, device=self._device)
+            for size in (spec.head_size, spec.head_size_v)
+        )
         keys[:block_size] = 0
         values[:block_size] = 0
         return KVCache(keys, values, spec.num_kv_heads)

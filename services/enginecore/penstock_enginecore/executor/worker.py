@@ -46,7 +46,9 @@ class Worker:
         return self.runner.kv_cache_specs(self._config.cache.block_size)
 
     def available_kv_cache_memory(self) -> int:
-        """See ``Executor.available_kv_cache_memory``. A CPU skips the profiling step: its peak is small beside the default pool."""
+        """See ``Executor.available_kv_cache_memory``. A CPU skips the profiling step: its peak is small beside the
+        default pool.
+        """
         if self._config.cache.kv_cache_memory is not None:
             return self._config.cache.kv_cache_memory
         if self._device.type == "cpu":

@@ -1,0 +1,143 @@
+"""Paged attention: what every backend gets, and the factory that finds one by name.
+
+The KV cache of a layer is two flat tensors of *slots*, one slot per token. Block ``b`` owns the slots ``b * block_size
+.. (b + 1) * block_size - 1``; block 0 is the null block, which stays zero. A slot holds all heads of its token side by
+side, so that fetching a token is one contiguous copy whatever the block size is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_common.errors import ConfigError, nearest
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys ``[num_slots, num_kv_heads * head_size]`` and values ``[num_slots, num_kv_heads * head_size_v]`` of one
+    layer.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    num_kv_heads: int
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at ``slots`` (int64, flat), as ``[len(slots), num_kv_heads, head size]``."""
+        heads = (len(slots), self.num_kv_heads, -1)
+        return self.keys.index_select(0, slots).view(heads), self.values.index_select(0, slots).view(heads)
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new tokens: ``slots`` int64 ``[tokens]``, ``keys`` and ``values`` ``[tokens, num_kv_heads, head
+        size]``.
+        """
+        self.keys.index_copy_(0, slots, keys.reshape(len(slots), -1))
+        self.values.index_copy_(0, slots, values.reshape(len(slots), -1))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of a step stand. Requests lie one after the other in the flat batch; arrays are on the host.
+
+    ``query_start_loc`` ``[requests + 1]``: first token of each request. ``seq_lens`` ``[requests]``: tokens of each
+    request after this step. ``block_table`` int32 ``[requests, blocks]``. ``slot_mapping`` ``[tokens]``: where each new
+    token is stored.
+    """
+
+    query_start_loc: IntArray
+    seq_lens: IntArray
+    block_table: npt.NDArray[np.int32]
+    slot_mapping: IntArray
+    block_size: int
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the step."""
+        return len(self.seq_lens)
+
+    def slots(self, request: int, start: int, end: int) -> IntArray:
+        """The slots of tokens ``start`` to ``end`` of one request."""
+        positions = np.arange(start, end)
+        blocks: IntArray = self.block_table[request, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How a layer attends. ``sliding_window``: tokens a query sees, itself included. ``softcap``: scores become
+    ``softcap * tanh(score / softcap)``. ``sinks`` ``[num_heads]``: a logit per head that takes part in the softmax and
+    has no value.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a backend derives from the metadata once per step and shares between layers, by sliding window."""
+
+    metadata: AttentionMetadata
+    device: torch.device
+    slot_mapping: torch.Tensor = field(init=False)
+    by_window: dict[int | None, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slot_mapping = torch.from_numpy(self.metadata.slot_mapping).to(self.device)
+
+
+class AttentionBackend(Protocol):
+    """Attends over a paged cache that already holds the step's new keys and values."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: StepPlan,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Causal attention of every request over its own tokens.
+
+        ``query`` ``[tokens, num_heads, head_size]``; ``key`` and ``value`` ``[tokens, num_kv_heads, head size]`` are
+        the new tokens', which saves a backend from reading them back. Returns ``[tokens, num_heads, head_size_v]`` in
+        the query's dtype.
+        """
+
+
+def _reference() -> AttentionBackend:
+    from penstock_enginecore.attention.reference import ReferenceAttention
+
+    return ReferenceAttention()
+
+
+def _cpu() -> AttentionBackend:
+    from penstock_enginecore.attention.cpu import CPUAttention
+
+    return CPUAttention()
+
+
+_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference, "cpu": _cpu}
+
+
+def create_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called ``name``; ``auto`` picks the fastest one for ``device``. Raises ConfigError."""
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" else "reference"
+    if name not in _FACTORIES:
+        known = ("auto", *_FACTORIES)
+        raise ConfigError(f"model.attention_backend is {name!r}; known: {', '.join(known)}{nearest(name, known)}")
+    if name == "cpu" and device.type != "cpu":
+        raise ConfigError(
+            f"model.attention_backend is 'cpu' but the device is {device.type}; use 'auto' or 'reference'"
+        )
+    return _FACTORIES[name]()

@@ -1,0 +1,202 @@
+"""Attention for CPUs, built on torch's fused scaled dot product attention.
+
+Requests that compute one token (decode) are batched: sorted by length, cut into buckets of similar length, their keys
+gathered into one padded tensor per bucket, and the query heads that share a key head laid along the query axis.
+Requests that compute several tokens (prefill) run one by one. A sliding window shortens what is gathered, so far keys
+are neither read nor masked.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, IntArray, KVCache, StepPlan
+
+_MAX_PADDING = 1.25
+"""A bucket's longest request is at most this many times as long as its shortest, ..."""
+_FREE_PADDING = 32
+"""... or longer by at most this many tokens, which cost less than another kernel launch."""
+_QUERY_CHUNK = 512
+"""Queries per masked prefill call: bounds the mask to this many rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeBucket:
+    """``tokens`` int64 ``[batch]``: positions in the flat batch. ``slots`` int64 ``[batch * length]``, padded at the
+    end with the null slot. ``mask`` float32 ``[batch, 1, 1, length]``, 0 or -inf, None when no request is padded.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    length: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """Tokens ``start`` to ``end`` of the flat batch. ``slots`` are the keys the queries see, in order, new ones
+    included; None when the keys are exactly the new tokens and the cache need not be read.
+    """
+
+    start: int
+    end: int
+    num_keys: int
+    slots: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    decodes: list[_DecodeBucket]
+    prefills: list[_Prefill]
+
+
+class CPUAttention:
+    """See the module's docstring."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: StepPlan,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.attend``."""
+        work = plan.by_window.get(params.sliding_window)
+        if not isinstance(work, _Work):
+            work = _plan(plan.metadata, params.sliding_window)
+            plan.by_window[params.sliding_window] = work
+        output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        for bucket in work.decodes:
+            rows = _decode(query.index_select(0, bucket.tokens), cache, bucket, params)
+            output.index_copy_(0, bucket.tokens, rows)
+        for prefill in work.prefills:
+            new = slice(prefill.start, prefill.end)
+            keys, values = (key[new], value[new]) if prefill.slots is None else cache.gather(prefill.slots)
+            output[new] = _prefill(query[new], keys, values, params)
+        return output
+
+
+def _plan(metadata: AttentionMetadata, window: int | None) -> _Work:
+    query_lens = np.diff(metadata.query_start_loc)
+    prefills = [_plan_prefill(metadata, int(i), window) for i in np.flatnonzero(query_lens > 1)]
+    decodes = np.flatnonzero(query_lens == 1)
+    lengths = metadata.seq_lens[decodes] if window is None else np.minimum(metadata.seq_lens[decodes], window)
+    order = np.argsort(lengths, kind="stable")
+    decodes, lengths = decodes[order], lengths[order]
+    buckets = []
+    first = 0
+    while first < len(decodes):
+        limit = max(lengths[first] * _MAX_PADDING, lengths[first] + _FREE_PADDING)
+        last = int(np.searchsorted(lengths, limit, side="right"))
+        buckets.append(_plan_bucket(metadata, decodes[first:last], lengths[first:last]))
+        first = last
+    return _Work(buckets, prefills)
+
+
+def _plan_bucket(metadata: AttentionMetadata, requests: IntArray, lengths: IntArray) -> _DecodeBucket:
+    longest = int(lengths[-1])
+    offsets = np.arange(longest)
+    positions = (metadata.seq_lens[requests] - lengths)[:, None] + offsets
+    valid = offsets < lengths[:, None]
+    positions[~valid] = 0
+    blocks = metadata.block_table[requests[:, None], positions // metadata.block_size].astype(np.int64)
+    slots = np.where(valid, blocks * metadata.block_size + positions % metadata.block_size, 0)
+    mask = None
+    if lengths[0] != longest:
+        mask = torch.from_numpy(np.where(valid, np.float32(0), np.float32(-np.inf)))[:, None, None, :]
+    tokens = torch.from_numpy(metadata.query_start_loc[requests])
+    return _DecodeBucket(tokens, torch.from_numpy(slots.reshape(-1)), longest, mask)
+
+
+def _plan_prefill(metadata: AttentionMetadata, request: int, window: int | None) -> _Prefill:
+    start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
+    length = int(metadata.seq_lens[request])
+    num_queries = end - start
+    # The first query sees `window` keys, itself included.
+    num_keys = length if window is None else min(length, num_queries + window - 1)
+    if num_keys == num_queries:
+        return _Prefill(start, end, num_keys, None)
+    slots = metadata.slots(request, length - num_keys, length)
+    return _Prefill(start, end, num_keys, torch.from_numpy(slots))
+
+
+def _decode(query: torch.Tensor, cache: KVCache, bucket: _DecodeBucket, params: AttentionParams) -> torch.Tensor:
+    batch, num_heads, _ = query.shape
+    keys, values = cache.gather(bucket.slots)
+    keys = keys.view(batch, bucket.length, cache.num_kv_heads, -1).transpose(1, 2)
+    values = values.view(batch, bucket.length, cache.num_kv_heads, -1).transpose(1, 2)
+    groups = num_heads // cache.num_kv_heads
+    folded = query.reshape(batch, cache.num_kv_heads, groups, -1)
+    mask = None if bucket.mask is None else bucket.mask.to(query.dtype)
+    if params.softcap is None and params.sinks is None:
+        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=params.scaling)
+    else:
+        sinks = None if params.sinks is None else params.sinks.view(1, cache.num_kv_heads, groups, 1)
+        output = _explicit(folded, keys, values, mask, sinks, params)
+    return output.reshape(batch, num_heads, -1)
+
+
+def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    """``query`` ``[queries, heads, head_size]`` stands at the last of the ``keys`` ``[keys, kv_heads, head_size]``."""
+    num_queries, num_heads, _ = query.shape
+    num_keys, num_kv_heads, _ = keys.shape
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values))
+    plain = params.softcap is None and params.sinks is None
+    window = params.sliding_window
+    if plain and num_keys == num_queries and (window is None or window >= num_keys):
+        output = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=params.scaling, enable_gqa=num_heads != num_kv_heads
+        )
+        return output[0].transpose(0, 1)
+    chunks = []
+    for first in range(0, num_queries, _QUERY_CHUNK):
+        rows = q[:, :, first : first + _QUERY_CHUNK]
+        mask = _causal_mask(rows.shape[2], num_keys, num_keys - num_queries + first, window)
+        if plain:
+            chunks.append(
+                F.scaled_dot_product_attention(
+                    rows, k, v, attn_mask=mask, scale=params.scaling, enable_gqa=num_heads != num_kv_heads
+                )
+            )
+        else:
+            groups = num_heads // num_kv_heads
+            sinks = None if params.sinks is None else params.sinks.view(1, num_heads, 1, 1)
+            bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+            chunks.append(
+                _explicit(rows, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), bias, sinks, params)
+            )
+    return torch.cat(chunks, dim=2)[0].transpose(0, 1)
+
+
+def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: int | None) -> torch.Tensor:
+    """Bool ``[num_queries, num_keys]``: which keys a query sees; query 0 stands at key ``first_position``."""
+    query_position = torch.arange(first_position, first_position + num_queries)[:, None]
+    key_position = torch.arange(num_keys)[None, :]
+    visible = key_position <= query_position
+    if window is not None:
+        visible &= key_position > query_position - window
+    return visible
+
+
+def _explicit(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """What the fused kernel cannot do: soft cap and sinks. ``[batch, heads, queries, head size]`` in and out."""
+    scores = (query @ keys.transpose(-1, -2)).float() * params.scaling
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+    return weights.to(values.dtype) @ values

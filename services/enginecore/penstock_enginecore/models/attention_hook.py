@@ -1,0 +1,113 @@
+"""The attention function that transformers' models call in place of their own.
+
+Models run on a flat ``[1, tokens]`` batch without a cache or mask of theirs. Each attention module calls
+``penstock_attention``, which hands the call to the context that ``use_context`` put in force around the forward pass.
+Without an entry in transformers' table of mask functions no mask is built.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+
+ATTENTION_NAME = "penstock"
+"""The name models are loaded with: ``attn_implementation=ATTENTION_NAME``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of an attention module. ``query`` ``[tokens, num_heads, head_size]``, ``key`` and ``value``
+    ``[tokens, num_kv_heads, head size]``; ``extra`` holds the arguments that say how to attend beyond ``params``.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    params: AttentionParams
+    mask: object
+    extra: Mapping[str, Any]
+
+
+class AttentionContext(Protocol):
+    """What a forward pass does with its attention calls."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The output ``[tokens, num_heads, head_size_v]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """A layer's part of the KV cache and the number of the group whose block table it uses."""
+
+    cache: KVCache
+    group: int
+
+
+class StepContext:
+    """An engine step: new keys and values go to the paged cache, then the backend attends."""
+
+    def __init__(
+        self, backend: AttentionBackend, layers: Mapping[torch.nn.Module, LayerCache], plans: list[StepPlan]
+    ) -> None:
+        self._backend = backend
+        self._layers = layers
+        self._plans = plans
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See ``AttentionContext.attend``."""
+        layer = self._layers[call.module]
+        plan = self._plans[layer.group]
+        layer.cache.write(plan.slot_mapping, call.key, call.value)
+        return self._backend.attend(call.query, call.key, call.value, layer.cache, plan, call.params)
+
+
+_context: ContextVar[AttentionContext] = ContextVar("penstock_attention_context")
+
+
+@contextmanager
+def use_context(context: AttentionContext) -> Iterator[None]:
+    """Send the attention calls of forward passes in the ``with`` block to ``context``."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def penstock_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    dropout: float = 0.0,  # noqa: ARG001 - zero outside training
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature of transformers' ``AttentionInterface``: tensors ``[1, heads, tokens, head size]`` in,
+    ``[1, tokens, heads, head size]`` out.
+    """
+    params = AttentionParams(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    output = _context.get().attend(AttentionCall(module, q, k, v, params, attention_mask, extra))
+    return output.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="penstock"`` known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, penstock_attention)

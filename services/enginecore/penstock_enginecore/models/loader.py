@@ -1,0 +1,195 @@
+"""Load a Hugging Face checkpoint for serving: transformers' own modeling code with our attention function."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import logging as transformers_logging
+
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models import attention_hook
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.support import check_supported
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_FEATURES = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16"),
+}
+"""The instruction sets, as torch names them, with which a CPU computes in a half precision."""
+_PROGRESS_INTERVAL = 1.0
+"""Seconds between two progress lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device. Lengths in tokens; ``max_len`` is the longest sequence it allows."""
+
+    module: PreTrainedModel
+    dtype: torch.dtype
+    max_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def load_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> LoadedModel:
+    """Read configuration and weights of ``config.path`` and move the model to ``device``. Raises ModelLoadError."""
+    _check_directory(config.path)
+    source = {
+        "pretrained_model_name_or_path": config.path,
+        "revision": config.revision or None,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    hf_config = _read_config(config, source)
+    model_class = _model_class(hf_config, config)
+    check_supported(hf_config, model_class)
+    dtype = resolve_dtype(config.dtype, hf_config, device)
+    max_len = _max_len(hf_config, config)
+    progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
+    attention_hook.register()
+    with _weights_progress(progress, _weights_size(config.path)):
+        module: Any = _read_weights(config, source, dtype)
+    module.to(device).eval().requires_grad_(False)
+    return LoadedModel(
+        module=module,
+        dtype=dtype,
+        max_len=max_len,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        eos_token_ids=_eos_token_ids(module),
+    )
+
+
+def resolve_dtype(wanted: str, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype to compute in. ``auto`` is the checkpoint's, but float32 for a half precision that the CPU only
+    emulates.
+    """
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    dtype = hf_config.dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
+        return torch.float32
+    return dtype if device.type != "cpu" or _cpu_computes_in(dtype) else torch.float32
+
+
+def _cpu_computes_in(dtype: torch.dtype) -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return dtype == torch.float32 or any(capabilities.get(name, False) for name in _CPU_FEATURES[dtype])
+
+
+def _check_directory(path: str) -> None:
+    """A path that exists, or looks like one, must hold a checkpoint; anything else is taken for a Hugging Face id."""
+    directory = Path(path).expanduser()
+    if not directory.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ModelLoadError(
+                f"model.path {path!r} does not exist; give a checkpoint directory or a Hugging Face model id"
+            )
+        return
+    if not directory.is_dir():
+        raise ModelLoadError(
+            f"model.path {path!r} is a file; give the directory that holds config.json and the weights"
+        )
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"model.path {path!r} has no config.json; it is not a Hugging Face checkpoint directory")
+    if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
+        raise ModelLoadError(f"model.path {path!r} has no weights; expected *.safetensors or pytorch_model*.bin files")
+
+
+def _read_config(config: ModelConfig, source: dict[str, Any]) -> PretrainedConfig:
+    try:
+        hf_config = AutoConfig.from_pretrained(**source)
+    except (OSError, ValueError, KeyError) as e:
+        raise ModelLoadError(f"model.path {config.path!r}: the configuration cannot be read: {_first_line(e)}") from e
+    return cast("PretrainedConfig", hf_config)
+
+
+def _model_class(hf_config: PretrainedConfig, config: ModelConfig) -> type[PreTrainedModel]:
+    named = ", ".join(hf_config.architectures or ()) or hf_config.model_type
+    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
+        if config.trust_remote_code and "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {}):
+            remote: Any = get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], config.path)
+            return cast("type[PreTrainedModel]", remote)
+        raise ModelLoadError(f"{named} is not supported: transformers has no causal language model for it")
+    entry: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    classes: tuple[type[PreTrainedModel], ...] = entry if isinstance(entry, tuple) else (entry,)
+    return next((c for c in classes if c.__name__ in (hf_config.architectures or ())), classes[0])
+
+
+def _max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
+    length = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
+    if length is None:
+        raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
+    return int(length)
+
+
+def _read_weights(config: ModelConfig, source: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=dtype, attn_implementation=attention_hook.ATTENTION_NAME, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
+        raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {_first_line(e)}") from e
+    module, info = loaded
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            what = problem.removesuffix("_keys")
+            example = sorted(map(str, info[problem]))[0]
+            raise ModelLoadError(
+                f"model.path {config.path!r}: {len(info[problem])} weights are {what}, {example} among them; "
+                "the files do not belong to this configuration"
+            )
+    return cast("PreTrainedModel", module)
+
+
+def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (module.generation_config, module.config):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list) else () if value is None else (value,))
+    return frozenset(ids)
+
+
+def _weights_size(path: str) -> str:
+    """``" of 1.2 GiB in 3 files"`` for a local checkpoint, ``""`` for one that is elsewhere."""
+    files = list(Path(path).expanduser().glob(_WEIGHT_FILES[0]))
+    size = sum(file.stat().st_size for file in files)
+    return f" of {size / 2**30:.1f} GiB in {len(files)} files" if files else ""
+
+
+@contextmanager
+def _weights_progress(progress: Callable[[str], None], size: str) -> Iterator[None]:
+    """Report the tensors that transformers loads inside the ``with`` block, through its own hook for progress bars."""
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("desc") != "Loading weights":
+            return factory(*args, **kwargs)
+        return _reporting(args[0], progress, size)
+
+    previous = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _reporting(items: Iterable[Any], progress: Callable[[str], None], size: str) -> Iterator[Any]:
+    tensors = list(items)
+    reported = time.monotonic()
+    for done, item in enumerate(tensors):
+        if time.monotonic() - reported >= _PROGRESS_INTERVAL:
+            reported = time.monotonic()
+            progress(f"loading weights: {done}/{len(tensors)} tensors{size}")
+        yield item
+    progress(f"loading weights: {len(tensors)}/{len(tensors)} tensors{size}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,17 @@
+"""A whole cluster of real processes with the demo model, shared by the tests of a module."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.cluster import Cluster
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
+
+
+@pytest.fixture(scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    """Coordinator, two engines, one frontend."""
+    async with Cluster(DEMO_MODEL, engines=2) as running:
+        yield running

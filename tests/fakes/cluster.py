@@ -1,0 +1,118 @@
+"""Coordinator, engines and frontend as processes on this machine, and what a test wants to know of them."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import msgspec
+
+from penstock.common.v1 import stats_pb2
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.enginecore.v1 import messages_pb2 as engine_pb
+from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc as rpc
+from penstock_common.rpc.channel import make_channel
+from tests.fakes.processes import Service
+
+
+class Answer(msgspec.Struct):
+    """Everything a stream delivered."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: int = 0
+    usage: tuple[int, int, int] = (0, 0, 0)
+    pieces: int = 0
+
+
+class Cluster:
+    """``async with Cluster(model)``: every service answers when the block begins, and is stopped by SIGTERM at its end."""
+
+    def __init__(self, model: Path, *, engines: int = 2, **engine_flags: object) -> None:
+        self.coordinator = Service("penstock_coordinator", lease_seconds=1, restart_grace=1)
+        self.engines = [
+            Service(
+                "penstock_enginecore",
+                model__path=model,
+                engine_id=f"engine-{number}",
+                coordinator__address=self.coordinator.address,
+                cache__kv_cache_memory="64MiB",
+                executor__num_threads=1,
+                **engine_flags,
+            )
+            for number in range(engines)
+        ]
+        for engine in self.engines:
+            engine.add_flag("coordinator.advertise", engine.address)
+        self.frontend = Service(
+            "penstock_frontend",
+            model__path=model,
+            coordinator__address=self.coordinator.address,
+            admin__port=0,
+            http__port=-1,
+        )
+
+    @property
+    def services(self) -> list[Service]:
+        """All of them."""
+        return [self.coordinator, *self.engines, self.frontend]
+
+    async def __aenter__(self) -> "Cluster":
+        self._stack = contextlib.AsyncExitStack()
+        for service in self.services:
+            await self._stack.enter_async_context(service)
+        await asyncio.gather(*(service.serving() for service in self.services))
+        self.channel = await self._stack.enter_async_context(make_channel(self.frontend.address))
+        self.stub = rpc.InferenceServiceStub(self.channel)
+        await self.until_engines_are_seen(len(self.engines))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def until_engines_are_seen(self, count: int) -> None:
+        """Wait until the frontend routes to so many engines. TimeoutError after half a minute."""
+        async with asyncio.timeout(30):
+            while (await self.stub.ListModels(pb.ListModelsRequest())).models[0].num_engines != count:
+                await asyncio.sleep(0.05)
+
+    async def stats(self) -> list[stats_pb2.SchedulerStats]:
+        """The load of every engine, asked of itself."""
+        found = []
+        for engine in self.engines:
+            async with make_channel(engine.address) as channel:
+                stub = engine_rpc.EngineCoreServiceStub(channel)
+                found.append((await stub.GetEngineInfo(engine_pb.GetEngineInfoRequest())).scheduler_stats)
+        return found
+
+    async def until_idle(self) -> None:
+        """Wait until no engine has a request. TimeoutError after half a minute."""
+        async with asyncio.timeout(30):
+            while any(s.num_running_reqs or s.num_waiting_reqs for s in await self.stats()):
+                await asyncio.sleep(0.05)
+
+    def generate(
+        self, prompt: str, **sampling: Any
+    ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
+        """A stream that has begun."""
+        return self.stub.Generate(pb.GenerateRequest(text=prompt, sampling_params=SamplingParams(**sampling)))
+
+
+async def read(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> Answer:
+    """Read a delta stream to its end."""
+    answer = Answer()
+    async for response in call:
+        answer.text += response.text
+        answer.token_ids = [*answer.token_ids, *response.token_ids]
+        answer.finish_reason = response.finish_reason or answer.finish_reason
+        answer.pieces += 1
+        if response.HasField("usage"):
+            usage = response.usage
+            answer.usage = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    return answer

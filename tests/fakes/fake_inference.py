@@ -1,0 +1,94 @@
+"""A public API without a model behind it, for tests of clients.
+
+``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back.
+Two words are special: at HOLD the stream stands still until the call ends, and a prompt that is BUSY is refused with a
+delay after which to retry. What a real frontend validates and a client may want to see is validated: the temperature.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from penstock.common.v1 import finish_pb2, stats_pb2
+from penstock.inference.v1 import messages_pb2
+from penstock_common.config import ServerConfig
+from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_common.rpc.server import RpcServer
+
+SERVICE = "penstock.inference.v1.InferenceService"
+HOLD = "<hold>"
+BUSY = "<busy>"
+MAX_TEMPERATURE = 100.0
+RETRY_AFTER = 2.5
+
+Context = grpc.aio.ServicerContext[messages_pb2.GenerateRequest, messages_pb2.GenerateResponse]
+
+
+class FakeInference:
+    """Serves ``InferenceService.Generate`` for real, on a free loopback port, between ``start`` and ``stop``.
+
+    ``address`` is its host:port. ``requests`` holds what was asked, oldest first. ``abandoned`` is set when a stream
+    ended before its last message: the client cancelled, or its deadline passed.
+    """
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.requests: list[messages_pb2.GenerateRequest] = []
+        self.abandoned = asyncio.Event()
+        self._server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[SERVICE])
+        generate = grpc.unary_stream_rpc_method_handler(
+            self._generate,
+            request_deserializer=messages_pb2.GenerateRequest.FromString,
+            response_serializer=messages_pb2.GenerateResponse.SerializeToString,
+        )
+        self._server.server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})]
+        )
+
+    async def start(self) -> None:
+        """Serve, and know the address."""
+        self.address = f"127.0.0.1:{await self._server.start()}"
+        await self._server.set_serving(True)
+
+    async def stop(self) -> None:
+        """End the server and every call."""
+        await self._server.stop(grace=0)
+
+    async def _generate(
+        self, request: messages_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[messages_pb2.GenerateResponse]:
+        self.requests.append(request)
+        words = request.text.split()
+        check(request)
+        try:
+            for index, word in enumerate(words):
+                if word == HOLD:
+                    await asyncio.Event().wait()
+                yield response(request, index, words)
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+
+
+def check(request: messages_pb2.GenerateRequest) -> None:
+    """Raise what a frontend would raise."""
+    temperature = request.sampling_params.temperature
+    if not 0 <= temperature <= MAX_TEMPERATURE:
+        message = f"sampling_params.temperature is {temperature:g}; it must be from 0 to {MAX_TEMPERATURE:g}"
+        raise InvalidArgument(message, field="sampling_params.temperature")
+    if request.text == BUSY:
+        raise ResourceExhausted("the queue is full: 8 of 8 requests", retry_after=RETRY_AFTER)
+
+
+def response(request: messages_pb2.GenerateRequest, index: int, words: list[str]) -> messages_pb2.GenerateResponse:
+    """The message for one word: the word's index is its token id."""
+    message = messages_pb2.GenerateResponse(
+        request_id=request.request_id or "random",
+        text=words[index] if index == 0 else f" {words[index]}",
+        token_ids=[index],
+    )
+    if index == len(words) - 1:
+        message.finish_reason = finish_pb2.FINISH_REASON_STOP
+        message.usage.CopyFrom(stats_pb2.Usage(prompt_tokens=len(words), completion_tokens=len(words)))
+    return message

@@ -1,0 +1,59 @@
+"""Drive a real EngineCore from a test, step by step, in the test's own thread."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock_common.types.outputs import FinishReason, SchedulerStats
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+
+CLIENT = "test"
+
+
+def build_engine(
+    path: Path,
+    *,
+    model: Mapping[str, Any] | None = None,
+    cache: Mapping[str, Any] | None = None,
+    scheduler: Mapping[str, Any] | None = None,
+) -> EngineCore:
+    """An engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
+    config = EngineCoreConfig(
+        model=ModelConfig(**{"path": str(path), "device": "cpu", **(model or {})}),
+        cache=CacheConfig(**{"block_size": 4, "num_blocks": 512, **(cache or {})}),
+        scheduler=SchedulerConfig(**(scheduler or {})),
+        executor=ExecutorConfig(num_threads=1),
+    )
+    return EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
+
+
+class Run(msgspec.Struct):
+    """What came out: tokens and end of each request, and the last statistics."""
+
+    tokens: dict[str, list[int]] = {}
+    finish_reasons: dict[str, FinishReason] = {}
+    stats: SchedulerStats = SchedulerStats()
+
+
+def generate(engine: EngineCore, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> Run:
+    """Run requests (id, prompt, sampling parameters) to their ends, all queued at once."""
+    run = Run()
+    for request_id, prompt, params in requests:
+        request = EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
+        engine.add(engine.preprocess(CLIENT, request))
+        run.tokens[request_id] = []
+    while engine.has_requests:
+        for outputs in engine.step(lambda: None).values():
+            run.stats = outputs.scheduler_stats or run.stats
+            for output in outputs.outputs:
+                assert output.error is None, output.error
+                run.tokens[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    run.finish_reasons[output.request_id] = output.finish_reason
+    return run

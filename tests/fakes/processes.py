@@ -1,0 +1,108 @@
+"""Services as processes of their own: start, kill, start again on the same port, stop as Kubernetes would."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock_common.rpc.channel import make_channel
+
+START_TIMEOUT = 120.0
+
+
+def free_port() -> int:
+    """A port of the loopback interface nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Service:
+    """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
+
+    def __init__(self, module: str, **flags: object) -> None:
+        """``flags``: dotted config keys, written with two underscores for the dot."""
+        self.module = module
+        self.port = free_port()
+        named = {key.replace("__", ".").replace("_", "-"): value for key, value in flags.items()}
+        named |= {"server.host": "127.0.0.1", "server.port": self.port, "log.level": "warning"}
+        self._arguments = [f"--{key}={value}" for key, value in named.items()]
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    def add_flag(self, key: str, value: object) -> None:
+        """One more flag, for the next start."""
+        self._arguments.append(f"--{key}={value}")
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC server."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Id of the running process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    def log(self) -> str:
+        """Everything the processes of this service have printed."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    async def start(self) -> "Service":
+        """Start the process and return at once."""
+        with self._log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self.module, *self._arguments, stdout=output, stderr=output
+            )
+        return self
+
+    async def serving(self) -> "Service":
+        """Wait until the service accepts requests. RuntimeError, with its log, when it ends instead."""
+        async with asyncio.timeout(START_TIMEOUT), make_channel(self.address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)  # its published types lack the methods
+            while True:
+                if not self.alive:
+                    raise RuntimeError(f"{self.module} ended:\n{self.log()}")
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return self
+                await asyncio.sleep(0.05)
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        assert self._process is not None
+        self._process.kill()
+        await self._process.wait()
+
+    async def stop(self) -> int:
+        """SIGTERM, and wait. Returns the exit code. Idempotent."""
+        assert self._process is not None
+        if self.alive:
+            self._process.send_signal(signal.SIGTERM)
+        return await self._process.wait()
+
+    async def __aenter__(self) -> "Service":
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+        self._folder.cleanup()

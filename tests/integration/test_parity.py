@@ -1,0 +1,90 @@
+"""Greedy tokens equal transformers' own, whatever the batch, the chunking, the prefix cache and the preemptions."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from penstock_common.types.outputs import FinishReason
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.in_process import Run, build_engine, generate
+from tests.fakes.tiny_models import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+
+NEW_TOKENS = 16
+PROMPT_LENGTHS = (1, 3, 7, 16, 21, 34)
+
+
+class Case(NamedTuple):
+    path: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp(request.param)
+    model = save_tiny_model(request.param, path)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return Case(path, prompts, [_transformers_generate(model, prompt) for prompt in prompts])
+
+
+def _transformers_generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def _greedy(engine: EngineCore, prompts: list[list[int]], prefix: str = "r") -> tuple[list[list[int]], Run]:
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    run = generate(engine, [(f"{prefix}{i}", prompt, params) for i, prompt in enumerate(prompts)])
+    assert set(run.finish_reasons.values()) == {FinishReason.LENGTH}
+    return [run.tokens[f"{prefix}{i}"] for i in range(len(prompts))], run
+
+
+def test_the_reference_outputs_are_varied_and_reach_past_the_sliding_window(case: Case) -> None:
+    assert len({token for tokens in case.expected for token in tokens}) > 20
+    assert len({tuple(tokens) for tokens in case.expected}) == len(case.expected)
+    assert max(PROMPT_LENGTHS) > SLIDING_WINDOW
+
+
+def test_a_ragged_batch_gives_the_same_tokens(case: Case) -> None:
+    assert _greedy(build_engine(case.path), case.prompts)[0] == case.expected
+
+
+def test_the_reference_backend_gives_the_same_tokens(case: Case) -> None:
+    engine = build_engine(case.path, model={"attention_backend": "reference"})
+    assert _greedy(engine, case.prompts)[0] == case.expected
+
+
+def test_chunked_prefill_gives_the_same_tokens(case: Case) -> None:
+    engine = build_engine(case.path, scheduler={"max_num_batched_tokens": 7})
+    assert _greedy(engine, case.prompts)[0] == case.expected
+
+
+def test_prefix_hits_give_the_same_tokens(case: Case) -> None:
+    engine = build_engine(case.path)
+    _greedy(engine, case.prompts, prefix="first")
+    tokens, run = _greedy(engine, case.prompts, prefix="second")
+    assert tokens == case.expected
+    assert run.stats.prefix_cache_hits > 0
+
+
+def test_preempted_requests_give_the_same_tokens(case: Case) -> None:
+    # 50 tokens for the longest request; all six would need more than twice the pool.
+    engine = build_engine(
+        case.path, cache={"num_blocks": 20, "enable_prefix_caching": False}, scheduler={"max_num_batched_tokens": 24}
+    )
+    tokens, run = _greedy(engine, case.prompts)
+    assert tokens == case.expected
+    assert run.stats.num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_tokens(case: Case) -> None:
+    engine = build_engine(case.path, model={"device": "cuda"}, scheduler={"max_num_batched_tokens": 24})
+    assert _greedy(engine, case.prompts)[0] == case.expected

@@ -1,0 +1,174 @@
+"""The CPU backend against the reference, and the reference against attention computed without a cache."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.attention import cpu as cpu_module
+from penstock_enginecore.attention.base import (
+    AttentionMetadata,
+    AttentionParams,
+    KVCache,
+    StepPlan,
+    create_backend,
+)
+
+CPU = torch.device("cpu")
+NUM_BLOCKS_SLACK = 5
+
+
+@dataclass
+class Step:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cache: KVCache
+    metadata: AttentionMetadata
+
+    def run(self, backend: str, params: AttentionParams) -> torch.Tensor:
+        plan = StepPlan(self.metadata, CPU)
+        return create_backend(backend, CPU).attend(self.query, self.key, self.value, self.cache, plan, params)
+
+
+def make_step(
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    block_size: int,
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 16,
+    head_size_v: int = 16,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """Requests with random keys and values in shuffled blocks. Slots that belong to nobody hold NaN, block 0 zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    blocks_each = [-(-n // block_size) for n in seq_lens]
+    num_blocks = 1 + sum(blocks_each) + NUM_BLOCKS_SLACK
+    shuffled = (torch.randperm(num_blocks - 1, generator=generator) + 1).numpy().astype(np.int32)
+    table = np.zeros((len(seq_lens), max(blocks_each)), dtype=np.int32)
+    keys = torch.full((num_blocks * block_size, num_kv_heads * head_size), torch.nan, dtype=dtype)
+    values = torch.full((num_blocks * block_size, num_kv_heads * head_size_v), torch.nan, dtype=dtype)
+    keys[:block_size] = values[:block_size] = 0
+    new_keys, new_values, new_slots, used = [], [], [], 0
+    for i, (n, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        table[i, : blocks_each[i]] = shuffled[used : used + blocks_each[i]]
+        used += blocks_each[i]
+        positions = np.arange(length)
+        slots = torch.from_numpy(
+            table[i, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        )
+        keys[slots] = torch.randn(length, num_kv_heads * head_size, generator=generator).to(dtype)
+        values[slots] = torch.randn(length, num_kv_heads * head_size_v, generator=generator).to(dtype)
+        new_keys.append(keys[slots[-n:]])
+        new_values.append(values[slots[-n:]])
+        new_slots.append(slots[-n:])
+    metadata = AttentionMetadata(
+        query_start_loc=np.cumsum([0, *query_lens]),
+        seq_lens=np.array(seq_lens),
+        block_table=table,
+        slot_mapping=torch.cat(new_slots).numpy(),
+        block_size=block_size,
+    )
+    return Step(
+        query=torch.randn(sum(query_lens), num_heads, head_size, generator=generator).to(dtype),
+        key=torch.cat(new_keys).view(-1, num_kv_heads, head_size),
+        value=torch.cat(new_values).view(-1, num_kv_heads, head_size_v),
+        cache=KVCache(keys, values, num_kv_heads),
+        metadata=metadata,
+    )
+
+
+def random_lengths(seed: int) -> tuple[list[int], list[int]]:
+    """A mix of decodes, fresh prefills and chunks on top of cached tokens."""
+    generator = np.random.default_rng(seed)
+    query_lens, seq_lens = [], []
+    for _ in range(int(generator.integers(1, 12))):
+        kind = generator.integers(3)
+        new = 1 if kind == 0 else int(generator.integers(2, 40))
+        cached = 0 if kind == 1 else int(generator.integers(0, 150))
+        query_lens.append(new)
+        seq_lens.append(cached + new)
+    return query_lens, seq_lens
+
+
+PARAMS = {
+    "full": AttentionParams(scaling=0.25),
+    "window": AttentionParams(scaling=0.25, sliding_window=9),
+    "window of one": AttentionParams(scaling=0.25, sliding_window=1),
+    "wide window": AttentionParams(scaling=0.25, sliding_window=10_000),
+    "softcap": AttentionParams(scaling=1.0, softcap=3.0),
+    "softcap and window": AttentionParams(scaling=1.0, softcap=3.0, sliding_window=20),
+    "sinks": AttentionParams(scaling=0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "sinks and window": AttentionParams(scaling=0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), sliding_window=7),
+}
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_cpu_equals_reference_on_mixed_steps(params: AttentionParams, block_size: int) -> None:
+    for seed in range(4):
+        step = make_step(*random_lengths(seed), block_size=block_size, seed=seed)
+        expected = step.run("reference", params)
+        assert expected.isfinite().all()
+        torch.testing.assert_close(step.run("cpu", params), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("head_sizes", [(16, 16), (24, 8)])
+def test_cpu_equals_reference_for_head_counts_and_sizes(heads: tuple[int, int], head_sizes: tuple[int, int]) -> None:
+    step = make_step(*random_lengths(7), block_size=4, heads=heads, head_size=head_sizes[0], head_size_v=head_sizes[1])
+    params = AttentionParams(scaling=0.2)
+    torch.testing.assert_close(step.run("cpu", params), step.run("reference", params), rtol=2e-5, atol=2e-6)
+
+
+def test_cpu_is_close_to_reference_in_bfloat16() -> None:
+    step = make_step(*random_lengths(3), block_size=4, dtype=torch.bfloat16)
+    for params in (PARAMS["full"], PARAMS["softcap and window"]):
+        torch.testing.assert_close(step.run("cpu", params), step.run("reference", params), rtol=3e-2, atol=3e-2)
+
+
+def test_a_long_masked_prefill_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_module, "_QUERY_CHUNK", 8)
+    step = make_step([30, 21], [45, 21], block_size=4)
+    for params in PARAMS.values():
+        torch.testing.assert_close(step.run("cpu", params), step.run("reference", params), rtol=2e-5, atol=2e-6)
+
+
+def test_many_decodes_of_very_different_lengths() -> None:
+    seq_lens = [1, 2, 3, 40, 41, 300, 310, 700, 5, 1]
+    step = make_step([1] * len(seq_lens), seq_lens, block_size=16)
+    for params in PARAMS.values():
+        torch.testing.assert_close(step.run("cpu", params), step.run("reference", params), rtol=2e-5, atol=2e-6)
+
+
+def test_the_reference_equals_attention_without_a_cache() -> None:
+    step = make_step([12], [12], block_size=4)
+    q, k, v = (x.transpose(0, 1)[None] for x in (step.query, step.key, step.value))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(step.run("reference", PARAMS["full"]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_written_tokens_are_read_back_where_they_were_written() -> None:
+    step = make_step([5], [5], block_size=2)
+    cache = KVCache(torch.zeros(20, 32), torch.zeros(20, 32), 2)
+    slots = torch.tensor([11, 3, 7, 2, 19])
+    cache.write(slots, step.key, step.value)
+    keys, values = cache.gather(slots)
+    assert torch.equal(keys, step.key)
+    assert torch.equal(values, step.value)
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend is 'refrence'.*did you mean 'reference'"):
+        create_backend("refrence", CPU)
+
+
+def test_the_cpu_backend_is_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="'cpu' but the device is cuda"):
+        create_backend("cpu", torch.device("cuda"))

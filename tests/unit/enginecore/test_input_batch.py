@@ -1,0 +1,171 @@
+"""The persistent batch: what a step's inputs look like as requests come, grow, leave and return."""
+
+import numpy as np
+import pytest
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.input_batch import InputBatch
+
+GREEDY = SamplingParams(temperature=0.0)
+EOS = 9
+
+
+def make_batch() -> InputBatch:
+    return InputBatch(max_model_len=64, block_size=4, num_groups=1, eos_token_ids=frozenset({EOS}))
+
+
+def new(
+    request_id: str,
+    token_ids: list[int],
+    block_ids: list[int],
+    *,
+    prompt: int | None = None,
+    computed: int = 0,
+    params: SamplingParams = GREEDY,
+) -> NewRequestData:
+    return NewRequestData(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids) if prompt is None else prompt,
+        num_computed_tokens=computed,
+        block_ids=(block_ids,),
+        sampling_params=params,
+    )
+
+
+def test_requests_are_laid_out_one_after_the_other_in_the_scheduled_order() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [10, 11, 12, 13, 14, 15], [5, 3]), new("b", [20, 21], [8])]))
+    step = batch.prepare({"b": 2, "a": 6})
+    assert step.request_ids == ["b", "a"]
+    assert step.token_ids.tolist() == [20, 21, 10, 11, 12, 13, 14, 15]
+    assert step.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    attention = step.attention[0]
+    assert attention.query_start_loc.tolist() == [0, 2, 8]
+    assert attention.seq_lens.tolist() == [2, 6]
+    assert attention.block_table.tolist() == [[8, 0], [5, 3]]
+    assert attention.slot_mapping.tolist() == [32, 33, 20, 21, 22, 23, 12, 13]
+    assert step.sampling_requests.tolist() == [0, 1]
+    assert step.logits_indices.tolist() == [1, 7]
+
+
+def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2, 3, 4, 5], [2, 3]), new("b", [6], [4])]))
+    step = batch.prepare({"a": 3, "b": 1})
+    assert step.sampling_requests.tolist() == [1]
+    assert step.logits_indices.tolist() == [3]
+
+
+def test_sampled_tokens_are_the_next_inputs_and_new_blocks_extend_the_table() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2, 3, 4], [2])]))
+    batch.prepare({"a": 4})
+    batch.append_tokens(["a"], np.array([77]))
+    batch.update(
+        SchedulerOutput(
+            cached_requests=CachedRequestData(request_ids=["a"], num_computed_tokens=[4], new_block_ids=[([6],)])
+        )
+    )
+    step = batch.prepare({"a": 1})
+    assert step.token_ids.tolist() == [77]
+    assert step.positions.tolist() == [4]
+    assert step.attention[0].slot_mapping.tolist() == [24]
+    assert step.attention[0].block_table.tolist() == [[2, 6]]
+    assert step.sampling_requests.tolist() == [0]
+
+
+def test_cached_prefix_tokens_are_not_computed_again() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2, 3, 4, 5, 6], [2, 3], computed=4)]))
+    step = batch.prepare({"a": 2})
+    assert step.token_ids.tolist() == [5, 6]
+    assert step.attention[0].seq_lens.tolist() == [6]
+
+
+def test_a_preempted_request_comes_back_with_its_output() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2]), new("b", [3], [4])]))
+    batch.append_tokens(["a", "b"], np.array([50, 60]))
+    batch.update(SchedulerOutput(preempted_request_ids=["a"]))
+    assert len(batch) == 1
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2, 50], [7], prompt=2)]))
+    step = batch.prepare({"a": 3})
+    assert step.token_ids.tolist() == [1, 2, 50]
+    assert step.attention[0].slot_mapping.tolist() == [28, 29, 30]
+
+
+def test_a_reused_row_keeps_nothing_of_the_request_before() -> None:
+    batch = make_batch()
+    before = SamplingParams(temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, min_tokens=5, stop_token_ids=(1,))
+    batch.update(SchedulerOutput(new_requests=[new("a", list(range(20)), [2, 3, 4, 5, 6], params=before)]))
+    batch.update(SchedulerOutput(finished_request_ids=["a"], new_requests=[new("b", [30], [9])]))
+    assert len(batch) == 1
+    step = batch.prepare({"b": 1})
+    assert step.attention[0].block_table.tolist() == [[9]]
+    sampling = batch.sampling_inputs(["b"])
+    assert sampling.temperature.tolist() == [0.0]
+    assert sampling.top_k.tolist() == [0]
+    assert sampling.top_p.tolist() == [1.0]
+    assert sampling.min_p.tolist() == [0.0]
+    assert list(sampling.banned) == []
+
+
+def test_the_batch_grows_past_its_first_rows() -> None:
+    batch = make_batch()
+    ids = [f"r{i}" for i in range(50)]
+    batch.update(SchedulerOutput(new_requests=[new(r, [100 + i, i], [i + 1]) for i, r in enumerate(ids)]))
+    step = batch.prepare(dict.fromkeys(reversed(ids), 2))
+    assert step.token_ids.tolist() == [token for i in reversed(range(50)) for token in (100 + i, i)]
+
+
+def test_draws_are_indexed_by_output_token_even_after_preemption() -> None:
+    params = SamplingParams(seed=2**64 - 1)
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2, 3], [2], params=params)]))
+    first = batch.sampling_inputs(["a"]).uniforms
+    batch.append_tokens(["a"], np.array([50]))
+    second = batch.sampling_inputs(["a"]).uniforms
+    resumed = make_batch()
+    resumed.update(SchedulerOutput(new_requests=[new("a", [1, 2, 3, 50], [2], prompt=3, params=params)]))
+    assert resumed.sampling_inputs(["a"]).uniforms == second
+    assert first != second
+
+
+@pytest.mark.parametrize(("ignore_eos", "banned"), [(False, [3, EOS]), (True, [3])])
+def test_min_tokens_bans_what_would_end_the_request_until_it_is_reached(ignore_eos: bool, banned: list[int]) -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3,), ignore_eos=ignore_eos)
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("x", [1], [2]), new("a", [1], [3], params=params)]))
+    assert [(row, list(ids)) for row, ids in batch.sampling_inputs(["x", "a"]).banned] == [(1, banned)]
+    batch.append_tokens(["a"], np.array([5]))
+    batch.append_tokens(["a"], np.array([5]))
+    assert list(batch.sampling_inputs(["x", "a"]).banned) == []
+
+
+def test_the_last_token_of_a_full_sequence_has_no_place_and_needs_none() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", list(range(64)), list(range(1, 17)))]))
+    batch.append_tokens(["a"], np.array([5]))
+    assert batch.prepare({"a": 64}).token_ids.tolist() == list(range(64))
+
+
+def test_numbers_beyond_64_bits_do_not_break_the_batch() -> None:
+    params = SamplingParams(seed=2**64 - 1, top_k=2**70, min_tokens=2**70)
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1], [2], params=params)]))
+    assert batch.sampling_inputs(["a"]).top_k[0] == 2**63 - 1
+
+
+def test_a_request_that_draws_needs_a_seed() -> None:
+    batch = make_batch()
+    with pytest.raises(ValueError, match="seed must be set"):
+        batch.update(SchedulerOutput(new_requests=[new("a", [1], [2], params=SamplingParams(temperature=1.0))]))
+
+
+def test_a_request_cannot_be_added_twice() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1], [2])]))
+    with pytest.raises(ValueError, match="'a' is already in the batch"):
+        batch.update(SchedulerOutput(new_requests=[new("a", [1], [2])]))
