@@ -44,7 +44,7 @@ serve: setup ## Serve MODEL (default: the demo model) on this machine
 
 .PHONY: demo
 demo: setup ## Start everything with the demo model, stream a few answers, shut down
-	@$(BIN)/python -m penstock_local.demo $(MODEL)
+	@$(BIN)/python -m penstock_local demo $(MODEL)
 
 .PHONY: test
 test: lint typecheck test-unit test-contract test-integration test-e2e chart-lint ## Lint, types and all tests

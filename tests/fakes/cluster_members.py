@@ -103,7 +103,7 @@ async def alive(*sides: Engine | Frontend) -> AsyncIterator[tuple[Engine | Front
 
 async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 

@@ -14,8 +14,9 @@ from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.server import LIVENESS
 from penstock_common.rpc.status import from_rpc_error
-from penstock_enginecore.rpc.io_thread import LIVENESS_NAME, SERVICE_NAME
+from penstock_enginecore.rpc.io_thread import SERVICE_NAME
 from tests.fakes.engine_harness import make_config
 from tests.fakes.engine_server import EngineServer, wait_until
 from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
@@ -345,9 +346,9 @@ async def test_engine_info_and_health_follow_the_engines_state(servers: Servers)
             return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
 
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        assert [await status(n) for n in ("", SERVICE_NAME, LIVENESS_NAME)] == [not_serving, not_serving, serving]
+        assert [await status(n) for n in ("", SERVICE_NAME, LIVENESS)] == [not_serving, not_serving, serving]
         server.load()
-        assert [await status(n) for n in ("", SERVICE_NAME, LIVENESS_NAME)] == [serving, serving, serving]
+        assert [await status(n) for n in ("", SERVICE_NAME, LIVENESS)] == [serving, serving, serving]
         info = await service_pb2_grpc.EngineCoreServiceStub(channel).GetEngineInfo(pb.GetEngineInfoRequest())
         assert info.ready.model == "fake"
         assert info.scheduler_stats.num_running_reqs == 0

@@ -18,5 +18,6 @@ def make_channel(address: str, *, max_message_bytes: int = 64 * 1024 * 1024) -> 
             ("grpc.min_reconnect_backoff_ms", 5_000),  # in gRPC this is how long one attempt to connect may take
             ("grpc.max_reconnect_backoff_ms", 1_000),
             ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
         ],
     )

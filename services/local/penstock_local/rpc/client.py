@@ -1,0 +1,126 @@
+"""A thin client of ``penstock.inference.v1``: plain Python in, plain Python out."""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
+
+import grpc
+import msgspec
+
+from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.inference.v1 import messages_pb2, service_pb2_grpc
+from penstock_common.errors import PenstockError
+from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
+from penstock_common.types.outputs import FinishReason
+
+
+class ServerUnreachableError(PenstockError):
+    """Nothing answers at the address, or the connection broke."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one message of an output stream brought: new text, and on the last one how it ended.
+
+    ``stopped_at`` is the stop string or stop token id that was met, None when it was the model's own end of text.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+    stopped_at: str | int | None = None
+    usage: Usage | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model. ``max_model_len`` is in tokens, 0 while no engine is up."""
+
+    name: str
+    max_model_len: int
+    num_engines: int
+
+
+class InferenceClient:
+    """Calls a running server. Use as an async context manager.
+
+    Every method raises RequestFailed for an error of the server and ServerUnreachableError when there is none.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = make_channel(address)
+        self._stub = service_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, prompt: str, *, model: str = "", deadline: float | None = None, **sampling: Any
+    ) -> AsyncIterator[Piece]:
+        """Continue ``prompt``, piece by piece.
+
+        ``sampling``: fields of SamplingParams; what is absent the server decides. ``deadline``: seconds from now.
+
+        Closing the iterator or cancelling its task ends the work in the engine.
+        """
+        request = messages_pb2.GenerateRequest(
+            model=model, text=prompt, sampling_params=sampling_pb2.SamplingParams(**sampling)
+        )
+        call = self._stub.Generate(request, timeout=deadline)
+        try:
+            async for response in call:
+                yield _piece(response)
+        except grpc.aio.AioRpcError as e:
+            raise self._failure(e) from None
+        finally:
+            call.cancel()
+
+    async def models(self) -> list[ModelInfo]:
+        """The models that the server serves."""
+        try:
+            response = await self._stub.ListModels(messages_pb2.ListModelsRequest())
+        except grpc.aio.AioRpcError as e:
+            raise self._failure(e) from None
+        return [
+            ModelInfo(name=m.name, max_model_len=m.max_model_len, num_engines=m.num_engines) for m in response.models
+        ]
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> PenstockError:
+        """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's."""
+        has_details = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not has_details:
+            return ServerUnreachableError(f"no connection to {self.address}: {error.details()}")
+        return from_rpc_error(error)
+
+
+def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``values`` that are SamplingParams fields and are given."""
+    known = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    return {name: value for name, value in values.items() if name in known and value is not None}
+
+
+def _piece(response: messages_pb2.GenerateResponse) -> Piece:
+    finished = response.finish_reason != finish_pb2.FINISH_REASON_UNSPECIFIED
+    which = response.stop_reason.WhichOneof("reason")
+    usage = Usage(
+        prompt_tokens=response.usage.prompt_tokens,
+        cached_tokens=response.usage.cached_tokens,
+        completion_tokens=response.usage.completion_tokens,
+    )
+    return Piece(
+        text=response.text,
+        num_tokens=len(response.token_ids),
+        finish_reason=FinishReason(response.finish_reason) if finished else None,
+        stopped_at=getattr(response.stop_reason, which) if which else None,
+        usage=usage if finished else None,
+    )

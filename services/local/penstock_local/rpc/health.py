@@ -1,0 +1,28 @@
+"""Waiting for a service to say that it is ready."""
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock_common.rpc.channel import make_channel
+
+_RETRY_SECONDS = 0.05
+
+
+async def wait_until_serving(address: str) -> None:
+    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process. Waits for a server to appear, too."""
+    async with make_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)  # type: ignore[attr-defined]
+            try:
+                async for response in watch:
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as e:
+                if e.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            finally:
+                watch.cancel()
+            await asyncio.sleep(_RETRY_SECONDS)

@@ -1,0 +1,81 @@
+"""``penstock serve``: coordinator, engines and frontend for one model on this machine."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from penstock_common.errors import ConfigError
+from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
+from penstock_local.plan import ServeOptions, check, plan, usable_cores
+from penstock_local.ports import LOOPBACK, free_ports
+from penstock_local.rpc.client import InferenceClient, ModelInfo
+from penstock_local.supervisor import StopRequest, Supervisor, run
+
+_POLL_SECONDS = 0.02
+
+Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Awaitable[None]]
+
+
+async def serve(options: ServeOptions) -> int:
+    """Serve until asked to stop. Returns the exit code. Raises ConfigError before the start, ServiceDiedError after it."""
+    started = time.monotonic()
+
+    async def until_stopped(_client: InferenceClient, model: ModelInfo, _log: JoinedLog) -> None:
+        sys.stdout.write(ready_block(options, model, seconds=time.monotonic() - started) + "\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+    return await serve_while(options, until_stopped)
+
+
+async def serve_while(options: ServeOptions, work: Work) -> int:
+    """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
+    check(options)
+    request = StopRequest()
+    specs = plan(options, internal_ports=free_ports(1 + options.engines), cores=usable_cores())
+    log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
+    supervisor = Supervisor(specs, on_line=log.write)
+
+    async def when_ready() -> None:
+        async with InferenceClient(options.client_address) as client:
+            await work(client, await _with_all_engines(client, options), log)
+
+    with request.listening():
+        say(f"starting {options.model_name}: {', '.join(spec.name for spec in specs)}")
+        return await run(supervisor, request, when_ready)
+
+
+async def _with_all_engines(client: InferenceClient, options: ServeOptions) -> ModelInfo:
+    """The served model, as soon as the frontend reaches all its engines: ready engines become known one by one."""
+    while True:
+        models = {model.name: model for model in await client.models()}
+        if options.model_name not in models:
+            raise ConfigError(f"the frontend serves {sorted(models)}, not {options.model_name!r}")
+        if models[options.model_name].num_engines >= options.engines:
+            return models[options.model_name]
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> str:
+    """What a user needs to know when everything is up."""
+    host = "localhost" if options.client_host == LOOPBACK else options.client_host
+    address = f"{host}:{options.grpc_port}"
+    elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
+    engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
+    title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
+    generate = paint(f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', BOLD, sys.stdout)
+    return f"""
+  {title}
+
+    gRPC    {address}   penstock.inference.v1.InferenceService
+    HTTP    http://{host}:{options.http_port}   /health, /metrics
+    admin   localhost:{options.admin_port}   penstock.admin.v1.AdminService
+    model   {model.name}, {engines}, up to {model.max_model_len} tokens
+
+  Try it in another terminal:
+
+    {generate}
+
+  or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
+"""

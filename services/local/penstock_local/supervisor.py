@@ -1,0 +1,163 @@
+"""Runs a set of services: starts all, waits until all are ready, watches them, stops them in order."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock_common.config import ENV_PREFIX
+from penstock_common.errors import PenstockError
+from penstock_local.console import fail, say
+from penstock_local.process import ProcessSpec, ServiceProcess, describe_exit
+from penstock_local.rpc.health import wait_until_serving
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+class ServiceDiedError(PenstockError):
+    """A service ended on its own. The message has its name, how it ended and the end of its log."""
+
+    def __init__(self, process: ServiceProcess, exit_code: int) -> None:
+        log = "".join(f"\n  {line}" for line in process.tail) or " none"
+        self.what = f"{process.spec.name} {describe_exit(exit_code)}"
+        super().__init__(f"{self.what}. Its last lines:{log}")
+
+
+class StopRequest:
+    """What the user wants: the first SIGINT, SIGTERM or SIGHUP asks for a clean stop, a second Ctrl-C for an immediate one."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.kill = asyncio.Event()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals of this process."""
+        loop = asyncio.get_running_loop()
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+            signals.append(signal.SIGHUP)
+        for which in signals:
+            loop.add_signal_handler(which, self._on_signal, which)
+        try:
+            yield
+        finally:
+            for which in signals:
+                loop.remove_signal_handler(which)
+
+    def _on_signal(self, which: signal.Signals) -> None:
+        if which is signal.SIGINT and self.stop.is_set():
+            self.kill.set()
+        self.stop.set()
+
+
+class Supervisor:
+    """The services of one command, from start to end."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], *, on_line: Callable[[str, str], None]) -> None:
+        self._processes = [ServiceProcess(spec, on_line=on_line) for spec in specs]
+
+    async def start(self, folder: Path) -> None:
+        """Start every service at once; their config files go into ``folder``.
+
+        Settings in this environment are for a single service and would be read by all, so they are left out.
+        """
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+        if ignored := sorted(os.environ.keys() - environ.keys()):
+            say(f"ignoring {', '.join(ignored)} of the environment: the settings are the command's flags")
+        environ["PYTHONUNBUFFERED"] = "1"
+        for process in self._processes:
+            await process.start(folder, environ)
+
+    async def wait_ready(self) -> None:
+        """Return when every service reports SERVING."""
+        await asyncio.gather(*(wait_until_serving(process.spec.address) for process in self._processes))
+
+    async def wait_for_death(self) -> ServiceDiedError:
+        """The first end of a service that nobody asked for."""
+        waits = {asyncio.create_task(process.wait()): process for process in self._processes}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        first = done.pop()
+        return ServiceDiedError(waits[first], first.result())
+
+    async def stop(self) -> list[str]:
+        """Stop the services stage by stage. Returns a line for each that failed or had to be killed on the way."""
+        unclean = []
+        by_stage = sorted(self._running(), key=lambda process: process.spec.stop_stage)
+        for _, group in itertools.groupby(by_stage, key=lambda process: process.spec.stop_stage):
+            stage = list(group)
+            for process, exit_code in zip(stage, await asyncio.gather(*(p.stop() for p in stage)), strict=True):
+                # A service that gets SIGTERM before it has installed its handler ends by the signal.
+                if exit_code not in (0, -signal.SIGTERM):
+                    unclean.append(f"{process.spec.name} {describe_exit(exit_code)}")
+        return unclean
+
+    async def kill(self) -> None:
+        """End every service at once."""
+        running = self._running()
+        for process in running:
+            process.send(signal.SIGKILL)
+        await asyncio.gather(*(process.wait() for process in running))
+
+    def _running(self) -> list[ServiceProcess]:
+        return [process for process in self._processes if process.running]
+
+
+async def run(supervisor: Supervisor, request: StopRequest, work: Callable[[], Awaitable[None]]) -> int:
+    """Start the services, run ``work`` when they are ready, stop them when it returns or ``request`` asks for it.
+
+    Returns the exit code of the command. Raises ServiceDiedError, or what ``work`` raises, after everything is stopped.
+    """
+    exit_code = 0
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        try:
+            await supervisor.start(Path(folder))
+            died = await _first_of(_when_ready(supervisor, work), supervisor.wait_for_death(), request.stop.wait())
+            if isinstance(died, ServiceDiedError):
+                say(f"{died.what}; stopping the others")
+                raise died
+            if request.stop.is_set():
+                say("stopping; Ctrl-C again kills the services at once")
+        finally:
+            exit_code = await _stop(supervisor, request)
+    return exit_code
+
+
+async def _when_ready(supervisor: Supervisor, work: Callable[[], Awaitable[None]]) -> None:
+    await supervisor.wait_ready()
+    await work()
+
+
+async def _stop(supervisor: Supervisor, request: StopRequest) -> int:
+    unclean = await _first_of(supervisor.stop(), request.kill.wait())
+    if request.kill.is_set():
+        say("killing the services")
+        await supervisor.kill()
+        return EXIT_INTERRUPTED
+    if isinstance(unclean, list) and unclean:
+        fail(f"the stop was not clean: {', '.join(unclean)}")
+        return EXIT_FAILED
+    return 0
+
+
+async def _first_of(*coroutines: Coroutine[Any, Any, object]) -> object:
+    """The result of whichever ends first; the others are cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    first = next(task for task in reversed(tasks) if task in done)
+    return first.result()

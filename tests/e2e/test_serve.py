@@ -1,0 +1,121 @@
+"""The command with the real services and the demo model behind it."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock_local.ports import free_ports
+from tests.fakes.command import PATIENCE, PENSTOCK, Command, listening
+
+MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+QUESTION = "<|user|>What is 12 + 30?<|end|><|assistant|>"
+
+
+class Server:
+    """A running ``penstock serve`` and its public ports."""
+
+    def __init__(self, command: Command, ports: list[int]) -> None:
+        self.command = command
+        self.ports = ports
+
+    def generate(self, *arguments: str) -> subprocess.Popen[str]:
+        """``penstock generate`` against this server."""
+        return subprocess.Popen(
+            [*PENSTOCK, "generate", *arguments, "--address", f"localhost:{self.ports[0]}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+
+    def text(self, *arguments: str) -> str:
+        """The text that ``penstock generate`` writes when all goes well."""
+        with self.generate(*arguments) as process:
+            out, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+        return out
+
+
+def start(engines: int) -> Iterator[Server]:
+    assert (MODEL / "config.json").is_file(), f"the demo model is missing: {MODEL}"
+    ports = free_ports(3)
+    flags = ("--grpc-port", str(ports[0]), "--http-port", str(ports[1]), "--admin-port", str(ports[2]))
+    with Command(
+        "serve", str(MODEL), "--engines", str(engines), "--kv-cache-memory", "64MiB", "--device", "cpu", *flags
+    ) as command:
+        command.wait_for("Ctrl-C stops everything")
+        yield Server(command, ports)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server with two engines that the tests of this module share."""
+    yield from start(engines=2)
+
+
+@pytest.fixture
+def own_server() -> Iterator[Server]:
+    """A server with one engine that the test may stop."""
+    yield from start(engines=1)
+
+
+def test_the_ready_block_says_what_is_served(server: Server) -> None:
+    assert "model   penstock-tiny, 2 engines, up to 2048 tokens" in server.command.output
+
+
+def test_greedy_generation_answers(server: Server) -> None:
+    assert "42" in server.text(QUESTION, "--temperature", "0", "--max-tokens", "20")
+
+
+def test_the_same_seed_gives_the_same_text(server: Server) -> None:
+    flags = ("Once upon a time", "--temperature", "1", "--max-tokens", "30")
+    first, again, other = (server.text(*flags, "--seed", seed) for seed in ("7", "7", "8"))
+    assert first == again
+    assert first != other
+
+
+def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:
+    prompt = "<|user|>Count from 1 to 12.<|end|><|assistant|>"
+    text = server.text(prompt, "--temperature", "0", "--max-tokens", "60", "--stop", "5")
+    assert "4" in text
+    assert "5" not in text
+
+
+def test_a_wrong_setting_is_refused_and_the_server_goes_on(server: Server) -> None:
+    with server.generate(QUESTION, "--top-p", "7") as process:
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "INVALID_ARGUMENT: sampling_params.top_p" in err
+    assert server.text(QUESTION, "--temperature", "0", "--max-tokens", "20")
+
+
+def test_a_stop_lets_running_requests_finish_and_frees_the_ports(own_server: Server) -> None:
+    with own_server.generate("Once upon a time", "--ignore-eos", "--max-tokens", "300") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        own_server.command.process.terminate()
+        assert own_server.command.wait_for_exit() == 0
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert "300 new tokens" in err
+    assert [port for port in own_server.ports if listening(port)] == []
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_by_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    ports = [str(port) for port in free_ports(3)]
+    flags = ("--grpc-port", ports[0], "--http-port", ports[1], "--admin-port", ports[2])
+    with Command("serve", str(tmp_path), *flags) as command:
+        assert command.wait_for_exit() == 1
+        assert "exited with code" in command.output
+
+
+def test_the_demo_shows_everything_and_stops() -> None:
+    assert (MODEL / "config.json").is_file(), f"the demo model is missing: {MODEL}"
+    with Command("demo", str(MODEL)) as command:
+        assert command.wait_for_exit() == 0, command.output
+        assert "the same text" in command.output
+        assert "8 requests at once over 2 engines" in command.output
+        assert "coordinator has stopped" in command.output

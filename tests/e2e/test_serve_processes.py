@@ -1,0 +1,153 @@
+"""``penstock serve`` as a process manager: real processes, with services that have no model behind them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock_local.ports import free_ports
+from tests.fakes.command import PATIENCE, PENSTOCK, Command, environment, eventually, listening
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The directory of a model that only the up-front check looks at."""
+    folder = tmp_path / "fake-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return free_ports(3)
+
+
+def flags(ports: list[int]) -> list[str]:
+    names = ("--grpc-port", "--http-port", "--admin-port")
+    return [text for name, port in zip(names, ports, strict=True) for text in (name, str(port))]
+
+
+@pytest.fixture
+def served(model: Path, ports: list[int]) -> Iterator[Command]:
+    """A ready server with two engines."""
+    with Command("serve", str(model), "--engines", "2", *flags(ports), fake_services=True) as command:
+        command.wait_for("Ctrl-C stops everything")
+        yield command
+
+
+def all_ports(command: Command, ports: list[int]) -> list[int]:
+    """The public ports and those that the services were given."""
+    services = ("coordinator", "engine-0", "engine-1", "frontend")
+    return sorted({*ports, *(command.pid_and_port(service)[1] for service in services)})
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_ends_every_service_in_order_and_frees_every_port(
+    served: Command, ports: list[int], which: signal.Signals
+) -> None:
+    used = all_ports(served, ports)
+    assert len(used) == 6
+    served.process.send_signal(which)
+    assert served.wait_for_exit() == 0
+    stops = [line.split()[0] for line in served.lines if line.endswith("| stopping")]
+    assert stops[0] == "frontend"
+    assert sorted(stops[1:3]) == ["engine-0", "engine-1"]
+    assert stops[3:] == ["coordinator"]
+    assert [port for port in used if listening(port)] == []
+
+
+def test_the_ready_block_names_model_and_addresses(served: Command, ports: list[int]) -> None:
+    assert f"localhost:{ports[0]}" in served.output
+    assert f"http://localhost:{ports[1]}" in served.output
+    assert "fake-model, 2 engines, up to 2048 tokens" in served.output
+    assert f"--address localhost:{ports[0]}" in served.output
+
+
+def test_without_a_terminal_the_log_has_no_colors(served: Command) -> None:
+    assert "\x1b" not in served.output
+
+
+def test_a_service_that_is_killed_is_named_and_the_others_are_stopped(served: Command, ports: list[int]) -> None:
+    used = all_ports(served, ports)
+    os.kill(served.pid_and_port("engine-1")[0], signal.SIGKILL)
+    assert served.wait_for_exit() == 1
+    assert "engine-1 was killed by SIGKILL" in served.output
+    assert "coordinator | stopped" in served.output
+    assert [port for port in used if listening(port)] == []
+
+
+def test_a_service_that_fails_at_the_start_is_reported_with_exit_code_and_log(model: Path, ports: list[int]) -> None:
+    with Command(
+        "serve", str(model), "--engines", "2", *flags(ports), fake_services=True, FAKE_ENGINE_1="exit"
+    ) as command:
+        assert command.wait_for_exit() == 1
+        assert "error: engine-1 exited with code 3. Its last lines:\n  cannot go on" in command.output
+
+
+def test_a_second_interrupt_kills_services_that_do_not_stop(model: Path, ports: list[int]) -> None:
+    stubborn = {"FAKE_FRONTEND": "ignore-sigterm"}
+    with Command("serve", str(model), *flags(ports), fake_services=True, **stubborn) as command:
+        command.wait_for("Ctrl-C stops everything")
+        command.interrupt()
+        command.wait_for(r"frontend +\| stopping")
+        assert command.process.poll() is None
+        command.interrupt()
+        assert command.wait_for_exit() == 130
+        assert [port for port in ports if listening(port)] == []
+
+
+def test_an_interrupt_while_starting_is_a_clean_stop(model: Path, ports: list[int]) -> None:
+    with Command("serve", str(model), *flags(ports), fake_services=True) as command:
+        command.wait_for("starting fake-model")
+        command.interrupt()
+        assert command.wait_for_exit() == 0
+        assert [port for port in ports if listening(port)] == []
+
+
+def test_services_end_with_a_command_that_is_killed_outright(served: Command, ports: list[int]) -> None:
+    used = all_ports(served, ports)
+    served.process.kill()
+    assert eventually(lambda: not any(listening(port) for port in used))
+
+
+def test_services_stop_when_nobody_reads_their_log_any_more(model: Path, ports: list[int]) -> None:
+    command = [*PENSTOCK, "serve", str(model), *flags(ports)]
+    env = environment(fake_services=True)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        assert process.wait(PATIENCE) == 0
+    assert [port for port in ports if listening(port)] == []
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_a_taken_port_is_named_with_the_flag_that_changes_it(model: Path, ports: list[int], taken: int) -> None:
+    flag = ("--grpc-port", "--http-port", "--admin-port")[taken]
+    with contextlib.closing(socket.socket()) as other:
+        other.bind(("127.0.0.1", ports[taken]))
+        other.listen()
+        with Command("serve", str(model), *flags(ports), fake_services=True) as command:
+            assert command.wait_for_exit() == 2
+            assert f"port {ports[taken]} on 127.0.0.1 cannot be used: address already in use" in command.output
+            assert f"{flag} PORT" in command.output
+
+
+def test_a_missing_model_is_reported_before_anything_starts(tmp_path: Path) -> None:
+    with Command("serve", str(tmp_path / "nowhere"), fake_services=True) as command:
+        assert command.wait_for_exit() == 2
+        assert f"model {tmp_path / 'nowhere'}: no such directory" in command.output
+        assert "starting" not in command.output
+
+
+def test_settings_of_single_services_in_the_environment_reach_none_of_them(model: Path, ports: list[int]) -> None:
+    setting = {"PENSTOCK_SERVER__PORT": str(ports[0])}
+    with Command("serve", str(model), *flags(ports), fake_services=True, **setting) as command:
+        command.wait_for("ignoring PENSTOCK_SERVER__PORT of the environment")
+        command.wait_for("Ctrl-C stops everything")

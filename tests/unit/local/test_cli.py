@@ -1,0 +1,27 @@
+"""The command line itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock_local.cli import main
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["demo"]])
+def test_help_explains_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--help"])
+    assert exit_info.value.code == 0
+    assert "penstock" in capsys.readouterr().out
+
+
+def test_a_size_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "org/name", "--kv-cache-memory", "lots"]) == 2
+    assert "--kv-cache-memory: 'lots' is not a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["cli", "serve", "generate", "demo"])
+def test_the_command_imports_neither_torch_nor_transformers(module: str) -> None:
+    check = f"import sys, penstock_local.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", check], check=True)

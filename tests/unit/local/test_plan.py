@@ -1,0 +1,145 @@
+"""What ``penstock serve`` runs, from its options alone."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from penstock_common.config import load
+from penstock_common.errors import ConfigError
+from penstock_coordinator.config import CoordinatorConfig
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_frontend.config import FrontendConfig
+from penstock_local.plan import ServeOptions, check, check_model, plan
+from penstock_local.process import ProcessSpec
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def specs(cores: int = 4, **options: Any) -> dict[str, ProcessSpec]:
+    chosen = ServeOptions(**{"model": "org/name", **options})
+    ports = range(20_001, 20_002 + chosen.engines)
+    return {spec.name: spec for spec in plan(chosen, internal_ports=ports, cores=cores)}
+
+
+def read(config_type: type[T], spec: ProcessSpec, tmp_path: Path) -> T:
+    """The config as the service reads it."""
+    file = tmp_path / f"{spec.name}.yaml"
+    file.write_bytes(msgspec.yaml.encode(spec.config))
+    return load(config_type, file=file, environ={})
+
+
+def test_one_process_per_service_and_engine() -> None:
+    assert [(s.name, s.module) for s in specs(engines=2).values()] == [
+        ("coordinator", "penstock_coordinator"),
+        ("engine-0", "penstock_enginecore"),
+        ("engine-1", "penstock_enginecore"),
+        ("frontend", "penstock_frontend"),
+    ]
+
+
+def test_the_frontend_stops_before_the_engines_and_those_before_the_coordinator() -> None:
+    stages = {name: spec.stop_stage for name, spec in specs(engines=2).items()}
+    assert stages["frontend"] < stages["engine-0"] == stages["engine-1"] < stages["coordinator"]
+
+
+def test_a_service_has_more_time_to_stop_than_it_takes_to_drain() -> None:
+    for spec in specs().values():
+        assert spec.stop_timeout > spec.config.get("drain_timeout", 0)
+
+
+def test_engines_get_the_options_of_the_model(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 512, "kv_cache_memory": 2**29}
+    config = read(EngineCoreConfig, specs(engines=2, served_model_name="me", **options)["engine-1"], tmp_path)
+    assert (config.model.path, config.model.name, config.engine_id) == ("org/name", "me", "engine-1")
+    assert (config.model.dtype, config.model.device, config.model.max_model_len) == ("bfloat16", "cpu", 512)
+    assert config.cache.kv_cache_memory == 2**29
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 20_003)
+    assert (config.coordinator.address, config.coordinator.advertise) == ("127.0.0.1:20001", "127.0.0.1:20003")
+
+
+def test_the_frontend_listens_where_the_user_said(tmp_path: Path) -> None:
+    spec = specs(host="0.0.0.0", grpc_port=1001, http_port=1002, admin_port=1003)["frontend"]
+    config = read(FrontendConfig, spec, tmp_path)
+    assert (config.server.host, config.server.port) == ("0.0.0.0", 1001)
+    assert (config.http.host, config.http.port) == ("0.0.0.0", 1002)
+    assert (config.admin.host, config.admin.port) == ("127.0.0.1", 1003)
+    assert config.coordinator.address == "127.0.0.1:20001"
+    assert spec.address == "127.0.0.1:1001"
+
+
+def test_the_coordinator_listens_on_loopback_and_waits_for_nobody(tmp_path: Path) -> None:
+    config = read(CoordinatorConfig, specs(host="0.0.0.0")["coordinator"], tmp_path)
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 20_001)
+    assert config.first_view_after == 0
+
+
+def test_every_service_knows_the_model_by_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    planned = specs(model=f"{tmp_path}/tiny/")
+    assert planned["engine-0"].config["model"]["served_model_name"] == "tiny"
+    assert planned["frontend"].config["model"]["served_model_name"] == "tiny"
+
+
+@pytest.mark.parametrize(("cores", "engines", "threads"), [(4, 1, 4), (4, 2, 2), (4, 3, 1), (2, 4, 1)])
+def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None:
+    for name, spec in specs(cores=cores, engines=engines).items():
+        if name.startswith("engine"):
+            assert spec.config["executor"]["num_threads"] == threads
+            assert spec.env["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_threads_per_engine_overrides_the_share() -> None:
+    assert specs(cores=8, threads_per_engine=3)["engine-0"].config["executor"]["num_threads"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": ""}, "MODEL is required"),
+        ({"engines": 0}, "--engines is 0"),
+        ({"max_model_len": 0}, "--max-model-len is 0"),
+        ({"kv_cache_memory": 0}, "--kv-cache-memory is 0"),
+        ({"threads_per_engine": 0}, "--threads-per-engine is 0"),
+        ({"grpc_port": 0}, "--grpc-port is 0"),
+        ({"http_port": 70_000}, "--http-port is 70000"),
+        ({"grpc_port": 8000}, "the ports must differ: --grpc-port 8000, --http-port 8000"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeOptions(**{"model": "org/name", **options})
+
+
+@pytest.mark.parametrize("model", ["gpt2", "org/name", "org/name-1.5B_x"])
+def test_a_hub_id_passes(model: str) -> None:
+    check_model(model)
+
+
+@pytest.mark.parametrize("model", ["/no/where", "./nowhere", "~/no/where", "a/b/c", "a b"])
+def test_what_can_only_be_a_path_must_exist(model: str) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        check_model(model)
+
+
+def test_a_misspelt_path_gets_a_suggestion(tmp_path: Path) -> None:
+    (tmp_path / "penstock-tiny").mkdir()
+    with pytest.raises(ConfigError, match="did you mean 'penstock-tiny'"):
+        check_model(f"{tmp_path}/penstock-tyni")
+
+
+def test_a_directory_without_config_json_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        check_model(str(tmp_path))
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        check_model(f"{tmp_path}/model.safetensors")
+
+
+def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="port 50051 on 192.0.2.1 cannot be used"):
+        check(ServeOptions(model="org/name", host="192.0.2.1"))

@@ -1,0 +1,27 @@
+"""Finding and checking TCP ports."""
+
+import contextlib
+import socket
+
+import pytest
+
+from penstock_common.errors import ConfigError
+from penstock_local.ports import check_free, free_ports
+
+
+def test_free_ports_differ_and_can_be_listened_on() -> None:
+    ports = free_ports(8)
+    assert len(set(ports)) == 8
+    for port in ports:
+        check_free("127.0.0.1", port, flag="--grpc-port")
+
+
+@pytest.mark.parametrize("held", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("wanted", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_a_taken_port_is_named_with_the_flag_that_changes_it(held: str, wanted: str) -> None:
+    with contextlib.closing(socket.socket()) as other:
+        other.bind((held, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on {wanted} .*choose another with --http-port PORT"):
+            check_free(wanted, port, flag="--http-port")
