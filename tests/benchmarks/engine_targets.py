@@ -85,6 +85,7 @@ class SessionClient:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._one_writer = asyncio.Lock()
         self._pieces: dict[str, asyncio.Queue[tuple[int, bool]]] = defaultdict(asyncio.Queue)
         self._ids = itertools.count()
 
@@ -112,7 +113,8 @@ class SessionClient:
         request_id = str(next(self._ids))
         params = WireSamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         request = pb.EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
-        await self._call.write(pb.SessionRequest(add=request))
+        async with self._one_writer:
+            await self._call.write(pb.SessionRequest(add=request))
         done = False
         while not done:
             size, done = await self._pieces[request_id].get()

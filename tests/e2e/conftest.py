@@ -3,14 +3,14 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
+import pytest_asyncio
 
 from tests.fakes.cluster import Cluster
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[Cluster]:
     """Coordinator, two engines, one frontend."""
     async with Cluster(DEMO_MODEL, engines=2) as running:

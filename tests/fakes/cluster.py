@@ -105,9 +105,9 @@ class Cluster:
 
 
 async def read(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> Answer:
-    """Read a delta stream to its end."""
+    """Read a delta stream to its end, from wherever it is."""
     answer = Answer()
-    async for response in call:
+    while isinstance(response := await call.read(), pb.GenerateResponse):
         answer.text += response.text
         answer.token_ids = [*answer.token_ids, *response.token_ids]
         answer.finish_reason = response.finish_reason or answer.finish_reason

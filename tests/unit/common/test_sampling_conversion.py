@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.common.v1 import sampling_pb2 as pb
-from penstock_common.errors import Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import sampling
 from penstock_common.types.sampling import OutputKind, SamplingParams
 
@@ -48,7 +48,6 @@ def test_top_k_minus_one_means_off() -> None:
     ("message", "field"),
     [
         (pb.SamplingParams(n=2), "n"),
-        (pb.SamplingParams(n=0), "n"),
         (pb.SamplingParams(logprobs=0), "logprobs"),
         (pb.SamplingParams(prompt_logprobs=1), "prompt_logprobs"),
         (pb.SamplingParams(presence_penalty=0.5), "presence_penalty"),
@@ -67,6 +66,11 @@ def test_a_field_of_a_later_feature_is_refused_by_name(message: pb.SamplingParam
         sampling.set_fields(message)
     assert error.value.field == f"sampling_params.{field}"
     assert field in error.value.message
+
+
+def test_zero_sequences_are_a_mistake_and_not_a_later_feature() -> None:
+    with pytest.raises(InvalidArgument, match="sampling_params.n is 0"):
+        sampling.set_fields(pb.SamplingParams(n=0))
 
 
 def test_a_value_that_asks_for_nothing_is_not_refused() -> None:

@@ -7,7 +7,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from penstock.common.v1 import sampling_pb2
-from penstock_common.errors import Unimplemented
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import OutputKind, SamplingParams
 
 NOT_SERVED_YET = {
@@ -48,7 +48,9 @@ def refuse(field: str) -> None:
 
 
 def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that are set, as arguments of ``SamplingParams``. Refuses what is not served yet."""
+    """The fields that are set, as arguments of ``SamplingParams``. Refuses what is not served yet, and n = 0."""
+    if message.HasField("n") and message.n < 1:
+        raise InvalidArgument("sampling_params.n is 0; it must be at least 1", field="sampling_params.n")
     refuse_not_served(message)
     values: dict[str, Any] = {}
     for field, value in message.ListFields():

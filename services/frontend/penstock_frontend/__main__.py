@@ -1,0 +1,31 @@
+"""``python -m penstock_frontend --config frontend.yaml``."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from penstock_common.config import from_command_line
+from penstock_common.errors import ConfigError
+from penstock_common.logging import configure
+from penstock_frontend.app import run
+from penstock_frontend.config import FrontendConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until a stop signal. Returns the exit code: 2 when the configuration is wrong."""
+    try:
+        config = from_command_line(
+            FrontendConfig, prog="penstock_frontend", description="The public APIs of Penstock.", argv=argv
+        )
+        configure(config.log, service="frontend")
+        with contextlib.suppress(KeyboardInterrupt):  # during start-up; later the signal is handled
+            asyncio.run(run(config))
+    except ConfigError as e:
+        sys.stderr.write(f"penstock_frontend: {e}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

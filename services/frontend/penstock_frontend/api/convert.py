@@ -1,0 +1,97 @@
+"""Messages of the public API to the domain and back."""
+
+import time
+from collections.abc import Mapping
+
+from penstock.common.v1 import finish_pb2, sampling_pb2, stats_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument
+from penstock_common.rpc.sampling import refuse_set, set_fields
+from penstock_common.types.sampling import OutputKind
+from penstock_frontend.processing.request import Finish, GenerateRequest, RequestOutput, Usage
+
+_INT32 = range(-(2**31), 2**31)
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_OUTPUT_KINDS = frozenset(int(kind) for kind in OutputKind)
+
+
+def generate_request(
+    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None
+) -> GenerateRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline.
+
+    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
+    """
+    refuse_set(message, ("embeds", "lora"))
+    refuse_set(message.routing, ("tenant",), path="routing")
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt is not set: give text or token_ids", field="prompt")
+    output_kind = message.sampling_params.output_kind
+    if output_kind != sampling_pb2.OUTPUT_KIND_UNSPECIFIED and output_kind not in _OUTPUT_KINDS:
+        raise InvalidArgument(
+            f"sampling_params.output_kind is {output_kind}; known: {', '.join(k.name for k in OutputKind)}",
+            field="sampling_params.output_kind",
+        )
+    routing = message.routing
+    return GenerateRequest(
+        prompt=message.text if kind == "text" else message.token_ids.ids,
+        sampling=set_fields(message.sampling_params),
+        model=message.model,
+        request_id=message.request_id,
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        cache_salt=message.cache_salt,
+        data_parallel_rank=routing.data_parallel_rank
+        if routing.HasField("data_parallel_rank")
+        else _rank(metadata, "x-penstock-data-parallel-rank"),
+        priority=routing.priority
+        if routing.HasField("priority")
+        else _integer(metadata, "x-penstock-priority", _INT32) or 0,
+        trace_context=dict(routing.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
+        deadline=None if time_left is None else time.time() + time_left,
+    )
+
+
+def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:
+    """The message for a piece of output."""
+    message = pb.GenerateResponse(request_id=request_id, text=output.text, token_ids=output.token_ids)
+    if output.finish is not None:
+        _add_finish(message, output.finish)
+    return message
+
+
+def _add_finish(message: pb.GenerateResponse, finish: Finish) -> None:
+    message.finish_reason = finish_pb2.FinishReason.ValueType(finish.reason)
+    if isinstance(finish.stop_reason, str):
+        message.stop_reason.text = finish.stop_reason
+    elif finish.stop_reason is not None:
+        message.stop_reason.token_id = finish.stop_reason
+    message.usage.CopyFrom(usage(finish.usage))
+
+
+def usage(counts: Usage) -> stats_pb2.Usage:
+    """The message for token counts."""
+    return stats_pb2.Usage(
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        completion_tokens=counts.completion_tokens,
+    )
+
+
+def _rank(metadata: Mapping[str, str], key: str) -> int | None:
+    return _integer(metadata, key, range(2**32))
+
+
+def _integer(metadata: Mapping[str, str], key: str, allowed: range) -> int | None:
+    text = metadata.get(key)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = allowed.stop
+    if value not in allowed:
+        raise InvalidArgument(
+            f"metadata {key} is {text!r}; it must be an integer from {allowed.start} to {allowed.stop - 1}", field=key
+        )
+    return value

@@ -1,0 +1,83 @@
+"""The HTTP listener: ``/health`` and ``/metrics``."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from penstock_common.errors import ConfigError
+from penstock_common.logging import get_logger
+from penstock_frontend.config import HttpConfig
+
+
+def make_app(registry: CollectorRegistry, serving: Callable[[], bool]) -> Starlette:
+    """The application. ``/health`` is 200 while ``serving()``, else 503."""
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("serving\n") if serving() else PlainTextResponse("not serving\n", status_code=503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/health", health), Route("/metrics", metrics)])
+
+
+class HttpServer:
+    """uvicorn inside the running event loop. Port -1: nothing is served."""
+
+    def __init__(self, config: HttpConfig, app: Starlette) -> None:
+        self._config = config
+        self._server = _Server(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none")
+        )
+        self._task: asyncio.Task[None] | None = None
+        self.port = -1
+
+    async def start(self) -> int:
+        """Listen. Returns the port. Raises ConfigError when it is taken."""
+        if self._config.port < 0:
+            return -1
+        listener = _listen(self._config)
+        self.port = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        get_logger().info("http", address=f"{self._config.host}:{self.port}")
+        return self.port
+
+    async def stop(self) -> None:
+        """Finish running requests and close the port. Idempotent."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._task = None
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the frontend, which stops this server in its turn."""
+        yield
+
+
+def _listen(config: HttpConfig) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as e:
+        raise ConfigError(f"http.host is {config.host!r}: {e}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(
+            f"http.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
+        ) from None
+    return listener

@@ -1,0 +1,90 @@
+"""The public API, ``penstock.inference.v1.InferenceService``."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2, service_pb2_grpc
+from penstock_common.errors import NotFound
+from penstock_frontend.api import convert
+from penstock_frontend.api.unserved import refuses_unserved
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.config import ModelConfig
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+SERVICE_NAME = _SERVICE.full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@refuses_unserved(_SERVICE)
+class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
+    """Turns calls into requests of the AsyncLLM. Errors become statuses in the server's interceptor."""
+
+    def __init__(self, llm: AsyncLLM, model: ModelConfig) -> None:
+        self._llm = llm
+        self._model = model
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Continues a prompt; the output is streamed."""
+        converted = convert.generate_request(request, metadata=_metadata(context), time_left=context.time_remaining())
+        live = self._llm.accept(converted.request_id)
+        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
+        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        async for output in self._llm.generate(converted, live):
+            if output.finish is not None:
+                self._llm.release(live)  # before the client can know that the id is free again
+            yield convert.generate_response(output, live.request_id)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Text to token ids."""
+        self._llm.inputs.check_model(request.model)
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        encoded = await self._llm.encode(request.text, add_special_tokens=add)
+        limits = self._llm.engines.limits
+        return pb.TokenizeResponse(
+            token_ids=encoded.ids, tokens=encoded.tokens, max_model_len=limits.max_model_len if limits else 0
+        )
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Token ids to text."""
+        self._llm.inputs.check_model(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=await self._llm.decode(request.token_ids, skip_special_tokens=skip))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """The models that are served."""
+        return pb.ListModelsResponse(models=[self._describe()])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """One of them."""
+        if not request.name:
+            raise NotFound(f"name is not set; known: {self._model.name}", field="name")
+        self._llm.inputs.check_model(request.name, field="name")
+        return pb.GetModelResponse(model=self._describe())
+
+    def _describe(self) -> pb.Model:
+        engines = self._llm.engines
+        limits = engines.limits
+        return pb.Model(
+            name=self._model.name,
+            root=self._model.path,
+            revision=self._model.revision,
+            max_model_len=limits.max_model_len if limits else 0,
+            capabilities=engines.capabilities,
+            num_engines=engines.num_engines,
+            vocab_size=self._llm.vocab_size,
+        )
+
+
+def add_to_server(server: grpc.aio.Server, llm: AsyncLLM, model: ModelConfig) -> None:
+    """Serve the public API of ``llm`` on ``server``."""
+    # The methods that the class does not define are added by its decorator, which mypy does not see.
+    servicer = InferenceServicer(llm, model)  # type: ignore[abstract]
+    service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

@@ -1,0 +1,153 @@
+"""The frontend process: what it is made of, and how it starts and stops."""
+
+import asyncio
+import signal
+import uuid
+
+from penstock_common.logging import get_logger
+from penstock_common.rpc.server import RpcServer
+from penstock_frontend.api import admin, inference
+from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.config import FrontendConfig
+from penstock_frontend.engine.client import GrpcEngineClient
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.input import InputProcessor
+from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+
+_CLOSE_GRACE = 1.0
+"""Seconds that calls have to deliver their last status when the servers stop."""
+
+
+class Frontend:
+    """Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, ``shutdown``.
+
+    Health is SERVING while at least one engine takes requests. The first ``stop`` drains: new requests are refused,
+    running ones may finish until ``drain_timeout``. A second one ends the draining.
+    """
+
+    def __init__(self, config: FrontendConfig) -> None:
+        """Reads the model's files, which may take long. Raises ConfigError."""
+        self._config = config
+        name = config.model.name
+        files = load_model_files(config.model, num_threads=config.tokenizer_threads)
+        metrics = FrontendMetrics(name)
+        outputs = OutputProcessor(files.tokenizer, metrics)
+        incarnation = uuid.uuid4().hex
+        self._tokenizer = files.tokenizer
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._engines = GrpcEngineClient(
+            model=name,
+            frontend_id=config.name,
+            incarnation=incarnation,
+            outputs=outputs,
+            wait_timeout=config.engine_wait_timeout,
+            on_change=self._changed.set,
+        )
+        self._llm = AsyncLLM(
+            tokenizer=files.tokenizer,
+            inputs=InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits),
+            outputs=outputs,
+            engines=self._engines,
+            limits=config.limits,
+            metrics=metrics,
+        )
+        self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
+        self._coordinator_task: asyncio.Task[None] | None = None
+        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
+        self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
+        self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
+        inference.add_to_server(self._server.server, self._llm, config.model)
+        admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
+
+    @property
+    def port(self) -> int:
+        """Port of the public gRPC server."""
+        return self._server.port
+
+    @property
+    def admin_port(self) -> int:
+        """Port of the operators' gRPC server."""
+        return self._admin.port
+
+    @property
+    def http_port(self) -> int:
+        """Port of the HTTP server, -1 when it is off."""
+        return self._http.port
+
+    async def startup(self) -> None:
+        """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
+        await self._server.start()
+        await self._admin.start()
+        await self._admin.set_serving(True)
+        await self._http.start()
+        if self._coordinator is not None:
+            self._coordinator_task = asyncio.create_task(self._coordinator.run(), name="coordinator")
+        else:
+            self._engines.follow(self._config.engines)
+        get_logger().info(
+            "frontend started", model=self._config.model.name, grpc_port=self.port, admin_port=self.admin_port
+        )
+
+    async def main_loop(self) -> None:
+        """Keep the health service true until ``stop``."""
+        serving = False
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._stopping:
+                return
+            if serving != self._llm.serving:
+                serving = self._llm.serving
+                get_logger().info("serving" if serving else "not serving: no engine takes requests")
+                await self._server.set_serving(serving)
+
+    def stop(self) -> None:
+        """End ``main_loop``; called again, cut the draining short."""
+        if self._stopping:
+            self._llm.end_all()
+        self._stopping = True
+        self._changed.set()
+
+    async def shutdown(self) -> None:
+        """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
+        await self._server.set_serving(False)
+        get_logger().info("draining", timeout=self._config.drain_timeout)
+        if left := await self._llm.drain(self._config.drain_timeout):
+            get_logger().warning("ending requests that are still running", count=left)
+        self._llm.end_all()
+        await asyncio.gather(self._server.stop(_CLOSE_GRACE), self._admin.stop(_CLOSE_GRACE), self._http.stop())
+        if self._coordinator is not None and self._coordinator_task is not None:
+            await self._coordinator.close()
+            await self._coordinator_task
+        await self._engines.close()
+        self._tokenizer.close()
+        get_logger().info("frontend stopped")
+
+    def _coordinator_client(self, incarnation: str) -> CoordinatorClient:
+        return CoordinatorClient(
+            self._config.coordinator.address,
+            frontend_id=self._config.name,
+            incarnation=incarnation,
+            on_view=self._engines.follow_view,
+            reconnect_max=self._config.coordinator.reconnect_max,
+        )
+
+    def _is_coordinator_connected(self) -> bool:
+        return self._coordinator is not None and self._coordinator.connected
+
+
+async def run(config: FrontendConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError."""
+    frontend = Frontend(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, frontend.stop)
+    try:
+        await frontend.startup()
+        await frontend.main_loop()
+    finally:
+        await frontend.shutdown()

@@ -1,0 +1,155 @@
+"""The model as the public APIs see it: prompts in, streams of output out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.engine.client import EngineClient
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.input import InputProcessor, check_token_ids
+from penstock_frontend.processing.output import OutputProcessor, RequestState
+from penstock_frontend.processing.request import GenerateRequest, RequestOutput
+from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
+
+
+class LiveRequest:
+    """A request between acceptance and release. ``state`` is None until it is on its way to an engine."""
+
+    __slots__ = ("request_id", "state")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.state: RequestState | None = None
+
+
+class AsyncLLM:
+    """Puts input processing, engines and output processing together.
+
+    ``accept`` a request, read its outputs from ``generate``, ``release`` it however that ended: what the engine still
+    computes for it is aborted then.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        inputs: InputProcessor,
+        outputs: OutputProcessor,
+        engines: EngineClient,
+        limits: LimitsConfig,
+        metrics: FrontendMetrics,
+    ) -> None:
+        self.engines = engines
+        self.inputs = inputs
+        self._tokenizer = tokenizer
+        self._outputs = outputs
+        self._limits = limits
+        self._metrics = metrics
+        self._live: dict[str, LiveRequest] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request would be served now."""
+        return self.engines.usable and not self._draining
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: the engines', or the tokenizer's while none is up."""
+        limits = self.engines.limits
+        return limits.vocab_size if limits else self._tokenizer.vocab_size
+
+    def accept(self, given_id: str) -> LiveRequest:
+        """Take responsibility for a request.
+
+        Raises InvalidArgument for an id that is in use, ResourceExhausted at the limit, Unavailable while draining.
+        """
+        request_id = self.inputs.request_id(given_id)
+        if self._draining:
+            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+        if request_id in self._live:
+            raise InvalidArgument(
+                f"request_id is {request_id!r}, which a running request has",
+                field="request_id",
+                reason="DUPLICATE_REQUEST_ID",
+            )
+        if len(self._live) >= self._limits.max_requests:
+            raise ResourceExhausted(
+                f"{len(self._live)} requests are running; limits.max_requests is {self._limits.max_requests}",
+                retry_after=1.0,
+            )
+        live = self._live[request_id] = LiveRequest(request_id)
+        self._idle.clear()
+        self._metrics.set_in_flight(len(self._live))
+        return live
+
+    async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
+        """The outputs of an accepted request, as its output kind says; the last one has ``finish``. Raises RequestFailed."""
+        state = live.state = await self._start(request, live.request_id)
+        while True:
+            output = await _before(request.deadline, state)
+            yield output
+            if output.finish is not None:
+                return
+
+    def release(self, live: LiveRequest) -> None:
+        """The request is over for its client. Idempotent."""
+        if self._live.get(live.request_id) is not live:
+            return
+        del self._live[live.request_id]
+        if live.state is not None and self._outputs.remove(live.state):
+            self.engines.abort(live.state.engine, [live.state.request_id], "the client is gone")
+        self._metrics.set_in_flight(len(self._live))
+        if not self._live:
+            self._idle.set()
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        """Token ids of a text. Raises InvalidArgument when it is too long."""
+        self.inputs.check_length(text, field="text")
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""
+        self.inputs.check_length(token_ids, field="token_ids")
+        check_token_ids(token_ids, self.vocab_size, field="token_ids")
+        return await self._tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def drain(self, limit: float) -> int:
+        """Refuse new requests and wait for running ones, ``limit`` seconds at most. Returns how many are left."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(limit):
+                await self._idle.wait()
+        except TimeoutError:
+            return len(self._live)
+        return 0
+
+    def end_all(self) -> None:
+        """End what is still running as Unavailable."""
+        self.engines.refuse()
+        self._outputs.fail_all(Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0))
+
+    async def _start(self, request: GenerateRequest, request_id: str) -> RequestState:
+        core_request = await self.inputs.process(request, request_id)
+        self.inputs.check(core_request, await self.engines.wait_until_usable(request.deadline))
+        state = self._outputs.add(core_request)
+        try:
+            state.engine = self.engines.add(core_request)
+        except RequestFailed:
+            self._outputs.remove(state)
+            raise
+        return state
+
+
+async def _before(deadline: float | None, state: RequestState) -> RequestOutput:
+    if deadline is None:
+        return await state.collector.get()
+    try:
+        async with asyncio.timeout(deadline - time.time()):
+            return await state.collector.get()
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was done") from None

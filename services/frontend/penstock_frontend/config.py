@@ -1,0 +1,110 @@
+"""Configuration of a frontend process.
+
+Every value is validated when the struct is built; unknown keys are refused by the loader in ``penstock_common.config``.
+Flags and environment names derive from the field names: ``limits.max_requests`` is ``--limits.max-requests`` and
+``PENSTOCK_LIMITS__MAX_REQUESTS``.
+"""
+
+import socket
+
+import msgspec
+
+from penstock_common.config import LogConfig, ServerConfig, check_range, require
+from penstock_common.errors import ConfigError
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose tokenizer and generation config to use. ``path`` is a directory or a Hugging Face model id."""
+
+    path: str
+    served_model_name: str = ""
+    revision: str = ""
+
+    def __post_init__(self) -> None:
+        require("model.path", self.path)
+
+    @property
+    def name(self) -> str:
+        """The name clients use: the served name, or the last part of the path."""
+        return self.served_model_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the list of engines comes from. An empty ``address`` uses the static list ``engines``.
+
+    ``reconnect_max``: seconds between two attempts to reach it, at most.
+    """
+
+    address: str = ""
+    reconnect_max: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_range("coordinator.reconnect_max", self.reconnect_max, low=0.05, high=300)
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP listener with ``/health`` and ``/metrics``. Port -1 switches it off."""
+
+    host: str = "0.0.0.0"
+    port: int = 8000
+
+    def __post_init__(self) -> None:
+        require("http.host", self.host)
+        check_range("http.port", self.port, low=-1, high=65_535)
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request may ask for, and how many requests there may be at once.
+
+    ``max_prompt_length`` bounds work before the engines' own limit is applied: characters of a text, ids of a list of token
+    ids. Request ids and cache salts are bounded in bytes.
+    """
+
+    max_requests: int = 20_000
+    max_prompt_length: int = 4 * 1024 * 1024
+    max_request_id_bytes: int = 256
+    max_cache_salt_bytes: int = 256
+    max_stop_strings: int = 64
+    max_stop_string_chars: int = 256
+    max_stop_token_ids: int = 1024
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            check_range(f"limits.{field.name}", getattr(self, field.name), low=1)
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a frontend process needs to know.
+
+    ``engines``: addresses (host:port) used when there is no coordinator. ``tokenizer_threads``: size of the pool that
+    tokenizes. ``engine_wait_timeout``: seconds a request waits for an engine to appear before it ends as UNAVAILABLE.
+    ``drain_timeout``: seconds that running requests may go on after a stop signal.
+    """
+
+    model: ModelConfig
+    frontend_id: str = ""
+    coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
+    engines: tuple[str, ...] = ()
+    server: ServerConfig = ServerConfig(port=50051)
+    admin: ServerConfig = ServerConfig(host="127.0.0.1", port=50053)
+    http: HttpConfig = HttpConfig()
+    tokenizer_threads: int = 2
+    limits: LimitsConfig = LimitsConfig()
+    engine_wait_timeout: float = 30.0
+    drain_timeout: float = 30.0
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        check_range("tokenizer_threads", self.tokenizer_threads, low=1, high=64)
+        check_range("engine_wait_timeout", self.engine_wait_timeout, low=0.0, high=86_400)
+        check_range("drain_timeout", self.drain_timeout, low=0.0, high=86_400)
+        for address in self.engines:
+            if not address.rpartition(":")[2].isdecimal():
+                raise ConfigError(f"engines: {address!r} is not host:port")
+        if not self.coordinator.address and not self.engines:
+            raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
+
+    @property
+    def name(self) -> str:
+        """The stable name of this frontend: the given one, or the host's."""
+        return self.frontend_id or socket.gethostname()

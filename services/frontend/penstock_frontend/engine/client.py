@@ -1,0 +1,266 @@
+"""The engines as the rest of the frontend sees them: one thing that takes requests."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Unavailable
+from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.connection import EngineConnection
+from penstock_frontend.engine.pool import EnginePool
+from penstock_frontend.engine.router import Candidate, Router
+from penstock_frontend.processing.input import ModelLimits
+from penstock_frontend.rpc.engine_session import EngineSession
+
+
+class OutputHandler(Protocol):
+    """Who gets what engines produce."""
+
+    def process(self, outputs: Sequence[EngineCoreOutput]) -> Sequence[str]:
+        """Take a step's outputs; returns the ids of requests that the engine need not go on with."""
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """End these requests."""
+
+    def fail_engine(self, engine: str, error: RequestFailed) -> None:
+        """End every request of an engine."""
+
+
+class EngineClient(Protocol):
+    """Takes requests to engines. Outputs come through an OutputHandler."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether an engine takes requests now."""
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What every connected engine can take; None while there is none."""
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """What at least one connected engine serves."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests now."""
+
+    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+        """Wait for an engine, until ``deadline`` (Unix seconds) at most. Raises Unavailable or DeadlineExceeded."""
+
+    def add(self, request: EngineCoreRequest) -> str:
+        """Route a request and start it. Returns the engine's key. Raises Unavailable when no engine takes it."""
+
+    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        """End requests of an engine; nothing more comes of them."""
+
+    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+        """Call a registered method on every connected engine. Results, or the RequestFailed it ended with, by engine id."""
+
+    def refuse(self) -> None:
+        """Take no more requests; those that wait for an engine fail."""
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """The engines as this frontend sees them."""
+
+
+class GrpcEngineClient:
+    """The EngineClient over one session per engine.
+
+    ``on_change`` is called whenever ``usable`` may have changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        frontend_id: str,
+        incarnation: str,
+        outputs: OutputHandler,
+        wait_timeout: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._outputs = outputs
+        self._wait_timeout = wait_timeout
+        self._on_change = on_change
+        self._pool = EnginePool(model=model, frontend_id=frontend_id, incarnation=incarnation, listener=self)
+        # Frontends start their rotation at different engines.
+        self._router = Router(start=hash(incarnation))
+        self._view = ClusterView()
+        self._usable = asyncio.Event()
+        self._closed = False
+
+    def follow(self, addresses: Iterable[str]) -> None:
+        """Use a fixed list of engines."""
+        self._pool.follow(addresses)
+
+    def follow_view(self, view: ClusterView) -> None:
+        """Use the engines of a view, and its counts."""
+        self._view = view
+        self._pool.follow_view(view)
+        for status in view.engines:
+            self._router.report(
+                status.address,
+                waiting=status.num_waiting_reqs,
+                running=status.num_running_reqs,
+                kv_cache_usage=status.kv_cache_usage,
+            )
+        self._router.keep_only(connection.address for connection in self._pool)
+        self._changed()
+
+    @property
+    def usable(self) -> bool:
+        """See EngineClient."""
+        return self._usable.is_set() and not self._closed
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """See EngineClient. Engines may have fitted max_model_len to different memories: the smallest counts."""
+        ready = [connection.ready for connection in self._pool.connected() if connection.ready is not None]
+        if not ready:
+            return None
+        return ModelLimits(min(r.max_model_len for r in ready), min(r.vocab_size for r in ready))
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """See EngineClient."""
+        return sorted({word for c in self._pool.connected() if c.ready for word in c.ready.capabilities})
+
+    @property
+    def num_engines(self) -> int:
+        """See EngineClient."""
+        return sum(candidate.accepting for candidate in self._candidates())
+
+    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+        """See EngineClient."""
+        left = None if deadline is None else deadline - time.time()
+        wait = self._wait_timeout if left is None else min(self._wait_timeout, left)
+        try:
+            async with asyncio.timeout(wait):
+                while True:
+                    await self._usable.wait()
+                    if self._closed:
+                        raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN")
+                    if (limits := self.limits) is not None:
+                        return limits
+        except TimeoutError:
+            if left is not None and left < self._wait_timeout:
+                raise DeadlineExceeded("the deadline passed while no engine took requests") from None
+            raise Unavailable(f"no engine took requests within {self._wait_timeout:g} s", retry_after=1.0) from None
+
+    def add(self, request: EngineCoreRequest) -> str:
+        """See EngineClient."""
+        key = self._router.pick(self._candidates(), rank=request.data_parallel_rank)
+        session = self._session(key)
+        if session is None:
+            raise Internal(f"the router picked {key}, which has no session")
+        # The choice of the rank is made: for the engine there is none.
+        session.add(msgspec.structs.replace(request, data_parallel_rank=None, current_wave=self._view.current_wave))
+        return key
+
+    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        """See EngineClient."""
+        if (session := self._session(engine)) is not None:
+            session.abort(request_ids, reason)
+
+    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+        """See EngineClient."""
+        engines = [(c.ready.engine_id, c.session) for c in self._pool if c.session and c.ready]
+        calls = [session.call_utility(method, arguments) for _, session in engines]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, RequestFailed):
+                raise result
+        return {engine_id: result for (engine_id, _), result in zip(engines, results, strict=True)}
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """See EngineClient."""
+        known = {c.address: self._status(c) for c in self._pool}
+        return [*known.values(), *(status for status in self._view.engines if status.address not in known)]
+
+    def refuse(self) -> None:
+        """See EngineClient."""
+        self._closed = True
+        self._usable.set()
+
+    async def close(self) -> None:
+        """End all sessions."""
+        self.refuse()
+        await self._pool.close()
+
+    def on_up(self, connection: EngineConnection) -> None:
+        """See ConnectionListener."""
+        self._router.forget(connection.address)  # counts of an earlier incarnation
+        self._changed()
+
+    def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
+        """See ConnectionListener."""
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self._router.report(
+                connection.address,
+                waiting=stats.num_waiting_reqs,
+                running=stats.num_running_reqs,
+                kv_cache_usage=stats.kv_cache_usage,
+            )
+        if outputs.outputs:
+            not_needed = self._outputs.process(outputs.outputs)
+            if not_needed:
+                self.abort(connection.address, not_needed, "a stop string ended the output")
+        if outputs.finished_requests:
+            self._outputs.fail(
+                outputs.finished_requests,
+                Unavailable(f"engine {connection.name} ended the request", reason="ENGINE_ERROR"),
+            )
+
+    def on_draining(self, connection: EngineConnection) -> None:
+        """See ConnectionListener."""
+        del connection
+        self._changed()
+
+    def on_down(self, connection: EngineConnection, reason: str) -> None:
+        """See ConnectionListener."""
+        self._router.forget(connection.address)
+        error = Unavailable(f"engine {connection.name} is gone: {reason}", reason="ENGINE_GONE", retry_after=1.0)
+        self._outputs.fail_engine(connection.address, error)
+        self._changed()
+
+    def _session(self, key: str) -> EngineSession | None:
+        connection = self._pool.get(key)
+        return connection.session if connection is not None else None
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(connection.address, connection.rank, connection.state is EngineState.SERVING)
+            for connection in self._pool.connected()
+        ]
+
+    def _changed(self) -> None:
+        if self._closed:
+            return
+        if any(candidate.accepting for candidate in self._candidates()):
+            self._usable.set()
+        else:
+            self._usable.clear()
+        self._on_change()
+
+    def _status(self, connection: EngineConnection) -> EngineStatus:
+        ready, load = connection.ready, self._router.load(connection.address)
+        base = connection.status or EngineStatus(engine_id="", incarnation="", address=connection.address)
+        if ready is not None:
+            base = msgspec.structs.replace(
+                base, engine_id=ready.engine_id, incarnation=ready.incarnation, model=ready.model
+            )
+        return msgspec.structs.replace(
+            base,
+            state=connection.state,
+            index=connection.rank,
+            num_waiting_reqs=load.waiting,
+            num_running_reqs=load.running,
+            kv_cache_usage=load.kv_cache_usage,
+        )

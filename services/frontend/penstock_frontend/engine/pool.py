@@ -1,0 +1,88 @@
+"""The connections to all engines, following the list of engines."""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+
+from penstock_common.types.cluster import ClusterView, EngineState
+from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
+
+
+class EnginePool:
+    """One connection per engine address.
+
+    What counts is the session: an engine that leaves the list keeps its connection as long as the session holds, so that
+    no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up.
+    """
+
+    def __init__(self, *, model: str, frontend_id: str, incarnation: str, listener: ConnectionListener) -> None:
+        self._model = model
+        self._frontend_id = frontend_id
+        self._incarnation = incarnation
+        self._listener = listener
+        self._connections: dict[str, EngineConnection] = {}
+        self._wanted: frozenset[str] = frozenset()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[EngineConnection]:
+        """All connections, up or not, in a stable order."""
+        return iter([connection for _, connection in sorted(self._connections.items())])
+
+    def get(self, address: str) -> EngineConnection | None:
+        """The connection to an address."""
+        return self._connections.get(address)
+
+    def connected(self) -> Sequence[EngineConnection]:
+        """Engines with a session."""
+        return [connection for connection in self if connection.session is not None]
+
+    def follow(self, addresses: Iterable[str]) -> None:
+        """Connect to these, and give up others as soon as they have no session."""
+        self._wanted = frozenset(addresses)
+        for address in sorted(self._wanted - self._connections.keys()):
+            self._connections[address] = EngineConnection(
+                address,
+                model=self._model,
+                frontend_id=self._frontend_id,
+                incarnation=self._incarnation,
+                listener=self,
+            )
+        for connection in self:
+            self._give_up_unwanted(connection)
+
+    def follow_view(self, view: ClusterView) -> None:
+        """Connect to the living engines of a view, and remember what it says of each."""
+        self.follow(status.address for status in view.engines if status.state is not EngineState.DEAD)
+        for status in view.engines:
+            if (connection := self._connections.get(status.address)) is not None:
+                connection.status = status
+
+    async def close(self) -> None:
+        """End all sessions."""
+        self._wanted = frozenset()
+        await asyncio.gather(*(connection.close() for connection in self), *self._closing)
+
+    def on_up(self, connection: EngineConnection) -> None:
+        """See ConnectionListener."""
+        self._listener.on_up(connection)
+
+    def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
+        """See ConnectionListener."""
+        self._listener.on_outputs(connection, outputs)
+
+    def on_draining(self, connection: EngineConnection) -> None:
+        """See ConnectionListener."""
+        self._listener.on_draining(connection)
+
+    def on_down(self, connection: EngineConnection, reason: str) -> None:
+        """See ConnectionListener."""
+        self._listener.on_down(connection, reason)
+        self._give_up_unwanted(connection)
+
+    def _give_up_unwanted(self, connection: EngineConnection) -> None:
+        if connection.address in self._wanted or connection.session is not None:
+            return
+        self._connections.pop(connection.address, None)
+        task = asyncio.create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

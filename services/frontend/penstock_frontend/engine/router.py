@@ -1,0 +1,87 @@
+"""Which engine serves a request."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unavailable
+
+_WAITING_WEIGHT = 4
+_KV_PRESSURE_FROM = 0.5
+_KV_PRESSURE_WEIGHT = 64.0
+"""At a full KV cache an engine counts as if it ran half this many more requests."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A connected engine. ``accepting``: neither draining nor wedged nor known to be dead."""
+
+    key: str
+    rank: int
+    accepting: bool = True
+
+
+class Load(msgspec.Struct):
+    """The router's copy of an engine's counts; its own picks are added until the next report."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_cache_usage: float = 0.0
+
+    @property
+    def score(self) -> float:
+        """Grows with waiting (x4) and running requests, and further as KV usage passes one half."""
+        pressure = max(0.0, self.kv_cache_usage - _KV_PRESSURE_FROM)
+        return _WAITING_WEIGHT * self.waiting + self.running + _KV_PRESSURE_WEIGHT * pressure
+
+
+class Router:
+    """Picks the engine with the lowest load; does no I/O.
+
+    Ties rotate, from a start that should differ between frontends, so that idle engines are not all given the same first.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._turn = start
+        self._loads: dict[str, Load] = {}
+
+    def report(self, key: str, *, waiting: int, running: int, kv_cache_usage: float) -> None:
+        """An engine's counts are known anew."""
+        self._loads[key] = Load(waiting, running, kv_cache_usage)
+
+    def forget(self, key: str) -> None:
+        """An engine is gone."""
+        self._loads.pop(key, None)
+
+    def keep_only(self, keys: Iterable[str]) -> None:
+        """These are all engines there are."""
+        self._loads = {key: self._loads[key] for key in keys if key in self._loads}
+
+    def load(self, key: str) -> Load:
+        """The copy of an engine's counts."""
+        return self._loads.setdefault(key, Load())
+
+    def pick(self, candidates: Sequence[Candidate], *, rank: int | None = None) -> str:
+        """The key of the engine for the next request, which is counted as waiting there from now on.
+
+        Raises Unavailable when no engine takes requests, InvalidArgument when there is no engine of that rank.
+        """
+        usable = [c for c in candidates if c.accepting and rank in (None, c.rank)]
+        if not usable:
+            raise _no_engine(candidates, rank)
+        self._turn += 1
+        turn = self._turn % len(usable)
+        rotated = usable[turn:] + usable[:turn]
+        chosen = min(rotated, key=lambda c: self.load(c.key).score)
+        self.load(chosen.key).waiting += 1
+        return chosen.key
+
+
+def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable | InvalidArgument:
+    known = sorted({c.rank for c in candidates})
+    if rank is not None and known and rank not in known:
+        return InvalidArgument(
+            f"routing.data_parallel_rank is {rank}; ranks now: {', '.join(map(str, known))}",
+            field="routing.data_parallel_rank",
+        )
+    whose = "no engine takes requests now" if rank is None else f"the engine of rank {rank} takes no requests now"
+    return Unavailable(whose, retry_after=1.0)

@@ -1,0 +1,128 @@
+"""From what a client asks to what an engine computes: defaults, tokenization, validation."""
+
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from penstock_common.errors import InvalidArgument, NotFound, nearest
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing import sampling
+from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.tokenizer import Tokenizer
+
+
+class ModelLimits(NamedTuple):
+    """What engines can take: tokens of prompt and output together, and the number of token ids."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class InputProcessor:
+    """Validates and tokenizes. Every error names the field, the value and the limit."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, generation_config: Mapping[str, Any], *, model_name: str, limits: LimitsConfig
+    ) -> None:
+        """Raises ConfigError when the model's own defaults are out of range."""
+        self._tokenizer = tokenizer
+        self._defaults = sampling.model_defaults(generation_config)
+        self._model_name = model_name
+        self._limits = limits
+        self._serial = itertools.count(1)
+
+    def check_model(self, name: str, *, field: str = "model") -> None:
+        """Raise NotFound unless ``name`` is the served model, or empty."""
+        if name and name != self._model_name:
+            hint = nearest(name, [self._model_name])
+            raise NotFound(f"{field} is {name!r}; known: {self._model_name}{hint}", field=field)
+
+    def request_id(self, given: str) -> str:
+        """The request's id for its client: the given one or a random one."""
+        size = len(given.encode())
+        if size > self._limits.max_request_id_bytes:
+            raise InvalidArgument(
+                f"request_id has {size} bytes; the limit is {self._limits.max_request_id_bytes}", field="request_id"
+            )
+        return given or uuid.uuid4().hex
+
+    async def process(self, request: GenerateRequest, request_id: str) -> EngineCoreRequest:
+        """Everything that can be said without an engine. ``request_id``: as from ``request_id()``."""
+        self.check_model(request.model)
+        params = sampling.resolve(request.sampling, self._defaults, self._limits)
+        salt_size = len(request.cache_salt.encode())
+        if salt_size > self._limits.max_cache_salt_bytes:
+            raise InvalidArgument(
+                f"cache_salt has {salt_size} bytes; the limit is {self._limits.max_cache_salt_bytes}",
+                field="cache_salt",
+            )
+        arrival_time = time.time()
+        return EngineCoreRequest(
+            # Unique even where a client uses an id again.
+            request_id=f"{request_id}-{next(self._serial):x}",
+            external_request_id=request_id,
+            prompt_token_ids=await self._prompt(request, params),
+            sampling_params=params,
+            arrival_time=arrival_time,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
+            priority=request.priority,
+            deadline=request.deadline,
+            trace_context=request.trace_context,
+        )
+
+    def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
+        """What depends on the engines: the prompt's length and its token ids."""
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        check_token_ids(prompt, limits.vocab_size, field="token_ids.ids")
+        sampling.check_vocabulary(params, limits.vocab_size)
+        if len(prompt) >= limits.max_model_len:
+            room = " and leaves no room for output" if len(prompt) == limits.max_model_len else ""
+            raise InvalidArgument(
+                f"prompt is {len(prompt)} tokens; max_model_len is {limits.max_model_len}{room}",
+                field="prompt",
+                reason="PROMPT_TOO_LONG",
+            )
+        room_left = limits.max_model_len - len(prompt)
+        if params.min_tokens > room_left:
+            raise InvalidArgument(
+                f"sampling_params.min_tokens is {params.min_tokens}; a prompt of {len(prompt)} tokens leaves room for "
+                f"{room_left}",
+                field="sampling_params.min_tokens",
+            )
+
+    def check_length(self, prompt: str | Sequence[int], *, field: str) -> None:
+        """Raise InvalidArgument when a text or list of token ids is too long to be worth looking at."""
+        if len(prompt) > self._limits.max_prompt_length:
+            what = "characters" if isinstance(prompt, str) else "ids"
+            raise InvalidArgument(
+                f"{field} has {len(prompt)} {what}; the limit is {self._limits.max_prompt_length}", field=field
+            )
+
+    async def _prompt(self, request: GenerateRequest, params: SamplingParams) -> list[int]:
+        prompt = request.prompt
+        field = "text" if isinstance(prompt, str) else "token_ids.ids"
+        if not prompt:
+            raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)
+        self.check_length(prompt, field=field)
+        if isinstance(prompt, str):
+            ids = (await self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise InvalidArgument(f"{field} has no tokens: there is no prompt", field=field)
+        keep = params.truncate_prompt_tokens
+        return ids if keep is None else ids[-keep:]
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
+    """Raise InvalidArgument naming the first id that is not in the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise InvalidArgument(
+            f"{field}[{index}] is {token_ids[index]}; it must be below the vocabulary size, {vocab_size}", field=field
+        )

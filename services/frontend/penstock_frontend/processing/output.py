@@ -1,0 +1,177 @@
+"""From what engines produce to what clients read."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.logging import get_logger
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.collector import OutputCollector
+from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.output_text import OutputText
+from penstock_frontend.processing.request import Finish, Usage
+from penstock_frontend.processing.tokenizer import Tokenizer
+
+
+class EngineFaultError(Exception):
+    """An engine broke the contract of its outputs. What it says can no longer be trusted."""
+
+
+class RequestState:
+    """One request from acceptance to its end. ``engine``: key of the engine it runs on, ``""`` before it is routed."""
+
+    __slots__ = (
+        "attempt",
+        "collector",
+        "engine",
+        "external_id",
+        "num_cached",
+        "num_prompt",
+        "num_received",
+        "request_id",
+        "started",
+        "text",
+    )
+
+    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
+        params = request.sampling_params
+        self.request_id = request.request_id
+        self.external_id = request.external_request_id
+        self.attempt = request.attempt
+        self.engine = ""
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_cached = 0
+        self.num_received = 0
+        self.started = time.monotonic()
+        self.collector = OutputCollector(params.output_kind, params.stream_interval)
+        self.text = OutputText(
+            IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            if params.detokenize
+            else None,
+            stops=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(self.num_prompt, self.num_cached, self.text.num_tokens)
+
+
+class OutputProcessor:
+    """Follows every request of this frontend and turns engine steps into deltas.
+
+    Every output names the attempt that produced it and the offset of its first token. What an older attempt still sends
+    and tokens that were there already are dropped; a gap means that tokens are lost, which no later output can repair.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._states)
+
+    def add(self, request: EngineCoreRequest) -> RequestState:
+        """Follow a request from now on."""
+        state = RequestState(request, self._tokenizer)
+        self._states[state.request_id] = state
+        return state
+
+    def remove(self, state: RequestState) -> bool:
+        """Stop following a request. Returns whether it had not ended yet."""
+        return self._states.pop(state.request_id, None) is not None
+
+    def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+        """Take one step's outputs; returns the ids of requests that the engine need not go on with.
+
+        Raises EngineFaultError when the engine cannot be trusted any more; its requests are then still followed.
+        """
+        to_abort: list[str] = []
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None or output.attempt != state.attempt:
+                continue  # ended, or of an older attempt
+            try:
+                ended_here = self._advance(state, output)
+            except EngineFaultError:
+                raise
+            except Exception as e:  # one request's defect must not end the others of the step
+                get_logger().error("output processing failed", request=state.external_id, exc_info=e)
+                self._fail(state, Internal(f"internal error ({type(e).__name__})"))
+                ended_here = True
+            if ended_here and output.finish_reason is None:
+                to_abort.append(state.request_id)
+        return to_abort
+
+    def fail_engine(self, engine: str, error: RequestFailed) -> None:
+        """End every request of an engine that is gone."""
+        for state in [s for s in self._states.values() if s.engine == engine]:
+            self._fail(state, error)
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """End these requests, where they have not ended yet."""
+        for request_id in request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                self._fail(state, error)
+
+    def fail_all(self, error: RequestFailed) -> list[str]:
+        """End every request; returns their ids."""
+        request_ids = list(self._states)
+        self.fail(request_ids, error)
+        return request_ids
+
+    def _advance(self, state: RequestState, output: EngineCoreOutput) -> bool:
+        """Give one output to its request. Returns whether the request has ended."""
+        if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._fail(state, _failure(output))
+            return True
+        token_ids = self._new_tokens(state, output)
+        if output.prefill_stats is not None:
+            state.num_cached = output.prefill_stats.num_cached_tokens
+        if token_ids:
+            if state.num_received == 0:
+                self._metrics.first_token(state.started, state.num_prompt)
+            state.num_received += len(token_ids)
+            self._metrics.tokens(len(token_ids))
+        delta = state.text.add(
+            token_ids,
+            ended=output.finish_reason is not None,
+            stop_token=output.finish_reason is FinishReason.STOP,
+        )
+        if delta.stop:
+            finish = Finish(FinishReason.STOP, delta.stop, state.usage())
+        elif output.finish_reason is not None:
+            finish = Finish(output.finish_reason, output.stop_reason, state.usage())
+        else:
+            state.collector.put(delta)
+            return False
+        del self._states[state.request_id]
+        self._metrics.finished(state.started, finish.reason)
+        state.collector.put(delta, finish)
+        return True
+
+    def _new_tokens(self, state: RequestState, output: EngineCoreOutput) -> Sequence[int]:
+        repeated = state.num_received - output.offset
+        if repeated < 0:
+            raise EngineFaultError(
+                f"output of request {state.external_id} goes on at token {output.offset}, not {state.num_received}"
+            )
+        return output.new_token_ids[repeated:] if repeated else output.new_token_ids
+
+    def _fail(self, state: RequestState, error: RequestFailed) -> None:
+        del self._states[state.request_id]
+        state.collector.fail(error)
+
+
+def _failure(output: EngineCoreOutput) -> RequestFailed:
+    if output.error is not None:
+        return output.error.to_exception()
+    if output.finish_reason is FinishReason.ABORT:
+        # Requests that the client ended are not followed any more: the engine did this, on its way out.
+        return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
+    return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")

@@ -1,0 +1,111 @@
+"""The output of one request as text and tokens: what may be shown, what must be held back, where it is cut."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.stop_strings import StopMatcher
+
+
+class TextDelta(NamedTuple):
+    """What became final: text and the tokens that carry it. ``stop``: the stop string that ended the output, or ``""``."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    stop: str = ""
+
+
+class OutputText:
+    """Turns new tokens into what a client may see of them.
+
+    Text is released once no stop string can swallow it any more, a token once all of its text is released. So the pieces
+    of a stream joined together are the text of the whole output. A stop string cuts both: of the tokens those remain
+    whose text ends before the cut, or all up to the one that completed the stop string when it is included.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_ends",
+        "_include_stop",
+        "_length",
+        "_min_tokens",
+        "_released",
+        "_stops",
+        "_text",
+        "_tokens",
+        "num_tokens",
+    )
+
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer | None,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Without a detokenizer there is no text, and tokens are released at once."""
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._text = ""  # held back
+        self._tokens: deque[int] = deque()  # held back
+        self._ends: deque[int] = deque()  # where the text of the held tokens ends, as far as it is settled
+        self._length = 0  # of all text so far
+        self._released = 0  # of it
+        self.num_tokens = 0
+        """Output tokens so far, those of a stop string included."""
+
+    def add(self, token_ids: Sequence[int], *, ended: bool = False, stop_token: bool = False) -> TextDelta:
+        """Take the next tokens. ``ended``: there are no more; ``stop_token``: the last of them stopped the output.
+
+        The token that stopped an output is one of its tokens; its text is shown only with ``include_stop``.
+        Tokens after a stop string are dropped.
+        """
+        if self._detokenizer is None:
+            self.num_tokens += len(token_ids)
+            return TextDelta(token_ids=token_ids)
+        detokenizer = self._detokenizer
+        silent = stop_token and not self._include_stop
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            self._tokens.append(token_id)
+            text = "" if silent and index == last else detokenizer.push(token_id)
+            if (stop := self._grow(text, settled=not detokenizer.pending)) is not None:
+                return stop
+        if not ended:
+            return self._release(self._length - (self._stops.partial if self._stops else 0))
+        if (stop := self._grow(detokenizer.flush(), settled=True)) is not None:
+            return stop
+        return self._release(self._length)
+
+    def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
+        """Take in new text; the cut if a stop string is complete. ``settled``: every token's text is there."""
+        before = self._length
+        self._text += text
+        self._length += len(text)
+        if settled:
+            self._ends.extend([self._length] * (len(self._tokens) - len(self._ends)))
+        if self._stops is None or self.num_tokens <= self._min_tokens:
+            return None
+        match = self._stops.feed(text)
+        if match is None:
+            return None
+        end = before + match.end
+        if self._include_stop:
+            delta = self._release(end)
+            return TextDelta(delta.text, [*delta.token_ids, *self._tokens], match.stop)
+        return self._release(end - len(match.stop))._replace(stop=match.stop)
+
+    def _release(self, upto: int) -> TextDelta:
+        count = upto - self._released
+        text, self._text = self._text[:count], self._text[count:]
+        self._released = upto
+        tokens = []
+        while self._ends and self._ends[0] <= upto:
+            self._ends.popleft()
+            tokens.append(self._tokens.popleft())
+        return TextDelta(text, tokens)

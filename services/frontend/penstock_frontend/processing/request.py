@@ -1,0 +1,51 @@
+"""Requests and outputs as every public protocol sees them, before and after the engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.types.outputs import FinishReason
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to continue. ``prompt`` is text or token ids.
+
+    ``sampling`` holds the sampling parameters that the client set, under the names of ``SamplingParams``.
+    ``deadline`` is in seconds since the Unix epoch.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: dict[str, Any] = {}
+    model: str = ""
+    request_id: str = ""
+    add_special_tokens: bool = True
+    cache_salt: str = ""
+    data_parallel_rank: int | None = None
+    priority: int = 0
+    trace_context: dict[str, str] = {}
+    deadline: float | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts. ``completion_tokens`` counts what the engine produced, the tokens of a stop string included."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """How an output ended. ``stop_reason``: the stop string or stop token id; None at the model's own end of sequence."""
+
+    reason: FinishReason
+    stop_reason: int | str | None
+    usage: Usage
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an output, or all of it, as the output kind says. ``finish`` is set on the last one."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish: Finish | None = None

@@ -1,0 +1,136 @@
+"""The model's tokenizer, on the ``tokenizers`` library alone: importing transformers costs seconds."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from penstock_common.errors import ConfigError
+from penstock_frontend.config import ModelConfig
+
+_FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
+_WEIGHT_INDEXES = ("*.index.json",)
+
+
+class Encoded(NamedTuple):
+    """Token ids, and the tokens as the vocabulary writes them."""
+
+    ids: list[int]
+    tokens: list[str]
+
+
+class Tokenizer:
+    """Text to tokens in a small thread pool, off the event loop; tokens to text in the caller's thread.
+
+    Special tokens around a text (begin of sequence) are those that the post-processor in tokenizer.json adds.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, num_threads: int = 1) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        """Tokenize ``text``."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of a whole sequence, decoded off the event loop."""
+        kept = [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.decode, kept)
+
+    def close(self) -> None:
+        """End the thread pool; texts not begun yet are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoded:
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return Encoded(encoding.ids, encoding.tokens)
+
+
+class ModelFiles(NamedTuple):
+    """What the frontend reads of a model: ``tokenizer``, and ``generation_config.json`` as a dict (empty without one)."""
+
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+
+
+def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
+    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError naming what is missing."""
+    folder = resolve(config)
+    backend = _load_backend(folder, config.path)
+    return ModelFiles(Tokenizer(backend, num_threads=num_threads), _read_json(folder / "generation_config.json"))
+
+
+def resolve(config: ModelConfig) -> Path:
+    """The local directory of the model; a hub id is downloaded, weights left out. Raises ConfigError."""
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
+        raise ConfigError(f"model.path is {config.path!r}: there is no such directory")
+    import huggingface_hub  # imported here: costs time and is needed for hub ids alone
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                config.path,
+                revision=config.revision or None,
+                allow_patterns=list(_FILES),
+                ignore_patterns=list(_WEIGHT_INDEXES),
+            )
+        )
+    except Exception as e:  # its failures have no common base: HTTP, offline, validation
+        raise ConfigError(
+            f"model.path is {config.path!r}: no such directory, and the hub says: {_first_line(e)}"
+        ) from e
+
+
+def _load_backend(folder: Path, path: str) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return _convert_tokenizer(folder, path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as e:  # tokenizers raises nothing narrower
+        raise ConfigError(f"model.path is {path!r}: its tokenizer.json cannot be read: {_first_line(e)}") from e
+
+
+def _convert_tokenizer(folder: Path, path: str) -> tokenizers.Tokenizer:
+    problem = f"model.path is {path!r}: it has no tokenizer.json, and none can be made from what it has"
+    try:
+        from transformers import AutoTokenizer  # slow to import, and only needed to convert other formats
+
+        backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
+    except Exception as e:  # whatever the model's tokenizer class raises
+        raise ConfigError(f"{problem}: {_first_line(e)}") from e
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ConfigError(problem)
+    return backend
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold an object")
+    return data

@@ -1,0 +1,114 @@
+"""Messages of ``penstock.enginecore.v1`` to the domain and back. Decoding outputs is hot: once per step and engine."""
+
+from penstock.common.v1 import finish_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.rpc import stats
+from penstock_common.rpc.sampling import to_proto
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineReady,
+    FinishReason,
+    PrefillStats,
+    RequestError,
+    UtilityOutput,
+)
+from penstock_common.types.request import EngineCoreRequest
+
+_FINISH_REASONS: dict[int, FinishReason] = {int(reason): reason for reason in FinishReason}
+
+
+def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
+    """The message that starts a request."""
+    message = pb.SessionRequest()
+    add = message.add
+    add.request_id = request.request_id
+    add.external_request_id = request.external_request_id
+    add.prompt_token_ids.extend(request.prompt_token_ids)
+    add.sampling_params.CopyFrom(to_proto(request.sampling_params))
+    add.arrival_time = request.arrival_time
+    add.cache_salt = request.cache_salt
+    if request.data_parallel_rank is not None:
+        add.data_parallel_rank = request.data_parallel_rank
+    add.current_wave = request.current_wave
+    add.priority = request.priority
+    add.attempt = request.attempt
+    add.prior_output_token_ids.extend(request.prior_output_token_ids)
+    if request.deadline is not None:
+        add.deadline = request.deadline
+    add.trace_context.update(request.trace_context)
+    return message
+
+
+def engine_ready(message: pb.Ready) -> EngineReady:
+    """Who the engine is."""
+    return EngineReady(
+        engine_id=message.engine_id,
+        incarnation=message.incarnation,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        num_kv_blocks=message.num_kv_blocks,
+        block_size=message.block_size,
+        vocab_size=message.vocab_size,
+        revision=message.revision,
+        data_parallel_rank=message.data_parallel_rank,
+        data_parallel_size=message.data_parallel_size,
+        config_hash=message.config_hash,
+        capabilities=tuple(message.capabilities),
+    )
+
+
+def engine_core_outputs(message: pb.EngineCoreOutputs) -> EngineCoreOutputs:
+    """What one step produced for this frontend."""
+    return EngineCoreOutputs(
+        engine_index=message.engine_index,
+        outputs=[_output(output) for output in message.outputs],
+        scheduler_stats=stats.from_proto(message.scheduler_stats) if message.HasField("scheduler_stats") else None,
+        timestamp=message.timestamp,
+        utility_output=_utility_output(message.utility_output) if message.HasField("utility_output") else None,
+        finished_requests=list(message.finished_requests),
+    )
+
+
+def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
+    output = EngineCoreOutput(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        offset=message.offset,
+        new_token_ids=list(message.new_token_ids),
+    )
+    if message.HasField("prefill_stats"):
+        prefill = message.prefill_stats
+        output.prefill_stats = PrefillStats(
+            num_prompt_tokens=prefill.num_prompt_tokens, num_cached_tokens=prefill.num_cached_tokens
+        )
+    if message.finish_reason:
+        # A reason that this revision does not know is no normal end either.
+        output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)
+        output.stop_reason = _stop_reason(message.stop_reason)
+        if message.HasField("error"):
+            output.error = _error(message.error)
+    return output
+
+
+def _stop_reason(message: finish_pb2.StopReason) -> int | str | None:
+    which = message.WhichOneof("reason")
+    if which == "token_id":
+        return message.token_id
+    return message.text if which == "text" else None
+
+
+def _error(message: finish_pb2.RequestError) -> RequestError:
+    return RequestError(
+        code=message.code,
+        message=message.message,
+        field=message.field,
+        reason=message.reason,
+        retry_after=message.retry_after if message.HasField("retry_after") else None,
+    )
+
+
+def _utility_output(message: pb.UtilityOutput) -> UtilityOutput:
+    if message.WhichOneof("outcome") == "error":
+        return UtilityOutput(call_id=message.call_id, error=_error(message.error))
+    return UtilityOutput(call_id=message.call_id, result=message.result)

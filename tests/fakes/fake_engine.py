@@ -1,0 +1,295 @@
+"""An engine without a model: a real ``penstock.enginecore.v1`` server whose output is known in advance.
+
+The token at output index i of a request with seed s is ``token_at(s, i)``, or what ``script`` says for the request. A
+step gives every running request ``tokens_per_step`` tokens. Steps run as fast as the loop allows, unless ``manual`` is
+set: then each call of ``step`` runs one.
+
+A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or with
+STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+
+from penstock.common.v1 import finish_pb2, stats_pb2
+from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.config import ServerConfig
+from penstock_common.rpc.server import RpcServer
+
+DEFAULT_MAX_TOKENS = 16
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Script = Callable[[pb.EngineCoreRequest], Sequence[int] | None]
+
+
+def token_at(seed: int, index: int, *, vocab_size: int = 256) -> int:
+    """The token at an output index: the first 8 bytes of SHA-256 of ``"seed:index"``, modulo the vocabulary's size."""
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % vocab_size
+
+
+class FakeRequest:
+    """A running request and how many tokens of it are out."""
+
+    def __init__(self, message: pb.EngineCoreRequest, session: "FakeSession", script: Sequence[int] | None) -> None:
+        self.message = message
+        self.session = session
+        self.script = script
+        self.num_sent = len(message.prior_output_token_ids)
+
+    def token(self, index: int, vocab_size: int) -> int:
+        if self.script is not None:
+            return self.script[index]
+        return token_at(self.message.sampling_params.seed, index, vocab_size=vocab_size)
+
+
+class FakeSession:
+    """One frontend's stream. ``None`` in the queue ends it, an exception breaks it."""
+
+    def __init__(self, hello: pb.Hello) -> None:
+        self.hello = hello
+        self.queue: asyncio.Queue[pb.SessionResponse | Exception | None] = asyncio.Queue()
+
+    def send(self, **message: Any) -> None:
+        self.queue.put_nowait(pb.SessionResponse(**message))
+
+
+class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
+    """See the module. What came in is in ``requests`` and ``aborted``; ``until`` waits for a condition on the engine.
+
+    ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
+    is sent. ``utilities``: answers of utility calls by method name.
+    """
+
+    def __init__(
+        self,
+        engine_id: str = "engine-0",
+        *,
+        model: str = "model",
+        incarnation: str = "1",
+        max_model_len: int = 128,
+        vocab_size: int = 256,
+        rank: int = 0,
+        manual: bool = False,
+        script: Script = lambda request: None,
+        protocol_revision: int = 1,
+    ) -> None:
+        self.ready = pb.Ready(
+            engine_id=engine_id,
+            incarnation=incarnation,
+            max_model_len=max_model_len,
+            num_kv_blocks=1024,
+            block_size=16,
+            model=model,
+            vocab_size=vocab_size,
+            data_parallel_rank=rank,
+            data_parallel_size=1,
+            capabilities=["generate"],
+            protocol_revision=protocol_revision,
+        )
+        self.script = script
+        self.eos_token_id = -1
+        self.tokens_per_step = 1
+        self.num_cached_tokens = 0
+        self.refusal: finish_pb2.RequestError | None = None
+        self.mangle: Callable[[pb.EngineCoreOutput], pb.EngineCoreOutput | None] = lambda output: output
+        self.utilities: dict[str, Any] = {"reset_prefix_cache": True}
+        self.requests: list[pb.EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.running: dict[str, FakeRequest] = {}
+        self.sessions: list[FakeSession] = []
+        self.num_steps = 0
+        self._manual = manual
+        self._changed = asyncio.Condition()
+        self._wake = asyncio.Event()
+        self._server: RpcServer | None = None
+        self._steps: asyncio.Task[None] | None = None
+        self._notifications: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> "FakeEngine":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def start(self, port: int = 0) -> None:
+        """Serve, on a free port unless one is given."""
+        self._server = RpcServer(
+            ServerConfig(host="127.0.0.1", port=port), service_names=["penstock.enginecore.v1.EngineCoreService"]
+        )
+        service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.server)
+        self.port = await self._server.start()
+        if not self._manual:
+            self._steps = asyncio.create_task(self._run())
+
+    async def kill(self) -> None:
+        """Vanish: the connection is closed without a word. ``start(port)`` brings the engine back."""
+        if self._steps is not None:
+            self._steps.cancel()
+            await asyncio.gather(self._steps, return_exceptions=True)
+            self._steps = None
+        if self._server is not None:
+            await self._server.server.stop(None)
+            self._server = None
+        self.running.clear()
+        self.sessions.clear()
+
+    def break_streams(self) -> None:
+        """Every session ends with an error."""
+        for session in self.sessions:
+            session.queue.put_nowait(ConnectionResetError("the stream broke"))
+
+    def close_streams(self) -> None:
+        """Every session ends without a word."""
+        for session in self.sessions:
+            session.queue.put_nowait(None)
+
+    def die(self, reason: str) -> None:
+        """Say engine_dead on every session and end it."""
+        for session in self.sessions:
+            session.send(engine_dead=pb.EngineDead(reason=reason))
+            session.queue.put_nowait(None)
+
+    def drain(self, deadline: float = 0.0) -> None:
+        """Say that no new requests are taken."""
+        for session in self.sessions:
+            session.send(draining=pb.Draining(deadline=deadline))
+
+    def finish_all(self, reason: "finish_pb2.FinishReason.ValueType") -> None:
+        """End every running request without more tokens."""
+        for request in list(self.running.values()):
+            self._send(request, pb.EngineCoreOutput(finish_reason=reason))
+
+    def step(self) -> None:
+        """One step: tokens for every running request, one frame per session."""
+        self.num_steps += 1
+        outputs: dict[FakeSession, list[pb.EngineCoreOutput]] = {}
+        for request in list(self.running.values()):
+            if (output := self.mangle(self._advance(request))) is not None:
+                outputs.setdefault(request.session, []).append(output)
+        for session, of_session in outputs.items():
+            session.send(outputs=pb.EngineCoreOutputs(outputs=of_session, scheduler_stats=self._stats()))
+        self._notify()
+
+    async def until(self, condition: Callable[["FakeEngine"], object], limit: float = 10.0) -> None:
+        """Wait until ``condition(engine)`` holds. Raises TimeoutError after ``limit`` seconds."""
+        async with asyncio.timeout(limit), self._changed:
+            await self._changed.wait_for(lambda: condition(self))
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        first = await anext(aiter(request_iterator))
+        session = FakeSession(first.hello)
+        self.sessions.append(session)
+        reader = asyncio.create_task(self._read(request_iterator, session))
+        self._notify()
+        try:
+            yield pb.SessionResponse(ready=self.ready)
+            while (message := await session.queue.get()) is not None:
+                if isinstance(message, Exception):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, str(message))
+                else:
+                    yield message
+        finally:
+            reader.cancel()
+            if session in self.sessions:
+                self.sessions.remove(session)
+            self.running = {k: r for k, r in self.running.items() if r.session is not session}
+            self._notify()
+
+    async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
+        return pb.GetEngineInfoResponse(ready=self.ready, scheduler_stats=self._stats())
+
+    async def _read(self, requests: AsyncIterator[pb.SessionRequest], session: FakeSession) -> None:
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "add":
+                self._add(message.add, session)
+            elif kind == "abort":
+                self.aborted.extend(message.abort.request_ids)
+                for request_id in message.abort.request_ids:
+                    self.running.pop(request_id, None)
+            elif kind == "utility":
+                self._answer(message.utility, session)
+            self._wake.set()
+            self._notify()
+
+    def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
+        self.requests.append(message)
+        request = FakeRequest(message, session, self.script(message))
+        if self.refusal is not None:
+            self._send(request, pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_ERROR, error=self.refusal))
+        else:
+            self.running[message.request_id] = request
+
+    def _answer(self, call: pb.UtilityCall, session: FakeSession) -> None:
+        output = pb.UtilityOutput(call_id=call.call_id)
+        if call.method in self.utilities:
+            output.result = msgspec.msgpack.encode(self.utilities[call.method])
+        else:
+            output.error.code, output.error.message = "NOT_FOUND", f"no utility {call.method!r}"
+        session.send(outputs=pb.EngineCoreOutputs(utility_output=output))
+
+    def _send(self, request: FakeRequest, output: pb.EngineCoreOutput) -> None:
+        output.request_id, output.attempt = request.message.request_id, request.message.attempt
+        output.offset = request.num_sent
+        self.running.pop(output.request_id, None)
+        request.session.send(outputs=pb.EngineCoreOutputs(outputs=[output], scheduler_stats=self._stats()))
+        self._notify()
+
+    def _advance(self, request: FakeRequest) -> pb.EngineCoreOutput:
+        message, params = request.message, request.message.sampling_params
+        output = pb.EngineCoreOutput(request_id=message.request_id, attempt=message.attempt, offset=request.num_sent)
+        if request.num_sent == len(message.prior_output_token_ids):
+            output.prefill_stats.num_prompt_tokens = len(message.prompt_token_ids)
+            output.prefill_stats.num_cached_tokens = self.num_cached_tokens
+        room = self.ready.max_model_len - len(message.prompt_token_ids)
+        asked = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+        limit = min(room, asked if request.script is None else min(asked, len(request.script)))
+        while len(output.new_token_ids) < self.tokens_per_step and not output.finish_reason:
+            token = request.token(request.num_sent, self.ready.vocab_size)
+            output.new_token_ids.append(token)
+            request.num_sent += 1
+            if token in params.stop_token_ids:
+                output.finish_reason = finish_pb2.FINISH_REASON_STOP
+                output.stop_reason.token_id = token
+            elif token == self.eos_token_id:
+                output.finish_reason = finish_pb2.FINISH_REASON_STOP
+            elif request.num_sent >= limit:
+                output.finish_reason = finish_pb2.FINISH_REASON_LENGTH
+        if output.finish_reason:
+            del self.running[message.request_id]
+        return output
+
+    def _stats(self) -> stats_pb2.SchedulerStats:
+        return stats_pb2.SchedulerStats(num_running_reqs=len(self.running), step_counter=self.num_steps)
+
+    async def _run(self) -> None:
+        while True:
+            if not self.running:
+                self._wake.clear()
+                await self._wake.wait()
+            self.step()
+            await asyncio.sleep(0)
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        task = asyncio.create_task(notify())
+        self._notifications.add(task)
+        task.add_done_callback(self._notifications.discard)

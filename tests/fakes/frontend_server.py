@@ -1,0 +1,123 @@
+"""A real frontend inside the test's event loop, on free loopback ports, and its public client."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.admin.v1 import service_pb2_grpc as admin_grpc
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_common.config import ServerConfig
+from penstock_common.errors import RequestFailed
+from penstock_common.rpc.status import from_rpc_error
+from penstock_frontend.app import Frontend
+from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
+
+LOOPBACK = ServerConfig(host="127.0.0.1", port=0)
+SERVICE = "penstock.inference.v1.InferenceService"
+
+
+class FrontendServer:
+    """``async with FrontendServer(model_path, engines=[address])``; options are fields of FrontendConfig."""
+
+    def __init__(self, model_path: Path, *, engines: Sequence[str] = (), **options: Any) -> None:
+        self.config = FrontendConfig(
+            **{
+                "model": ModelConfig(path=str(model_path), served_model_name="model"),
+                "frontend_id": "frontend-0",
+                "engines": tuple(engines),
+                "server": LOOPBACK,
+                "admin": LOOPBACK,
+                "http": HttpConfig(port=-1),
+                "drain_timeout": 5.0,
+                **options,
+            }
+        )
+
+    async def __aenter__(self) -> "FrontendServer":
+        self.frontend = Frontend(self.config)
+        await self.frontend.startup()
+        self.running = asyncio.create_task(self._run())
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.frontend.port}")
+        self.admin_channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.frontend.admin_port}")
+        self.stub = service_pb2_grpc.InferenceServiceStub(self.channel)
+        self.admin = admin_grpc.AdminServiceStub(self.admin_channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self.running.done():
+            self.frontend.stop()
+            self.frontend.stop()  # no draining
+        await self.running
+        await self.channel.close()
+        await self.admin_channel.close()
+
+    async def _run(self) -> None:
+        await self.frontend.main_loop()
+        await self.frontend.shutdown()
+
+    def generate(self, text: str = "hi", *, timeout: float | None = 20.0, **fields: Any) -> Any:
+        """The call of a Generate; keywords that GenerateRequest does not have are sampling parameters."""
+        return self.stub.Generate(make_request(text, **fields), timeout=timeout)
+
+    async def outputs(self, text: str = "hi", **fields: Any) -> list[pb.GenerateResponse]:
+        """All messages of a Generate. Raises the RequestFailed it ended with."""
+        return await collect(self.generate(text, **fields))
+
+    async def until_health(self, *, serving: bool, service: str = SERVICE) -> None:
+        """Watch the health service until it says so."""
+        want = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        async with asyncio.timeout(10):
+            call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+            async for status in call:
+                if status.status == want:
+                    break
+            call.cancel()
+
+
+def make_request(text: str = "hi", **fields: Any) -> pb.GenerateRequest:
+    """A GenerateRequest; keywords that it does not have are sampling parameters."""
+    own = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
+    request = pb.GenerateRequest(**({"text": text} | own if "token_ids" not in own else own))
+    for name, value in fields.items():
+        if isinstance(value, list | tuple):
+            getattr(request.sampling_params, name).extend(value)
+        else:
+            setattr(request.sampling_params, name, value)
+    return request
+
+
+async def collect(call: Any) -> list[Any]:
+    """All messages of a stream. Raises the RequestFailed it ended with."""
+    try:
+        return [message async for message in call]
+    except grpc.aio.AioRpcError as e:
+        raise from_rpc_error(e) from e
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Poll until a condition holds that nothing announces. Raises TimeoutError after 10 s."""
+    async with asyncio.timeout(10):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+async def failure(call: Any) -> RequestFailed:
+    """What a call fails with."""
+    try:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            await collect(call)
+        else:
+            await call
+    except grpc.aio.AioRpcError as e:
+        return from_rpc_error(e)
+    except RequestFailed as e:
+        return e
+    raise AssertionError("the call did not fail")

@@ -1,0 +1,222 @@
+"""Wrong input on every public RPC: the status and the field, and a server that goes on."""
+
+import math
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.admin.v1 import messages_pb2 as admin_pb
+from penstock.common.v1 import finish_pb2, tensor_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2
+from penstock_common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable, Unimplemented
+from penstock_frontend.config import LimitsConfig
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer, failure, make_request
+from tests.fakes.small_tokenizers import byte_level, save_model
+
+VOCAB = byte_level().get_vocab_size()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with FakeEngine(vocab_size=VOCAB) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def frontend(engine: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
+    async with FrontendServer(model, engines=[engine.address]) as frontend:
+        await frontend.until_health(serving=True)
+        yield frontend
+
+
+def ids(*token_ids: int) -> pb.TokenIds:
+    return pb.TokenIds(ids=token_ids)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(), "prompt"),
+        (make_request(""), "text"),
+        (make_request(token_ids=ids()), "token_ids.ids"),
+        (make_request(token_ids=ids(1, VOCAB)), "token_ids.ids"),
+        (make_request(token_ids=ids(1, 2**32 - 1)), "token_ids.ids"),
+        (make_request("x" * 500), "prompt"),
+        (make_request(request_id="r" * 257), "request_id"),
+        (make_request(cache_salt="s" * 257), "cache_salt"),
+        (make_request(temperature=-1), "sampling_params.temperature"),
+        (make_request(temperature=math.nan), "sampling_params.temperature"),
+        (make_request(temperature=math.inf), "sampling_params.temperature"),
+        (make_request(top_p=0), "sampling_params.top_p"),
+        (make_request(top_p=math.nan), "sampling_params.top_p"),
+        (make_request(top_k=-5), "sampling_params.top_k"),
+        (make_request(min_p=2), "sampling_params.min_p"),
+        (make_request(max_tokens=0), "sampling_params.max_tokens"),
+        (make_request(max_tokens=2, min_tokens=3), "sampling_params.min_tokens"),
+        (make_request(min_tokens=1000), "sampling_params.min_tokens"),
+        (make_request(stop=[""]), "sampling_params.stop[0]"),
+        (make_request(stop=["x"] * 65), "sampling_params.stop"),
+        (make_request(stop=["x" * 1000]), "sampling_params.stop[0]"),
+        (make_request(stop_token_ids=[VOCAB]), "sampling_params.stop_token_ids[0]"),
+        (make_request(stream_interval=0), "sampling_params.stream_interval"),
+        (make_request(truncate_prompt_tokens=0), "sampling_params.truncate_prompt_tokens"),
+        (make_request(output_kind=99), "sampling_params.output_kind"),
+        (make_request(routing=pb.RoutingHints(data_parallel_rank=5)), "routing.data_parallel_rank"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_wrong_field_of_generate_is_named(
+    frontend: FrontendServer, request_: pb.GenerateRequest, field: str
+) -> None:
+    error = await failure(frontend.stub.Generate(request_))
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
+    assert await frontend.outputs(max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (make_request(lora="adapter"), "lora"),
+        (pb.GenerateRequest(embeds=tensor_pb2.Tensor(shape=[1])), "embeds"),
+        (make_request(routing=pb.RoutingHints(tenant="t")), "routing.tenant"),
+        (make_request(n=2), "sampling_params.n"),
+        (make_request(logprobs=0), "sampling_params.logprobs"),
+        (make_request(presence_penalty=0.5), "sampling_params.presence_penalty"),
+        (make_request(allowed_token_ids=[1]), "sampling_params.allowed_token_ids"),
+        (make_request(bad_words=["x"]), "sampling_params.bad_words"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_field_of_a_later_feature_is_refused_by_name(
+    frontend: FrontendServer, request_: pb.GenerateRequest, field: str
+) -> None:
+    error = await failure(frontend.stub.Generate(request_))
+    assert isinstance(error, Unimplemented)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "field"),
+    [
+        (lambda stub: stub.Generate(make_request(model="other")), NotFound, "model"),
+        (lambda stub: stub.Tokenize(pb.TokenizeRequest(model="other")), NotFound, "model"),
+        (lambda stub: stub.Detokenize(pb.DetokenizeRequest(model="other")), NotFound, "model"),
+        (lambda stub: stub.GetModel(pb.GetModelRequest(name="other")), NotFound, "name"),
+        (lambda stub: stub.GetModel(pb.GetModelRequest()), NotFound, "name"),
+        (lambda stub: stub.Tokenize(pb.TokenizeRequest(text="x" * 5_000_000)), InvalidArgument, "text"),
+        (lambda stub: stub.Detokenize(pb.DetokenizeRequest(token_ids=[VOCAB])), InvalidArgument, "token_ids"),
+    ],
+)
+async def test_wrong_input_of_other_methods_is_named(
+    frontend: FrontendServer, call: Callable[[Any], Any], kind: type[Exception], field: str
+) -> None:
+    error = await failure(call(frontend.stub))
+    assert isinstance(error, kind)
+    assert error.field == field
+
+
+async def test_an_unknown_model_is_answered_with_the_known_one(frontend: FrontendServer) -> None:
+    error = await failure(frontend.generate(model="modle"))
+    assert error.message == "model is 'modle'; known: model; did you mean 'model'?"
+
+
+async def test_metadata_that_is_no_number_is_named(frontend: FrontendServer) -> None:
+    error = await failure(frontend.stub.Generate(make_request(), metadata=(("x-penstock-priority", "high"),)))
+    assert isinstance(error, InvalidArgument)
+    assert error.field == "x-penstock-priority"
+
+
+async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: FrontendServer) -> None:
+    error = await failure(frontend.generate(token_ids=ids(*[1] * 300)))
+    assert error.message == "prompt is 300 tokens; max_model_len is 128"
+    assert error.reason == "PROMPT_TOO_LONG"
+
+
+@pytest.mark.parametrize("method", ["Chat", "Embed", "Classify", "Score", "GenerateSession"])
+async def test_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
+    descriptor = service_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[method]
+    channel: Any = frontend.channel
+    path = f"/{descriptor.containing_service.full_name}/{method}"
+    call: Any
+    if descriptor.client_streaming:
+        call = channel.stream_stream(path)(iter([b""]))
+    elif descriptor.server_streaming:
+        call = channel.unary_stream(path)(b"")
+    else:
+        call = channel.unary_unary(path)(b"")
+    with pytest.raises(grpc.aio.AioRpcError) as e:
+        await call if not descriptor.server_streaming else [m async for m in call]
+    assert (e.value.code(), e.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served yet")
+
+
+@pytest.mark.parametrize("method", ["Pause", "Sleep", "LoadLora", "Scale", "CollectiveRpc"])
+async def test_admin_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
+    error = await failure(getattr(frontend.admin, method)(getattr(admin_pb, f"{method}Request")()))
+    assert isinstance(error, Unimplemented)
+    assert error.message == f"{method} is not served yet"
+
+
+async def test_an_id_in_use_is_refused_and_free_again_afterwards(model: Path) -> None:
+    engine = FakeEngine(vocab_size=VOCAB, manual=True)
+    async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
+        first = frontend.generate(request_id="same", max_tokens=1)
+        await engine.until(lambda e: e.running)
+        error = await failure(frontend.generate(request_id="same"))
+        assert isinstance(error, InvalidArgument)
+        assert (error.field, error.reason) == ("request_id", "DUPLICATE_REQUEST_ID")
+        engine.step()
+        assert [m async for m in first]
+        again = frontend.generate(request_id="same", max_tokens=1)
+        await engine.until(lambda e: e.running)
+        engine.step()
+        assert [m async for m in again]
+
+
+async def test_requests_beyond_the_limit_are_refused_with_a_delay(model: Path) -> None:
+    engine = FakeEngine(vocab_size=VOCAB, manual=True)
+    limits = LimitsConfig(max_requests=2)
+    async with engine, FrontendServer(model, engines=[engine.address], limits=limits) as frontend:
+        calls = [frontend.generate(max_tokens=1) for _ in range(2)]
+        await engine.until(lambda e: len(e.running) == 2)
+        error = await failure(frontend.generate())
+        assert isinstance(error, ResourceExhausted)
+        assert error.retry_after == 1.0
+        engine.step()
+        for call in calls:
+            assert [m async for m in call]
+
+
+async def test_what_the_engine_refuses_reaches_its_client_with_all_details(
+    engine: FakeEngine, frontend: FrontendServer
+) -> None:
+    engine.refusal = finish_pb2.RequestError(
+        code="RESOURCE_EXHAUSTED", message="the queue is full", field="prompt", reason="QUEUE_FULL", retry_after=2.5
+    )
+    error = await failure(frontend.generate())
+    assert isinstance(error, ResourceExhausted)
+    assert (error.message, error.field, error.reason, error.retry_after) == (
+        "the queue is full",
+        "prompt",
+        "QUEUE_FULL",
+        2.5,
+    )
+    engine.refusal = None
+    assert await frontend.outputs(max_tokens=1)
+
+
+async def test_an_error_without_details_is_retryable(frontend: FrontendServer, engine: FakeEngine) -> None:
+    engine.mangle = lambda output: type(output)(
+        request_id=output.request_id, finish_reason=finish_pb2.FINISH_REASON_ERROR
+    )
+    assert isinstance(await failure(frontend.generate()), Unavailable)

@@ -1,0 +1,214 @@
+"""The frontend as a process: start, HTTP, signals, draining, and configuration errors."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_common.errors import ConfigError, Unavailable
+from penstock_frontend.config import HttpConfig
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
+from tests.fakes.small_tokenizers import byte_level, save_model
+
+VOCAB = byte_level().get_vocab_size()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    """An engine that steps when told to."""
+    async with FakeEngine(vocab_size=VOCAB, manual=True) as engine:
+        yield engine
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    def fetch() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as e:
+            with e:
+                return e.code, e.read().decode()
+
+    return await asyncio.to_thread(fetch)
+
+
+async def start_process(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock_frontend", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def output_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+    async with asyncio.timeout(30):
+        _, stderr = await process.communicate()
+    return process.returncode, stderr.decode()
+
+
+async def test_a_stopping_frontend_finishes_what_runs_and_refuses_what_is_new(engine: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[engine.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
+        reader = asyncio.create_task(collect(frontend.generate(max_tokens=2)))
+        await engine.until(lambda e: e.running)
+        assert (await get(frontend.frontend.http_port, "/health"))[0] == 200
+        frontend.frontend.stop()
+        await frontend.until_health(serving=False)
+        error = await failure(frontend.generate())
+        assert isinstance(error, Unavailable)
+        assert error.reason == "SHUTTING_DOWN"
+        assert (await get(frontend.frontend.http_port, "/health"))[0] == 503
+        engine.step()
+        engine.step()
+        assert await reader
+        await frontend.running
+
+
+async def test_what_runs_longer_than_the_drain_timeout_ends_as_unavailable(engine: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[engine.address], drain_timeout=0.05) as frontend:
+        reader = asyncio.create_task(failure(frontend.generate()))
+        await engine.until(lambda e: e.running)
+        frontend.frontend.stop()
+        error = await reader
+        assert isinstance(error, Unavailable)
+        assert error.reason == "SHUTTING_DOWN"
+        await frontend.running
+        await engine.until(lambda e: not e.running)
+
+
+async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: Path) -> None:
+    async with FrontendServer(model, engines=["127.0.0.1:1"], drain_timeout=0.05) as frontend:
+        reader = asyncio.create_task(failure(frontend.generate()))
+        await eventually(lambda: frontend.frontend._llm._live)
+        frontend.frontend.stop()
+        error = await reader
+    assert isinstance(error, Unavailable)
+    assert error.reason == "SHUTTING_DOWN"
+
+
+async def test_metrics_are_served_under_the_names_of_the_field(engine: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[engine.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
+        reader = asyncio.create_task(collect(frontend.generate(max_tokens=1)))
+        await engine.until(lambda e: e.running)
+        status, during = await get(frontend.frontend.http_port, "/metrics")
+        engine.step()
+        await reader
+        _, after = await get(frontend.frontend.http_port, "/metrics")
+    assert status == 200
+    assert 'penstock:requests_in_flight{model_name="model"} 1.0' in during
+    assert 'vllm:request_success_total{finished_reason="length",model_name="model"} 1.0' in after
+    assert 'vllm:generation_tokens_total{model_name="model"} 1.0' in after
+    assert 'penstock:requests_in_flight{model_name="model"} 0.0' in after
+
+
+async def test_reflection_lists_the_public_service(model: Path) -> None:
+    async with FrontendServer(model, engines=["127.0.0.1:1"]) as frontend:
+        channel: Any = frontend.channel
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        make: Any = reflection_pb2.ServerReflectionRequest
+        request = make(list_services="")
+        call = stub.ServerReflectionInfo(iter([request]))
+        names = [s.name async for m in call for s in m.list_services_response.service]
+    assert "penstock.inference.v1.InferenceService" in names
+    assert "penstock.admin.v1.AdminService" not in names
+
+
+async def test_a_taken_http_port_is_a_config_error(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = FrontendServer(model, engines=["127.0.0.1:1"], http=HttpConfig(host="127.0.0.1", port=port))
+        with pytest.raises(ConfigError, match=f"http.port {port}"):
+            await server.__aenter__()
+        await server.frontend.shutdown()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_process_serves_and_ends_cleanly_on_a_signal(
+    engine: FakeEngine, model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    grpc_port, admin_port, http_port = free_port(), free_port(), free_port()
+    config = tmp_path / "frontend.yaml"
+    config.write_text(
+        f"model: {{path: {model}}}\nengines: ['{engine.address}']\n"
+        f"server: {{host: 127.0.0.1, port: {grpc_port}}}\nadmin: {{port: {admin_port}}}\n"
+        f"http: {{host: 127.0.0.1, port: {http_port}}}\n"
+    )
+    process = await start_process("--config", str(config), "--drain-timeout", "10")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub = service_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(make_request(max_tokens=1), wait_for_ready=True, timeout=30)
+        await engine.until(lambda e: e.running, limit=30)
+        process.send_signal(number)
+        engine.step()
+        assert [message async for message in call]
+    code, log = await output_of(process)
+    assert code == 0, log
+    assert "frontend stopped" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "model is required"),
+        (("--model.path", "/nowhere", "--engines", "[a:1]"), "model.path is '/nowhere': there is no such directory"),
+        (("--model.path", "{model}"), "coordinator.address or engines is required"),
+        (("--model.path", "{model}", "--engines", "[a:1]", "--server.port", "{port}"), "Choose a free port"),
+    ],
+)
+async def test_a_wrong_configuration_is_one_line_and_exit_code_2(
+    model: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        values = {"model": model, "port": taken.getsockname()[1]}
+        process = await start_process(*(a.format(**values) for a in arguments), "--log.level", "error")
+        code, log = await output_of(process)
+    assert code == 2
+    assert message in log
+    assert log.startswith("penstock_frontend: ")
+    assert log.count("\n") == 1
+
+
+async def test_the_frontend_runs_where_torch_cannot_be_imported() -> None:
+    code = "import sys; sys.modules.update(torch=None, transformers=None); import penstock_frontend.__main__"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=dict(os.environ))
+    async with asyncio.timeout(30):
+        assert await process.wait() == 0
+
+
+async def test_an_open_health_watch_is_told_and_does_not_hold_up_the_end(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with FrontendServer(model, engines=["127.0.0.1:1"]) as frontend:
+        stub: Any = health_pb2_grpc.HealthStub(frontend.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+        first = await watch.read()
+        frontend.frontend.stop()
+        await frontend.running
+    assert first.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,0 +1,107 @@
+"""Input processing: tokenization, truncation, and the limits of the engines."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock_common.errors import InvalidArgument, NotFound
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.input import InputProcessor, ModelLimits
+from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.tokenizer import Tokenizer
+from tests.fakes import small_tokenizers
+
+LIMITS = ModelLimits(max_model_len=10, vocab_size=400)
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(small_tokenizers.byte_level())
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.fixture
+def inputs(tokenizer: Tokenizer) -> InputProcessor:
+    return InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig(max_prompt_length=50))
+
+
+async def process(inputs: InputProcessor, **fields: Any) -> EngineCoreRequest:
+    return await inputs.process(GenerateRequest(**fields), inputs.request_id(fields.get("request_id", "")))
+
+
+async def test_text_is_tokenized_with_the_special_tokens_of_the_tokenizer(
+    inputs: InputProcessor, tokenizer: Tokenizer
+) -> None:
+    with_bos = await process(inputs, prompt="hello")
+    without = await process(inputs, prompt="hello", add_special_tokens=False)
+    assert with_bos.prompt_token_ids == [0, *without.prompt_token_ids]
+    assert tokenizer.decode(without.prompt_token_ids) == "hello"
+
+
+async def test_token_ids_are_used_as_they_are(inputs: InputProcessor) -> None:
+    assert (await process(inputs, prompt=(7, 8, 9))).prompt_token_ids == [7, 8, 9]
+
+
+async def test_truncation_keeps_the_last_tokens(inputs: InputProcessor) -> None:
+    request = await process(inputs, prompt=(7, 8, 9), sampling={"truncate_prompt_tokens": 2})
+    assert request.prompt_token_ids == [8, 9]
+
+
+async def test_ids_towards_the_engine_are_unique_even_for_the_same_request_id(inputs: InputProcessor) -> None:
+    requests = [await process(inputs, prompt=(1,), request_id="r") for _ in range(3)]
+    assert len({r.request_id for r in requests}) == 3
+    assert {r.external_request_id for r in requests} == {"r"}
+
+
+def test_a_request_without_an_id_gets_a_random_one(inputs: InputProcessor) -> None:
+    assert len({inputs.request_id("") for _ in range(10)}) == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"prompt": ""}, "text", "text is empty"),
+        ({"prompt": ()}, "token_ids.ids", "is empty"),
+        ({"prompt": "x" * 51}, "text", "51 characters; the limit is 50"),
+        ({"prompt": (1,) * 51}, "token_ids.ids", "51 ids; the limit is 50"),
+        ({"prompt": "x", "cache_salt": "s" * 257}, "cache_salt", "257 bytes; the limit is 256"),
+        ({"prompt": "x", "request_id": "é" * 129}, "request_id", "258 bytes; the limit is 256"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_before_an_engine_is_needed(
+    inputs: InputProcessor, fields: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message) as e:
+        await process(inputs, **fields)
+    assert e.value.field == field
+
+
+async def test_an_unknown_model_is_refused_with_the_known_ones(inputs: InputProcessor) -> None:
+    with pytest.raises(NotFound, match="model is 'demmo'; known: demo"):
+        await process(inputs, prompt="x", model="demmo")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field", "message"),
+    [
+        ((1,) * 12, {}, "prompt", "prompt is 12 tokens; max_model_len is 10"),
+        ((1,) * 10, {}, "prompt", "leaves no room for output"),
+        ((1, 400), {}, "token_ids.ids", r"token_ids.ids\[1\] is 400; it must be below the vocabulary size, 400"),
+        ((1,) * 8, {"min_tokens": 3}, "sampling_params.min_tokens", "leaves room for 2"),
+        ((1,), {"stop_token_ids": (400,)}, "sampling_params.stop_token_ids[0]", "is 400"),
+    ],
+)
+async def test_what_the_engines_cannot_take_is_refused(
+    inputs: InputProcessor, prompt: tuple[int, ...], params: dict[str, Any], field: str, message: str
+) -> None:
+    request = await process(inputs, prompt=prompt, sampling=params)
+    with pytest.raises(InvalidArgument, match=message) as e:
+        inputs.check(request, LIMITS)
+    assert e.value.field == field
+
+
+async def test_the_longest_prompt_that_leaves_room_for_a_token_is_taken(inputs: InputProcessor) -> None:
+    inputs.check(await process(inputs, prompt=(1,) * 9), LIMITS)

@@ -1,0 +1,186 @@
+"""The output processor: offsets and attempts, ends, errors, and what is aborted."""
+
+from typing import Any
+
+import pytest
+
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, PrefillStats, RequestError
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import OutputKind, SamplingParams
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing.output import EngineFaultError, OutputProcessor, RequestState
+from penstock_frontend.processing.request import RequestOutput, Usage
+from penstock_frontend.processing.tokenizer import Tokenizer
+from tests.fakes import small_tokenizers
+
+TOKENIZER = Tokenizer(small_tokenizers.byte_level())
+METRICS = FrontendMetrics("demo")
+
+
+@pytest.fixture
+def metrics() -> FrontendMetrics:
+    return FrontendMetrics("demo")
+
+
+@pytest.fixture
+def processor(metrics: FrontendMetrics) -> OutputProcessor:
+    return OutputProcessor(TOKENIZER, metrics)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER._backend.encode(text, add_special_tokens=False).ids
+
+
+def add(processor: OutputProcessor, request_id: str = "r", engine: str = "e0", **params: Any) -> RequestState:
+    request = EngineCoreRequest(
+        request_id=request_id,
+        external_request_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(**params),
+    )
+    state = processor.add(request)
+    state.engine = engine
+    return state
+
+
+def output(tokens: list[int], offset: int = 0, **fields: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id="r", new_token_ids=tokens, offset=offset, **fields)
+
+
+async def take(state: RequestState) -> RequestOutput:
+    return await state.collector.get()
+
+
+async def test_an_output_carries_text_tokens_and_at_the_end_usage(processor: OutputProcessor) -> None:
+    state = add(processor)
+    stats = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2)
+    assert processor.process([output(ids_of("a"), prefill_stats=stats)]) == []
+    assert processor.process([output(ids_of("b"), 1, finish_reason=FinishReason.LENGTH)]) == []
+    last = await take(state)
+    assert (last.text, last.token_ids) == ("ab", ids_of("ab"))
+    assert last.finish is not None
+    assert (last.finish.reason, last.finish.usage) == (FinishReason.LENGTH, Usage(3, 2, 2))
+    assert len(processor) == 0
+
+
+async def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine(processor: OutputProcessor) -> None:
+    state = add(processor, stop=("b",))
+    assert processor.process([output(ids_of("a")), output(ids_of("b"), 1)]) == ["r"]
+    last = await take(state)
+    assert last.finish is not None
+    assert (last.text, last.finish.reason, last.finish.stop_reason) == ("a", FinishReason.STOP, "b")
+    assert processor.process([output(ids_of("c"), 2)]) == []
+
+
+async def test_a_stop_string_in_the_last_output_needs_no_abort(processor: OutputProcessor) -> None:
+    state = add(processor, stop=("b",))
+    assert processor.process([output(ids_of("ab"), finish_reason=FinishReason.LENGTH)]) == []
+    last = await take(state)
+    assert last.finish is not None
+    assert (last.finish.reason, last.finish.stop_reason) == (FinishReason.STOP, "b")
+
+
+async def test_repeated_tokens_are_dropped(processor: OutputProcessor) -> None:
+    state = add(processor)
+    processor.process([output(ids_of("ab")), output(ids_of("ab")), output(ids_of("bc"), 1), output(ids_of("d"), 3)])
+    assert (await take(state)).text == "abcd"
+
+
+async def test_outputs_of_another_attempt_are_dropped(processor: OutputProcessor) -> None:
+    state = add(processor)
+    state.attempt = 1
+    processor.process([output(ids_of("x")), output(ids_of("a"), attempt=1)])
+    assert (await take(state)).text == "a"
+
+
+def test_a_gap_is_a_fault_of_the_engine(processor: OutputProcessor) -> None:
+    add(processor)
+    processor.process([output(ids_of("a"))])
+    with pytest.raises(EngineFaultError, match="request r goes on at token 2, not 1"):
+        processor.process([output(ids_of("c"), 2)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"error": RequestError(code="INVALID_ARGUMENT", message="bad", field="f")}, InvalidArgument, "bad"),
+        (
+            {"error": RequestError(code="RESOURCE_EXHAUSTED", message="full", retry_after=2.0)},
+            ResourceExhausted,
+            "full",
+        ),
+        ({}, Unavailable, "failed"),
+    ],
+)
+async def test_an_error_reaches_its_client_with_its_status(
+    processor: OutputProcessor, fields: dict[str, Any], error: type[PenstockError], message: str
+) -> None:
+    state, other = add(processor), add(processor, "other")
+    processor.process([output([], finish_reason=FinishReason.ERROR, **fields)])
+    with pytest.raises(error, match=message):
+        await take(state)
+    processor.process([EngineCoreOutput(request_id="other", new_token_ids=ids_of("a"))])
+    assert (await take(other)).text == "a"
+
+
+async def test_a_request_whose_time_was_up_in_the_engine_ends_with_that_status(processor: OutputProcessor) -> None:
+    state = add(processor)
+    error = RequestError(code="DEADLINE_EXCEEDED", message="too late")
+    processor.process([output([], finish_reason=FinishReason.ABORT, error=error)])
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        await take(state)
+
+
+async def test_an_abort_that_the_client_did_not_ask_for_is_unavailable(processor: OutputProcessor) -> None:
+    state = add(processor)
+    processor.process([output([], finish_reason=FinishReason.ABORT)])
+    with pytest.raises(Unavailable, match="shutting down"):
+        await take(state)
+
+
+async def test_a_lost_engine_ends_its_requests_and_no_others(processor: OutputProcessor) -> None:
+    state, other = add(processor), add(processor, "other", engine="e1")
+    processor.fail_engine("e0", Unavailable("engine e0 is gone"))
+    with pytest.raises(Unavailable, match="e0 is gone"):
+        await take(state)
+    processor.process([EngineCoreOutput(request_id="other", new_token_ids=ids_of("a"))])
+    assert (await take(other)).text == "a"
+
+
+async def test_outputs_of_unknown_requests_are_ignored(processor: OutputProcessor) -> None:
+    assert processor.process([output([1])]) == []
+
+
+async def test_final_output_comes_once(processor: OutputProcessor) -> None:
+    state = add(processor, output_kind=OutputKind.FINAL)
+    processor.process([output(ids_of("a"))])
+    processor.process([output(ids_of("b"), 1, finish_reason=FinishReason.STOP)])
+    assert (await take(state)).text == "a"  # the token that stopped the output has no text
+
+
+async def test_a_defect_in_one_request_leaves_the_others_alone(processor: OutputProcessor) -> None:
+    broken, other = add(processor), add(processor, "other")
+    not_a_token = -1
+    to_abort = processor.process(
+        [output([not_a_token]), EngineCoreOutput(request_id="other", new_token_ids=ids_of("a"))]
+    )
+    assert to_abort == ["r"]
+    assert (await take(other)).text == "a"
+    with pytest.raises(PenstockError, match="internal error"):
+        await take(broken)
+
+
+def test_metrics_count_tokens_and_ends(processor: OutputProcessor, metrics: FrontendMetrics) -> None:
+    add(processor)
+    processor.process([output(ids_of("ab"))])
+    processor.process([output(ids_of("c"), 2, finish_reason=FinishReason.LENGTH)])
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"model_name": "demo", **labels})
+
+    assert value("vllm:generation_tokens_total") == 3
+    assert value("vllm:prompt_tokens_total") == 3
+    assert value("vllm:request_success_total", finished_reason="length") == 1
+    assert value("vllm:time_to_first_token_seconds_count") == 1
+    assert value("vllm:e2e_request_latency_seconds_count") == 1

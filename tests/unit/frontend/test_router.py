@@ -1,0 +1,83 @@
+"""The router: least loaded first, ties in turn, never an engine that takes nothing."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_frontend.engine.router import Candidate, Load, Router
+
+ENGINES = [Candidate(f"e{i}", i) for i in range(4)]
+
+
+def test_idle_engines_are_taken_in_turn() -> None:
+    router = Router()
+    assert Counter(router.pick(ENGINES) for _ in range(40)) == {e.key: 10 for e in ENGINES}
+
+
+def test_two_frontends_start_at_different_engines() -> None:
+    assert len({Router(start).pick(ENGINES) for start in range(4)}) == 4
+
+
+def test_the_least_loaded_engine_is_picked_until_the_others_are_no_worse() -> None:
+    router = Router()
+    router.report("e0", waiting=0, running=0, kv_cache_usage=0.0)
+    router.report("e1", waiting=0, running=12, kv_cache_usage=0.0)
+    assert [router.pick(ENGINES[:2]) for _ in range(3)] == ["e0", "e0", "e0"]
+    assert "e1" in [router.pick(ENGINES[:2]) for _ in range(2)]
+
+
+def test_waiting_requests_weigh_four_times_running_ones() -> None:
+    assert Load(waiting=2, running=0).score == Load(waiting=0, running=8).score
+
+
+def test_kv_usage_counts_beyond_one_half_only() -> None:
+    assert Load(kv_cache_usage=0.5).score == Load(kv_cache_usage=0.1).score
+    assert Load(kv_cache_usage=0.9).score > Load(kv_cache_usage=0.7).score > Load(kv_cache_usage=0.5).score
+
+
+def test_a_report_replaces_the_picks_since_the_last() -> None:
+    router = Router()
+    router.pick(ENGINES[:1])
+    router.report("e0", waiting=0, running=1, kv_cache_usage=0.0)
+    assert router.load("e0") == Load(0, 1, 0.0)
+
+
+def test_an_engine_that_takes_nothing_is_passed_over() -> None:
+    engines = [Candidate("e0", 0, accepting=False), Candidate("e1", 1)]
+    router = Router()
+    router.report("e1", waiting=100, running=100, kv_cache_usage=1.0)
+    assert {router.pick(engines) for _ in range(5)} == {"e1"}
+
+
+def test_an_explicit_rank_wins_over_load() -> None:
+    router = Router()
+    router.report("e2", waiting=50, running=50, kv_cache_usage=0.9)
+    assert router.pick(ENGINES, rank=2) == "e2"
+
+
+def test_a_rank_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(InvalidArgument, match="is 9; ranks now: 0, 1, 2, 3") as e:
+        Router().pick(ENGINES, rank=9)
+    assert e.value.field == "routing.data_parallel_rank"
+
+
+def test_a_rank_that_takes_nothing_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="rank 0"):
+        Router().pick([Candidate("e0", 0, accepting=False), Candidate("e1", 1)], rank=0)
+
+
+def test_without_engines_the_request_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        Router().pick([])
+
+
+@given(loads=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.floats(0, 1)), min_size=4, max_size=4))
+def test_the_pick_always_has_the_lowest_score(loads: list[tuple[int, int, float]]) -> None:
+    router = Router()
+    for engine, (waiting, running, usage) in zip(ENGINES, loads, strict=True):
+        router.report(engine.key, waiting=waiting, running=running, kv_cache_usage=usage)
+    scores = {engine.key: router.load(engine.key).score for engine in ENGINES}
+    assert scores[router.pick(ENGINES)] == min(scores.values())

@@ -1,0 +1,85 @@
+"""Sampling parameters: whose default counts, and what is refused."""
+
+import math
+from typing import Any
+
+import pytest
+
+from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing import sampling
+
+LIMITS = LimitsConfig()
+MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 64}
+
+
+def test_what_is_given_wins_over_the_model_and_the_model_over_ours() -> None:
+    params = sampling.resolve({"temperature": 0.0}, sampling.model_defaults(MODEL), LIMITS)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.0, 0.9, 20, 0.0, 64)
+
+
+def test_a_model_that_does_not_sample_gives_no_filters() -> None:
+    defaults = sampling.model_defaults(MODEL | {"do_sample": False})
+    assert defaults == {"max_tokens": 64}
+
+
+def test_a_generation_config_out_of_range_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="generation_config.*temperature is -1"):
+        sampling.model_defaults({"do_sample": True, "temperature": -1})
+
+
+def test_a_seed_is_concrete_and_differs_when_none_is_given() -> None:
+    seeds = {sampling.resolve({}, {}, LIMITS).seed for _ in range(20)}
+    assert None not in seeds
+    assert len(seeds) == 20
+    assert sampling.resolve({"seed": 0}, {}, LIMITS).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 100.5}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"stop": ("",)}, "stop[0]"),
+        ({"stop": ("a", "")}, "stop[1]"),
+        ({"stop": ("x",) * 65}, "stop"),
+        ({"stop": ("x" * 257,)}, "stop[0]"),
+        ({"stop": ("x",), "detokenize": False}, "stop"),
+        ({"stop_token_ids": (1,) * 1025}, "stop_token_ids"),
+    ],
+)
+def test_values_out_of_range_are_refused_naming_the_field(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as e:
+        sampling.resolve(given, {}, LIMITS)
+    assert e.value.field == f"sampling_params.{field}"
+    assert e.value.field in e.value.message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 100.0, "top_p": 1.0, "top_k": 0, "min_p": 1.0},
+        {"max_tokens": 1, "min_tokens": 1},
+        {"stop": ("x" * 256,) * 64},
+    ],
+)
+def test_values_at_the_limit_are_taken(given: dict[str, Any]) -> None:
+    sampling.resolve(given, {}, LIMITS)
+
+
+def test_stop_token_ids_outside_the_vocabulary_are_refused() -> None:
+    params = sampling.resolve({"stop_token_ids": (5, 300)}, {}, LIMITS)
+    with pytest.raises(InvalidArgument, match=r"stop_token_ids\[1\] is 300; it must be below the vocabulary size, 256"):
+        sampling.check_vocabulary(params, 256)
