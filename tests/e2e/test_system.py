@@ -111,10 +111,9 @@ async def test_a_killed_engines_requests_end_with_unavailable_and_the_rest_goes_
     calls = [cluster.generate(PROMPTS[i % 8], seed=i, max_tokens=400, ignore_eos=True) for i in range(20)]
     await asyncio.gather(*(call.read() for call in calls))
     await cluster.engines[1].kill()
-    async with asyncio.timeout(10):
-        ends = await asyncio.gather(*(read(call) for call in calls), return_exceptions=True)
+    ends = await asyncio.gather(*(read(call) for call in calls), return_exceptions=True)
     failed = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
-    assert 0 < len(failed) < 20
+    assert 0 < len(failed) < 20, cluster.frontend.log()
     assert {error.code() for error in failed} == {grpc.StatusCode.UNAVAILABLE}
     assert all("engine-1" in (error.details() or "") for error in failed)
     assert all(isinstance(end, Answer | grpc.aio.AioRpcError) for end in ends)
