@@ -6,7 +6,6 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
 from penstock_common.metrics import MetricsServer
@@ -14,9 +13,8 @@ from penstock_common.rpc.server import RpcServer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.metrics import CoordinatorMetrics
-from penstock_coordinator.rpc.servicer import CoordinatorServicer
+from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer
 
-SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 STOP_GRACE = 0.2
 
 
@@ -39,7 +37,7 @@ class Coordinator:
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
         self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME])
         servicer = CoordinatorServicer(self._cluster)
-        service_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, self._rpc.server)
+        servicer.add_to_server(self._rpc.server)
         try:
             self.port = await self._rpc.start()
         except ConfigError:

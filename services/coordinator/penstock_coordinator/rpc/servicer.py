@@ -18,11 +18,18 @@ from penstock_coordinator.rpc import convert
 Context = grpc.aio.ServicerContext[object, object]
 
 
+SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
+
+
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     """Turns messages into events; the state is the cluster's."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Serve this on ``server``."""
+        service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
 
     async def EngineSession(
         self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
