@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +38,6 @@ def command(request: pytest.FixtureRequest) -> list[str]:
         return [sys.executable, str(CLIENTS / "python/generate.py")]
     request.getfixturevalue("node_modules")
     return ["node", str(CLIENTS / "node/generate.mjs")]
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Undo what a shell's background job inherits, and would hand on to the clients: that SIGINT is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -62,6 +62,11 @@ def check_choice(key: str, value: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{key} is {value!r}; known: {', '.join(known)}{nearest(value, known)}")
 
 
+def model_name(path: str, served_model_name: str) -> str:
+    """The name clients use: the served name, or the last part of the path. Engines and frontends must agree on it."""
+    return served_model_name or path.rstrip("/").rsplit("/", 1)[-1]
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A gRPC listener. ``max_message_bytes`` bounds a message, ``max_concurrent_streams`` the calls of a connection."""
 

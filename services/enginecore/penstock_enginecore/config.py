@@ -16,6 +16,7 @@ from penstock_common.config import (
     ServerConfig,
     check_choice,
     check_range,
+    model_name,
     require,
 )
 
@@ -46,8 +47,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """The name clients use: the served name, or the last part of the path."""
-        return self.served_model_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+        """The name clients use."""
+        return model_name(self.path, self.served_model_name)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import socket
 
 import msgspec
 
-from penstock_common.config import LogConfig, ServerConfig, check_range, require
+from penstock_common.config import LogConfig, ServerConfig, check_range, model_name, require
 from penstock_common.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """The name clients use: the served name, or the last part of the path."""
-        return self.served_model_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+        """The name clients use."""
+        return model_name(self.path, self.served_model_name)
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

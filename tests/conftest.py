@@ -1,0 +1,19 @@
+"""What holds for every test, wherever it runs."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# How long an example of a property test takes depends on the machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Undo what a shell's background job inherits, and would hand on to processes of a test: that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
