@@ -89,6 +89,11 @@ def servers() -> Any:
 Servers = Callable[..., EngineServer]
 
 
+def endless() -> FakeExecutor:
+    """An executor whose requests can go on for longer than any test."""
+    return FakeExecutor(model_max_len=100_000, available_memory=2**30, check_kv=False)
+
+
 @pytest.fixture
 async def connect() -> AsyncIterator[Callable[[EngineServer], Client]]:
     channels: list[grpc.aio.Channel] = []
@@ -116,14 +121,16 @@ async def test_ready_comes_first_and_says_what_the_engine_can_hold(servers: Serv
 
 
 async def test_outputs_arrive_one_frame_per_step_in_order_and_complete(servers: Servers, connect: Connect) -> None:
-    client = connect(servers())
+    count = 1500  # long enough that the requests overlap, however late the last one arrives
+    executor = FakeExecutor(model_max_len=2000, available_memory=2**26, check_kv=False)
+    client = connect(servers(executor, num_blocks=4000))
     await client.hello()
     for number in range(6):
-        await client.add(f"r{number}", seed=number, max_tokens=10)
+        await client.add(f"r{number}", seed=number, max_tokens=count)
     await client.until_ended(*(f"r{n}" for n in range(6)))
-    assert client.tokens == {f"r{n}": oracle_tokens(n, 10, VOCAB) for n in range(6)}
+    assert client.tokens == {f"r{n}": oracle_tokens(n, count, VOCAB) for n in range(6)}
     assert {end.finish_reason for end in client.ends.values()} == {finish_pb2.FINISH_REASON_LENGTH}
-    assert client.frames < 60, "six requests share the frames of their steps"
+    assert client.frames < 6 * count, "requests share the frames of their steps"
 
 
 async def test_prior_tokens_count_as_output_and_are_not_sent_again(servers: Servers, connect: Connect) -> None:
@@ -138,10 +145,9 @@ async def test_prior_tokens_count_as_output_and_are_not_sent_again(servers: Serv
 
 
 async def test_an_abort_ends_the_request_and_nobody_else(servers: Servers, connect: Connect) -> None:
-    server = servers(max_model_len=200)
-    client = connect(server)
+    client = connect(servers(endless(), num_blocks=30_000))
     await client.hello()
-    await client.add("long", max_tokens=190)
+    await client.add("long", max_tokens=90_000)
     await client.add("short", seed=1, max_tokens=20)
     await client.call.write(pb.SessionRequest(abort=pb.Abort(request_ids=["long", "never-seen"])))
     await client.until_ended("long", "short")
@@ -152,8 +158,7 @@ async def test_an_abort_ends_the_request_and_nobody_else(servers: Servers, conne
 async def test_the_end_of_a_session_ends_its_requests_and_frees_their_blocks(
     servers: Servers, connect: Connect
 ) -> None:
-    executor = FakeExecutor(model_max_len=100_000, available_memory=2**30)
-    server = servers(executor, num_blocks=30_000, max_num_batched_tokens=64)
+    server = servers(endless(), num_blocks=30_000, max_num_batched_tokens=64)
     going, staying = connect(server), connect(server)
     await going.hello("going")
     await staying.hello("staying")
