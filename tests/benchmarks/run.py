@@ -30,8 +30,9 @@ console = Console()
 async def measure(args: argparse.Namespace, loads: list[Load]) -> dict[str, dict[int, list[Result]]]:
     """Results by target and number of streams, one per round."""
     results: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    reference = TransformersGenerate(args.model, args.threads)
     async with contextlib.AsyncExitStack() as stack:
+        reference = TransformersGenerate(args.model, args.threads)
+        stack.callback(reference.close)
         in_process = await stack.enter_async_context(InProcessEngine(args.model, args.threads))
         private_engine = await stack.enter_async_context(engine(args.model, args.threads))
         public_engine = await stack.enter_async_context(engine(args.model, args.threads))

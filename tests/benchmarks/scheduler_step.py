@@ -70,7 +70,7 @@ def measure(*, running: int, waiting: int = 0, steps: int = 200) -> float:
     executor = NullExecutor()
     config = EngineCoreConfig(
         model=ModelConfig(path="null"),
-        cache=CacheConfig(num_blocks=running * 64 + 2),
+        cache=CacheConfig(num_blocks=max(running * 64, 256) + 2),
         scheduler=SchedulerConfig(
             max_num_seqs=running, max_num_batched_tokens=8192, max_waiting_requests=running + waiting + 1
         ),
