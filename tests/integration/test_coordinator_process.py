@@ -76,6 +76,11 @@ def test_a_signal_ends_it_cleanly_with_streams_open(number):
             hello = pb.FrontendReport(hello=pb.FrontendHello(frontend_id="f", incarnation="1"))
             views = stub.FrontendSession(iter([hello]), wait_for_ready=True, timeout=TIMEOUT)
             assert list(next(views).engines) == []
+            commands = stub.EngineSession(iter([REGISTER]), timeout=TIMEOUT)
+            assert next(commands).registered.engine_index == 0
+            silent = stub.EngineSession(never_sent(channel), timeout=TIMEOUT)
+            health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
+            assert next(health).status == health_pb2.HealthCheckResponse.SERVING
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=TIMEOUT) as page:
                 assert b"penstock_coordinator_engines" in page.read()
             process.send_signal(number)

@@ -15,7 +15,10 @@ from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.metrics import CoordinatorMetrics
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer
 
+STREAMS_TIMEOUT = 2.0
+"""Seconds that the streams have to end by themselves, with a status, before the server stops."""
 STOP_GRACE = 0.2
+"""Seconds that calls which are left then have before they are cancelled."""
 
 
 class Coordinator:
@@ -36,8 +39,8 @@ class Coordinator:
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
         self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME])
-        servicer = CoordinatorServicer(self._cluster)
-        servicer.add_to_server(self._rpc.server)
+        self._servicer = CoordinatorServicer(self._cluster)
+        self._servicer.add_to_server(self._rpc.server)
         try:
             self.port = await self._rpc.start()
         except ConfigError:
@@ -52,6 +55,9 @@ class Coordinator:
         """End all streams and close the ports. Engines and frontends go on without."""
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
+        await self._rpc.set_serving(False)
+        self._servicer.stop()
+        await self._rpc.calls_ended(STREAMS_TIMEOUT)
         await self._rpc.stop(STOP_GRACE)
         self._metrics_server.stop()
         get_logger().info("coordinator has stopped")

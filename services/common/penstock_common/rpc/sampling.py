@@ -1,37 +1,14 @@
 """``penstock.common.v1.SamplingParams`` to the domain and back, and the refusal of what is not served yet."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
 
-from penstock.common.v1 import sampling_pb2
+from penstock.common.v1 import sampling_pb2, structured_output_pb2
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.sampling import OutputKind, SamplingParams
-
-NOT_SERVED_YET = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "n": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "spaces_between_special_tokens": True,
-    "structured_output": None,
-    "repetition_detection": None,
-}
-"""Fields whose feature comes later, with the value that asks for nothing."""
-
-
-def refuse_not_served(message: sampling_pb2.SamplingParams, *, path: str = "sampling_params") -> None:
-    """Raise Unimplemented when a field of a later feature asks for something."""
-    for field, value in message.ListFields():
-        if field.name in NOT_SERVED_YET and value != NOT_SERVED_YET[field.name]:
-            refuse(f"{path}.{field.name}")
+from penstock_common.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutput
 
 
 def refuse_set(message: Message, names: Iterable[str], *, path: str = "") -> None:
@@ -48,21 +25,15 @@ def refuse(field: str) -> None:
 
 
 def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that are set, as arguments of ``SamplingParams``. Refuses what is not served yet, and n = 0."""
+    """The fields that are set, as arguments of ``SamplingParams``. Refuses what has no meaning: n = 0, an empty constraint."""
     if message.HasField("n") and message.n < 1:
         raise InvalidArgument("sampling_params.n is 0; it must be at least 1", field="sampling_params.n")
-    refuse_not_served(message)
     values: dict[str, Any] = {}
     for field, value in message.ListFields():
-        if field.name in NOT_SERVED_YET:
-            continue
-        if field.name == "output_kind":
-            value = OutputKind(value)
-        elif field.is_repeated:
-            value = tuple(value)
-        elif field.name == "top_k":
-            value = max(value, 0) if value >= -1 else value
-        values[field.name] = value
+        if (read := _READ.get(field.name)) is not None:
+            values[field.name] = read(value)
+        else:
+            values[field.name] = tuple(value) if field.is_repeated else value
     return values
 
 
@@ -78,13 +49,67 @@ def to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         value = getattr(params, name)
         if value == default:
             continue
-        if isinstance(value, tuple):
+        if (write := _WRITE.get(name)) is not None:
+            write(message, value)
+        elif isinstance(value, tuple):
             getattr(message, name).extend(value)
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
         else:
             setattr(message, name, value)
     return message
 
 
-_DEFAULTS = {
-    name: value for name, value in msgspec.structs.asdict(SamplingParams()).items() if name not in NOT_SERVED_YET
+def _constraint(message: structured_output_pb2.StructuredOutput) -> StructuredOutput:
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        field = "sampling_params.structured_output"
+        raise InvalidArgument(
+            f"{field} is empty; set one of json_schema, json_object, regex, choice, grammar, structural_tag",
+            field=field,
+        )
+    if kind == "choice":
+        return StructuredOutput(choice=tuple(message.choice.options))
+    constraint: dict[str, Any] = {kind: getattr(message, kind)}
+    return StructuredOutput(**constraint)
+
+
+def _add_constraint(message: sampling_pb2.SamplingParams, value: StructuredOutput) -> None:
+    kind, constraint = value.constraint
+    if kind == "choice":
+        message.structured_output.choice.options.extend(value.choice)
+    else:
+        setattr(message.structured_output, kind, constraint)
+
+
+def _repetition(message: sampling_pb2.RepetitionDetection) -> RepetitionDetection:
+    return RepetitionDetection(
+        max_pattern_size=message.max_pattern_size,
+        min_pattern_size=message.min_pattern_size or 1,
+        min_count=message.min_count or 2,
+    )
+
+
+def _add_repetition(message: sampling_pb2.SamplingParams, value: RepetitionDetection) -> None:
+    message.repetition_detection.CopyFrom(sampling_pb2.RepetitionDetection(**msgspec.structs.asdict(value)))
+
+
+def _add_bad_words(message: sampling_pb2.SamplingParams, value: Iterable[tuple[int, ...]]) -> None:
+    for token_ids in value:
+        message.bad_word_token_ids.add(token_ids=token_ids)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "output_kind": OutputKind,
+    "top_k": lambda value: max(value, 0) if value >= -1 else value,
+    "logit_bias": dict,
+    "structured_output": _constraint,
+    "repetition_detection": _repetition,
+    "bad_word_token_ids": lambda sequences: tuple(tuple(sequence.token_ids) for sequence in sequences),
 }
+_WRITE: dict[str, Callable[[sampling_pb2.SamplingParams, Any], None]] = {
+    "structured_output": _add_constraint,
+    "repetition_detection": _add_repetition,
+    "bad_word_token_ids": _add_bad_words,
+}
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())

@@ -12,8 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock_common.config import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.rpc.interceptor import ErrorInterceptor
+from penstock_common.rpc.running_calls import RunningCalls
 
 MAX_METADATA_BYTES = 64 * 1024
+CLEANUP_TIMEOUT = 5.0
+"""Seconds that the handlers of cancelled calls have to clean up."""
 LIVENESS = "liveness"
 """Health name that says whether the process makes progress, whether or not it accepts requests."""
 
@@ -51,7 +54,10 @@ class RpcServer:
     ) -> None:
         self._config = config
         self._service_names = tuple(service_names)
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=server_options(config))
+        self._calls = RunningCalls()
+        self.server = grpc.aio.server(
+            interceptors=[self._calls, ErrorInterceptor(), *interceptors], options=server_options(config)
+        )
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -79,10 +85,15 @@ class RpcServer:
         for name in names or ("", *self._service_names):
             await self.health.set(name, status)
 
+    async def calls_ended(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for the services' running calls, which the services have been told to end."""
+        await self._calls.ended(seconds, infrastructure=False)
+
     async def stop(self, grace: float) -> None:
-        """Take no new calls, give running ones ``grace`` seconds, then cancel them."""
+        """Take no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace)
+        await self._calls.ended(CLEANUP_TIMEOUT)
 
 
 def _why_taken(host: str, port: int) -> str | None:

@@ -5,6 +5,9 @@ import enum
 import msgspec
 
 from penstock_common.errors import RequestFailed, request_failed
+from penstock_common.types.kv_events import KvCacheEvent
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.pooling import Vectors
 
 
 class FinishReason(enum.IntEnum):
@@ -74,12 +77,19 @@ class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New tokens of one request. ``offset`` is the index of the first new token in the whole output."""
+    """New tokens of one request. ``offset`` is the index of the first new token in the whole output.
+
+    ``new_logprobs`` are those of ``new_token_ids``, ``new_prompt_logprobs`` those of the prompt tokens computed since the
+    last output; the first prompt token has none.
+    """
 
     request_id: str
     attempt: int = 0
     offset: int = 0
     new_token_ids: list[int] = []
+    new_logprobs: Logprobs | None = None
+    new_prompt_logprobs: Logprobs | None = None
+    pooling_output: Vectors | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: RequestError | None = None
@@ -123,6 +133,7 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True):
     timestamp: float = 0.0
     utility_output: UtilityOutput | None = None
     finished_requests: list[str] = []
+    kv_events: list[KvCacheEvent] = []
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,11 @@
 
 import msgspec
 
+from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.sampling import SamplingParams
+
+NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
+"""Stands in a pooling request, which samples nothing."""
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -10,12 +14,14 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     ``attempt`` counts the engines that were given this request. ``prior_output_token_ids`` are the tokens an earlier
     attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
-    ``arrival_time`` and ``deadline`` are seconds since the Unix epoch.
+    With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
+    the second text of a pair begins in the prompt. ``arrival_time`` and ``deadline`` are seconds since the Unix epoch.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams = NO_SAMPLING
+    pooling_params: PoolingParams | None = None
     external_request_id: str = ""
     arrival_time: float = 0.0
     cache_salt: str = ""
@@ -25,4 +31,5 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     attempt: int = 0
     prior_output_token_ids: list[int] = []
     deadline: float | None = None
+    second_text_start: int | None = None
     trace_context: dict[str, str] = {}

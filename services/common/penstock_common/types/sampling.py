@@ -1,6 +1,7 @@
 """Sampling parameters as the engine and the frontend see them."""
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -31,13 +32,25 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     structural_tag: str | None = None
 
+    @property
+    def constraint(self) -> tuple[str, Any]:
+        """Name and value of the field that is set. Raises ValueError unless it is exactly one."""
+        given = [(name, value) for name in self.__struct_fields__ if (value := getattr(self, name)) not in _UNSET]
+        if len(given) != 1:
+            names = " and ".join(name for name, _ in given) or "none"
+            raise ValueError(f"a structured output has exactly one constraint; {names} is set")
+        return given[0]
+
+
+_UNSET: tuple[Any, ...] = (None, False, ())
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next token. Field for field ``penstock.common.v1.SamplingParams``.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch the filters off. ``seed`` is concrete by the time
     a request reaches an engine: the draw for output index i is a function of (seed, i) alone.
-    ``max_tokens`` None means: up to ``max_model_len``.
+    ``max_tokens`` None means: up to ``max_model_len``. ``bad_words`` are the client's; engines ban ``bad_word_token_ids``.
     """
 
     n: int = 1
@@ -69,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_detection: RepetitionDetection | None = None
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool = False
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
 from penstock_common.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.types.cluster import ClusterView
@@ -16,27 +17,33 @@ from penstock_coordinator.cluster import Cluster
 from penstock_coordinator.rpc import convert
 
 Context = grpc.aio.ServicerContext[object, object]
+T = TypeVar("T")
 
 
 SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 
 
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
-    """Turns messages into events; the state is the cluster's."""
+    """Turns messages into events; the state is the cluster's. From ``stop`` on, streams end with UNAVAILABLE."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._stopping = asyncio.Event()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Serve this on ``server``."""
         service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
+
+    def stop(self) -> None:
+        """End the streams, and those still to come."""
+        self._stopping.set()
 
     async def EngineSession(
         self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
     ) -> AsyncIterator[pb.EngineCommand]:
         """Register, then reports until the engine leaves. The end of the stream alone does not end the membership."""
         reports = aiter(request_iterator)
-        registration = convert.registration(await anext(reports, None))
+        registration = convert.registration(await self._unless_stopped(anext(reports, None)))
         session = self._cluster.new_session()
         membership = self._cluster.membership
         self._cluster.apply(membership.register(session, registration, self._cluster.now()))
@@ -44,27 +51,25 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         yield pb.EngineCommand(
             registered=pb.Registered(engine_index=index, lease_seconds=self._cluster.lease_seconds, group_epoch=0)
         )
-        async for report in reports:
-            if self._take(session, report):
-                return
+        await self._unless_stopped(self._read_until_left(session, reports))
 
     async def FrontendSession(
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
     ) -> AsyncIterator[pb.ClusterView]:
         """Hello, then the view whenever there is a new one, for as long as the frontend stays."""
         reports = aiter(request_iterator)
-        hello = convert.hello(await anext(reports, None))
+        hello = convert.hello(await self._unless_stopped(anext(reports, None)))
         session = self._cluster.new_session()
         self._cluster.frontends.connect(session, hello.frontend_id)
         get_logger().info("frontend connected", frontend=hello.frontend_id)
         reader = asyncio.create_task(self._read_demand(session, hello.frontend_id, reports))
+        stopped = asyncio.create_task(self._stopped())
         try:
-            async with contextlib.aclosing(self._views_until_failed(reader)) as views:
+            async with contextlib.aclosing(self._views_until_failed(reader, stopped)) as views:
                 async for view in views:
                     yield view_to_proto(view)
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            await _cancel(reader, stopped)
             self._cluster.frontends.disconnect(session, hello.frontend_id)
             get_logger().info("frontend gone", frontend=hello.frontend_id)
 
@@ -97,23 +102,49 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 )
         return False
 
+    async def _read_until_left(self, session: int, reports: AsyncIterator[pb.EngineReport]) -> None:
+        async for report in reports:
+            if self._take(session, report):
+                return
+
     async def _read_demand(self, session: int, frontend_id: str, reports: AsyncIterator[pb.FrontendReport]) -> None:
         async for report in reports:
             self._cluster.frontends.demand(session, frontend_id, convert.held_requests(report))
 
-    async def _views_until_failed(self, reader: asyncio.Task[None]) -> AsyncGenerator[ClusterView, None]:
-        """Views without end. Raises what the reader fails with; its normal end only means that nothing more is reported."""
+    async def _views_until_failed(self, *tasks: asyncio.Task[None]) -> AsyncGenerator[ClusterView, None]:
+        """Views without end. Raises what one of the tasks fails with; a task's normal end means nothing here."""
         version = 0
-        reading = {reader}
+        running = set(tasks)
         while True:
             newer = asyncio.create_task(self._cluster.views.newer_than(version))
             try:
-                await asyncio.wait({newer, *reading}, return_when=asyncio.FIRST_COMPLETED)
-                if reader.done():
-                    reader.result()
-                    reading.clear()
+                await asyncio.wait({newer, *running}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in running if task.done()]:
+                    task.result()
+                    running.remove(task)
                 if newer.done():
                     version, view = newer.result()
                     yield view
             finally:
                 newer.cancel()
+
+    async def _stopped(self) -> NoReturn:
+        """Raises Unavailable when the coordinator stops."""
+        await self._stopping.wait()
+        raise Unavailable("the coordinator is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T:
+        """What ``work`` returns. Raises Unavailable when the coordinator stops first; ``work`` is cancelled then."""
+        working = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self._stopped())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else stopped.result()
+        finally:
+            await _cancel(working, stopped)
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,6 +3,7 @@
 from penstock.common.v1 import events_pb2, finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
+from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -11,13 +12,12 @@ from penstock_common.types.outputs import (
     RequestError,
     UtilityOutput,
 )
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 
 NOT_SERVED_YET = (
     "prompt_embeds",
     "prompt_is_token_ids",
     "mm_features",
-    "pooling_params",
     "lora",
     "data_parallel_rank",
     "resumable",
@@ -31,13 +31,16 @@ NOT_SERVED_YET = (
 def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
     """The request. Raises Unimplemented for a field of a later feature, InvalidArgument when there are no parameters."""
     sampling.refuse_set(message, NOT_SERVED_YET)
-    if not message.HasField("sampling_params"):
-        raise InvalidArgument("sampling_params is required", field="sampling_params")
+    kind = message.WhichOneof("params")
+    if kind is None:
+        raise InvalidArgument("sampling_params or pooling_params is required", field="sampling_params")
+    pooling = parts.pooling_params_from_proto(message.pooling_params) if kind == "pooling_params" else None
     return EngineCoreRequest(
         request_id=message.request_id,
         external_request_id=message.external_request_id,
         prompt_token_ids=list(message.prompt_token_ids),
-        sampling_params=sampling.from_proto(message.sampling_params),
+        sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
+        pooling_params=pooling,
         arrival_time=message.arrival_time,
         cache_salt=message.cache_salt,
         current_wave=message.current_wave,
@@ -46,6 +49,7 @@ def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
         attempt=message.attempt,
         prior_output_token_ids=list(message.prior_output_token_ids),
         deadline=message.deadline if message.HasField("deadline") else None,
+        second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
     )
 
 
@@ -56,6 +60,7 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
         outputs=[_output_to_proto(output) for output in outputs.outputs],
         timestamp=outputs.timestamp,
         finished_requests=outputs.finished_requests,
+        kv_events=[parts.kv_event_to_proto(event) for event in outputs.kv_events],
     )
     if outputs.scheduler_stats is not None:
         message.scheduler_stats.CopyFrom(stats.to_proto(outputs.scheduler_stats))
@@ -72,6 +77,12 @@ def _output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
         new_token_ids=output.new_token_ids,
         num_nans_in_logits=output.num_nans_in_logits,
     )
+    if output.new_logprobs is not None:
+        message.new_logprobs.CopyFrom(parts.logprobs_to_proto(output.new_logprobs))
+    if output.new_prompt_logprobs is not None:
+        message.new_prompt_logprobs.CopyFrom(parts.logprobs_to_proto(output.new_prompt_logprobs))
+    if output.pooling_output is not None:
+        message.pooling_output.CopyFrom(parts.vectors_to_proto(output.pooling_output))
     if output.finish_reason is not None:
         message.finish_reason = finish_pb2.FinishReason.ValueType(output.finish_reason)
         if isinstance(output.stop_reason, int):

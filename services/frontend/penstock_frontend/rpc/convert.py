@@ -2,6 +2,7 @@
 
 from penstock.common.v1 import finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.sampling import to_proto
 from penstock_common.types.outputs import (
@@ -25,7 +26,12 @@ def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
     add.request_id = request.request_id
     add.external_request_id = request.external_request_id
     add.prompt_token_ids.extend(request.prompt_token_ids)
-    add.sampling_params.CopyFrom(to_proto(request.sampling_params))
+    if request.pooling_params is not None:
+        add.pooling_params.CopyFrom(parts.pooling_params_to_proto(request.pooling_params))
+    else:
+        add.sampling_params.CopyFrom(to_proto(request.sampling_params))
+    if request.second_text_start is not None:
+        add.second_text_start = request.second_text_start
     add.arrival_time = request.arrival_time
     add.cache_salt = request.cache_salt
     if request.data_parallel_rank is not None:
@@ -67,6 +73,7 @@ def engine_core_outputs(message: pb.EngineCoreOutputs) -> EngineCoreOutputs:
         timestamp=message.timestamp,
         utility_output=_utility_output(message.utility_output) if message.HasField("utility_output") else None,
         finished_requests=list(message.finished_requests),
+        kv_events=[event for each in message.kv_events if (event := parts.kv_event_from_proto(each)) is not None],
     )
 
 
@@ -77,6 +84,12 @@ def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
         offset=message.offset,
         new_token_ids=list(message.new_token_ids),
     )
+    if message.HasField("new_logprobs"):
+        output.new_logprobs = parts.logprobs_from_proto(message.new_logprobs)
+    if message.HasField("new_prompt_logprobs"):
+        output.new_prompt_logprobs = parts.logprobs_from_proto(message.new_prompt_logprobs)
+    if message.HasField("pooling_output"):
+        output.pooling_output = parts.vectors_from_proto(message.pooling_output)
     if message.HasField("prefill_stats"):
         prefill = message.prefill_stats
         output.prefill_stats = PrefillStats(

@@ -1,0 +1,27 @@
+"""Changes of an engine's prefix cache, for routers that follow it."""
+
+import msgspec
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that can be found from now on, in a row. ``token_ids``: theirs, concatenated. ``parent_hash``: empty at the
+    start of a prompt.
+    """
+
+    block_hashes: list[bytes]
+    parent_hash: bytes
+    token_ids: list[int]
+    block_size: int
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that cannot be found any more."""
+
+    block_hashes: list[bytes]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True):
+    """No block can be found any more."""
+
+
+KvCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,0 +1,74 @@
+"""Log-probabilities, vectors and cache events on the wire and in the domain."""
+
+from array import array
+
+import pytest
+
+from penstock.common.v1 import tensor_pb2
+from penstock_common.errors import InvalidArgument
+from penstock_common.rpc import outputs as parts
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+
+
+def some_logprobs() -> Logprobs:
+    logprobs = Logprobs()
+    logprobs.add([5, 6], [-0.5, -1.0], [1, 2])
+    logprobs.add([7], [-2.0], [9])
+    return logprobs
+
+
+def test_logprobs_survive_the_wire() -> None:
+    assert parts.logprobs_from_proto(parts.logprobs_to_proto(some_logprobs())) == some_logprobs()
+    assert parts.logprobs_from_proto(parts.logprobs_to_proto(Logprobs())) == Logprobs()
+
+
+def test_logprobs_are_cut_and_joined_by_position() -> None:
+    whole = some_logprobs()
+    joined = whole.slice(0, 1)
+    joined.extend(whole.slice(1, 2))
+    assert joined == whole
+    assert len(joined) == 2
+
+
+def test_vectors_survive_the_wire() -> None:
+    vectors = Vectors((2, 3), array("f", [1, 2, 3, 4, 5, 6.5]).tobytes())
+    assert parts.vectors_from_proto(parts.vectors_to_proto(vectors)) == vectors
+    assert parts.floats(vectors) == [1, 2, 3, 4, 5, 6.5]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT8, shape=[1], inline=b"1"),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2], inline=b"1234"),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[1], shared_memory={"name": "x"}),
+    ],
+)
+def test_what_is_no_float32_vector_is_refused(tensor: tensor_pb2.Tensor) -> None:
+    with pytest.raises(InvalidArgument, match="pooling_output"):
+        parts.vectors_from_proto(tensor)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        PoolingParams(task=PoolingTask.EMBED),
+        PoolingParams(task=PoolingTask.TOKEN_CLASSIFY, dimensions=3, normalize=False, use_activation=False),
+    ],
+)
+def test_pooling_parameters_survive_the_wire(params: PoolingParams) -> None:
+    assert parts.pooling_params_from_proto(parts.pooling_params_to_proto(params)) == params
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlockStored(block_hashes=[b"a", b"b"], parent_hash=b"", token_ids=[1, 2], block_size=1),
+        BlockRemoved(block_hashes=[b"a"]),
+        AllBlocksCleared(),
+    ],
+)
+def test_cache_events_survive_the_wire(event: KvCacheEvent) -> None:
+    assert parts.kv_event_from_proto(parts.kv_event_to_proto(event)) == event
