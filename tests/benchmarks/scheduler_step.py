@@ -9,7 +9,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.base import Progress
 
 
@@ -55,7 +55,7 @@ class NullExecutor:
         self._output = ModelRunnerOutput(request_ids=ids, sampled_token_ids=tokens)
         self.seconds += time.perf_counter() - began
 
-    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
+    def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         """At once."""
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(self._output)

@@ -16,7 +16,7 @@ import xxhash
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.base import Progress
 
 
@@ -125,7 +125,7 @@ class FakeExecutor:
         self._pending = self._compute(scheduler_output)
         self.on_execute()
 
-    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
+    def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         assert self._pending is not None, "execute_model comes first"
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(self._pending)

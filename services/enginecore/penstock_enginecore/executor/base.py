@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 Progress = Callable[[str], None]
 """Called with a line for the operator while something slow goes on."""
@@ -46,8 +46,8 @@ class Executor(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Start the forward pass of a step."""
 
-    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
-        """Sample for the step that ``execute_model`` started."""
+    def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
+        """Sample for the step that ``execute_model`` started. ``grammar``: the tokens that constrained requests may get."""
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""

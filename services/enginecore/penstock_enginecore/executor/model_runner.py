@@ -9,7 +9,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray, KVCache, StepPlan, create_backend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
 from penstock_enginecore.models.attention_hook import LayerCache, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
@@ -109,7 +109,7 @@ class ModelRunner:
         self._pending = _Pending(inputs, logits)
 
     @torch.inference_mode()
-    def sample(self) -> ModelRunnerOutput:
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
         """Tokens of the step that ``execute`` ran."""
         pending, self._pending = self._pending, None
         if pending is None or self._batch is None:

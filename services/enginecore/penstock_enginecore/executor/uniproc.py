@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.base import Progress
 from penstock_enginecore.executor.worker import Worker
 
@@ -50,10 +50,10 @@ class UniprocExecutor:
         """See ``Executor.execute_model``."""
         self._worker.runner.execute(scheduler_output)
 
-    def sample_tokens(self) -> "Future[ModelRunnerOutput]":
+    def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         """See ``Executor.sample_tokens``."""
         future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._worker.runner.sample())
+        future.set_result(self._worker.runner.sample(grammar))
         return future
 
     def shutdown(self) -> None:

@@ -1,7 +1,11 @@
 """What the scheduler tells the executor to run in one step, and what comes back."""
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.pooling import PoolingParams, Vectors
 from penstock_common.types.sampling import SamplingParams
 
 
@@ -17,6 +21,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     num_computed_tokens: int
     block_ids: tuple[list[int], ...]
     sampling_params: SamplingParams
+    pooling_params: PoolingParams | None = None
+    second_text_start: int | None = None
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
@@ -48,12 +54,27 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     preempted_request_ids: list[str] = []
 
 
+class GrammarBitmask(msgspec.Struct, frozen=True):
+    """Which tokens constrained requests of a step may get. ``bitmask`` int32 ``[len(request_ids), ceil(vocab / 32)]``: bit
+    t % 32 of word t // 32 is token t. Requests that get no token in the step, or are not constrained, are not named.
+    """
+
+    request_ids: list[str]
+    bitmask: npt.NDArray[np.int32]
+
+
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     """Sampled tokens of a step, parallel to ``request_ids``.
 
-    The list of a request whose prompt is not yet fully computed is empty.
+    The list of a request whose prompt is not yet fully computed is empty. By request id, for those that asked: ``logprobs`` of
+    the sampled tokens; ``prompt_logprobs`` of the prompt tokens that this step computed, less the first of the prompt, which
+    has none (position i of the prompt is scored by the step that computes i - 1); ``pooled``: results of pooling requests whose
+    last token was computed.
     """
 
     request_ids: list[str] = []
     sampled_token_ids: list[list[int]] = []
+    logprobs: dict[str, Logprobs] = {}
+    prompt_logprobs: dict[str, Logprobs] = {}
+    pooled: dict[str, Vectors] = {}
     num_nans_in_logits: dict[str, int] = {}
