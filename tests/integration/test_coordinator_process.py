@@ -1,6 +1,8 @@
 """``python -m penstock_coordinator`` as a process."""
 
+import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -9,9 +11,11 @@ import urllib.request
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
+from tests.fakes.cluster_members import register
 
 TIMEOUT = 30
 
@@ -25,6 +29,25 @@ def start(*args):
     return subprocess.Popen(
         [sys.executable, "-m", "penstock_coordinator", *args], stderr=subprocess.PIPE, text=True, env=os.environ
     )
+
+
+@contextlib.contextmanager
+def kept_open(*messages):
+    """A request stream that stays open behind its messages."""
+    requests = queue.SimpleQueue()
+    for message in messages:
+        requests.put(message)
+    try:
+        yield iter(requests.get, None)
+    finally:
+        requests.put(None)
+
+
+def assert_ended_as_unavailable(stream):
+    with pytest.raises(grpc.RpcError) as e:
+        next(stream)
+    assert e.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert e.value.details() == "the coordinator is shutting down"
 
 
 def run_to_end(*args):
@@ -71,21 +94,22 @@ def test_a_signal_ends_it_cleanly_with_streams_open(number):
         *("--metrics.host", "127.0.0.1", "--metrics.port", str(metrics_port)),
     )
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, kept_open() as none, kept_open(register()) as one:
             stub = service_pb2_grpc.CoordinatorServiceStub(channel)
             hello = pb.FrontendReport(hello=pb.FrontendHello(frontend_id="f", incarnation="1"))
             views = stub.FrontendSession(iter([hello]), wait_for_ready=True, timeout=TIMEOUT)
             assert list(next(views).engines) == []
-            commands = stub.EngineSession(iter([REGISTER]), timeout=TIMEOUT)
+            commands = stub.EngineSession(one, timeout=TIMEOUT)
             assert next(commands).registered.engine_index == 0
-            silent = stub.EngineSession(never_sent(channel), timeout=TIMEOUT)
+            assert [engine.engine_id for engine in next(views).engines] == ["engine-0"]
+            silent = stub.EngineSession(none, timeout=TIMEOUT)
             health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
             assert next(health).status == health_pb2.HealthCheckResponse.SERVING
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=TIMEOUT) as page:
                 assert b"penstock_coordinator_engines" in page.read()
             process.send_signal(number)
-            with pytest.raises(grpc.RpcError):
-                next(views)
+            for stream in (views, commands, silent):
+                assert_ended_as_unavailable(stream)
             _, stderr = process.communicate(timeout=TIMEOUT)
     finally:
         process.kill()
