@@ -54,6 +54,9 @@ class InProcessEngine:
         """Part of ``OutputSink``."""
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
+    def broadcast(self, outputs: EngineCoreOutputs) -> None:
+        """Part of ``OutputSink``; cache events are off."""
+
     def draining(self, timeout: float) -> None:
         """Part of ``OutputSink``; nothing runs when the benchmark stops."""
 

@@ -2,7 +2,9 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -60,6 +62,10 @@ class NullExecutor:
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(self._output)
         return future
+
+    def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
+        """See ``Executor``; there are no workers."""
+        return []
 
     def shutdown(self) -> None:
         """Nothing to release."""

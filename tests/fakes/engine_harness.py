@@ -8,11 +8,12 @@ from typing import Any
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from tests.fakes.fake_executor import FakeExecutor, oracle_token
+from tests.fakes.fake_grammars import FakeGrammars
 
 CLIENT = "client"
 
@@ -34,6 +35,7 @@ def make_config(
     prefix_caching: bool = True,
     max_model_len: int | None = None,
     drain_timeout: float = 30.0,
+    max_concurrent_batches: int = 1,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -41,16 +43,23 @@ def make_config(
         model=ModelConfig(path="fake", max_model_len=max_model_len),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
+        executor=ExecutorConfig(max_concurrent_batches=max_concurrent_batches),
         drain_timeout=drain_timeout,
     )
 
 
-def make_engine(executor: FakeExecutor | None = None, clock: FakeClock | None = None, **config: Any) -> EngineCore:
+def make_engine(
+    executor: FakeExecutor | None = None,
+    clock: FakeClock | None = None,
+    grammars: FakeGrammars | None = None,
+    **config: Any,
+) -> EngineCore:
     """A loaded engine. ``clock`` stands for both clocks."""
     config_struct = make_config(**config)
     executor = executor or FakeExecutor(block_size=config_struct.cache.block_size)
     clocks = {"monotonic_clock": clock, "wall_clock": clock} if clock else {}
-    return EngineCore(config_struct, executor, progress=lambda line: None, **clocks)
+    make_grammars = (lambda *_: grammars) if grammars else None
+    return EngineCore(config_struct, executor, progress=lambda line: None, make_grammars=make_grammars, **clocks)
 
 
 _numbers = itertools.count()
@@ -64,6 +73,8 @@ def make_request(
     deadline: float | None = None,
     cache_salt: str = "",
     attempt: int = 0,
+    priority: int = 0,
+    arrival_time: float = 0.0,
     **sampling: Any,
 ) -> EngineCoreRequest:
     """A seeded request. An integer prompt is a length; further arguments go to SamplingParams."""
@@ -75,17 +86,26 @@ def make_request(
         deadline=deadline,
         cache_salt=cache_salt,
         attempt=attempt,
+        priority=priority,
+        arrival_time=arrival_time,
     )
 
 
 def expected_output(
     request: EngineCoreRequest, *, max_model_len: int, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
 ) -> tuple[list[int], FinishReason]:
-    """All output tokens of an undisturbed request, and why it ends."""
+    """All output tokens of an undisturbed request, and why it ends. A constraint is one of FakeGrammars."""
     params = request.sampling_params
+    grammar = None
+    if params.structured_output is not None:
+        grammar = FakeGrammars(vocab_size, *eos).compile(params.structured_output).result()()
     tokens: list[int] = []
     while True:
-        tokens.append(oracle_token(params.seed or 0, len(tokens), vocab_size))
+        token = oracle_token(params.seed or 0, len(tokens), vocab_size)
+        if grammar is not None:
+            token = next(t % vocab_size for t in range(token, token + vocab_size) if grammar.allows(t % vocab_size))
+            grammar.accept([token])
+        tokens.append(token)
         if len(tokens) >= params.min_tokens:
             if tokens[-1] in eos and not params.ignore_eos:
                 return tokens, FinishReason.STOP
@@ -93,6 +113,13 @@ def expected_output(
                 return tokens, FinishReason.STOP
         if len(tokens) == params.max_tokens or len(tokens) + len(request.prompt_token_ids) == max_model_len:
             return tokens, FinishReason.LENGTH
+        if grammar is not None and grammar.terminated:
+            return tokens, FinishReason.STOP
+        if (detection := params.repetition_detection) is not None:
+            for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
+                tail = tokens[-size * detection.min_count :]
+                if len(tail) == size * detection.min_count and tail == tail[:size] * detection.min_count:
+                    return tokens, FinishReason.REPETITION
 
 
 class OtherScheduler(DefaultScheduler):
@@ -170,7 +197,7 @@ def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: En
 
 def engine_eos(engine: EngineCore) -> frozenset[int]:
     """The executor's EOS tokens."""
-    return engine._executor.eos_token_ids
+    return engine.executor.eos_token_ids
 
 
 def assert_nothing_left(engine: EngineCore) -> None:
@@ -180,4 +207,4 @@ def assert_nothing_left(engine: EngineCore) -> None:
     assert not engine.has_requests
     assert pool.num_free_blocks == pool.num_usable_blocks
     assert all(block.ref_count == 0 for block in pool.blocks)
-    assert engine._executor.held_requests == set()
+    assert engine.executor.held_requests == set()

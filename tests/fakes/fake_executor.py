@@ -9,7 +9,9 @@ p + 1 tokens into the slot of p, and before each step every position that counts
 A block handed to two requests, reused too early or cached wrongly therefore fails at once.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import xxhash
 
@@ -29,6 +31,27 @@ def oracle_token(seed: int, index: int, vocab_size: int) -> int:
 def oracle_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
     """The first ``count`` output tokens."""
     return [oracle_token(seed, index, vocab_size) for index in range(count)]
+
+
+def next_allowed(token: int, row: Any, vocab_size: int) -> int:
+    """The first token at or behind ``token``, round and round, that a bitmask row allows; ``token`` when there is none."""
+    for candidate in (*range(token, vocab_size), *range(token)):
+        if int(row[candidate // 32]) >> (candidate % 32) & 1:
+            return candidate
+    return token
+
+
+class UnhurriedFuture(Future):
+    """Has its result, and says that it has not until it is asked for it."""
+
+    asked = False
+
+    def done(self) -> bool:
+        return self.asked
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.asked = True
+        return super().result(timeout)
 
 
 class _State:
@@ -59,6 +82,7 @@ class FakeExecutor:
 
     ``fail_at_step`` n raises RuntimeError in the n-th step, counting from 0. ``check_kv`` False skips the check of the
     KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
+    ``unhurried``: a step's results count as not there yet until somebody waits for them.
     """
 
     def __init__(
@@ -71,6 +95,7 @@ class FakeExecutor:
         available_memory: int = 2**20,
         fail_at_step: int | None = None,
         check_kv: bool = True,
+        unhurried: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -86,7 +111,10 @@ class FakeExecutor:
         self._config: KVCacheConfig | None = None
         self._states: dict[str, _State] = {}
         self._kv: dict[int, int] = {}
-        self._pending: ModelRunnerOutput | None = None
+        self._pending: SchedulerOutput | None = None
+        self._unhurried = unhurried
+        self.rpcs: list[tuple[str, list[Any]]] = []
+        self.rpc_results: dict[str, Any] = {}
         self._loaded = False
 
     @property
@@ -122,15 +150,26 @@ class FakeExecutor:
         if self._check_kv:
             self._check_sharing()
             self._check_contents(scheduler_output)
-        self._pending = self._compute(scheduler_output)
+        self._compute(scheduler_output)
+        self._pending = scheduler_output
         self.on_execute()
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         assert self._pending is not None, "execute_model comes first"
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._pending)
-        self._pending = None
+        step, self._pending = self._pending, None
+        future: Future[ModelRunnerOutput] = UnhurriedFuture() if self._unhurried else Future()
+        future.set_result(self._sample(step, grammar))
         return future
+
+    def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
+        """Notes the call; ``rpc_results`` says what comes back."""
+        self.rpcs.append((method, list(arguments)))
+        if method == "sleep" and arguments[0]:
+            self._kv.clear()
+        result = self.rpc_results.get(method)
+        if isinstance(result, Exception):
+            raise result
+        return [result]
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -191,8 +230,7 @@ class FakeExecutor:
     def _slot(self, state: _State, position: int) -> int:
         return state.block_ids[position // self._block_size] * self._block_size + position % self._block_size
 
-    def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
+    def _compute(self, step: SchedulerOutput) -> None:
         for key, count in step.num_scheduled_tokens.items():
             state = self._states[key]
             end = state.num_computed_tokens + count
@@ -200,11 +238,21 @@ class FakeExecutor:
                 for position in range(state.num_computed_tokens, end):
                     self._kv[self._slot(state, position)] = state.prefix_hash(position)
             state.num_computed_tokens = end
+
+    def _sample(self, step: SchedulerOutput, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
+        output = ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
+        rows = dict(zip(grammar.request_ids, grammar.bitmask, strict=True)) if grammar else {}
+        for key in step.num_scheduled_tokens:
+            state = self._states[key]
             sampled = []
-            if end == len(state.token_ids):
-                index = end - state.num_prompt_tokens
-                sampled = [oracle_token(state.params.seed or 0, index, self.vocab_size)]
+            if state.num_computed_tokens == len(state.token_ids):
+                index = len(state.token_ids) - state.num_prompt_tokens
+                token = oracle_token(state.params.seed or 0, index, self.vocab_size)
+                if key in rows:  # a constrained request without a row has ended meanwhile; its token is not looked at
+                    token = next_allowed(token, rows.pop(key), self.vocab_size)
+                sampled = [token]
                 state.token_ids.extend(sampled)
             output.request_ids.append(key)
             output.sampled_token_ids.append(sampled)
+        assert not rows, "a bitmask for requests that get no token"
         return output

@@ -73,7 +73,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a step and of the queue.
 
-    ``max_num_batched_tokens``: tokens per step. ``max_num_seqs``: requests running at once.
+    ``max_num_batched_tokens``: tokens per step. ``max_num_seqs``: requests running at once. ``policy`` priority runs requests
+    with a lower number first, and takes blocks from those with a higher one. ``async_scheduling`` prepares a step while the
+    one before it runs; the tokens are the same.
     ``long_prefill_token_threshold``: at most so many prompt tokens of one request per step, 0 for no limit.
     ``watermark``: fraction of the KV blocks kept free when a waiting request is admitted.
     ``max_waiting_requests`` and ``max_waiting_tokens`` bound the queue; beyond them a request is refused with RESOURCE_EXHAUSTED.
@@ -81,8 +83,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
-    policy: Literal["fcfs"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"
     scheduler: str = "default"
+    async_scheduling: bool = False
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
     watermark: float = 0.01
@@ -96,16 +99,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_range("scheduler.watermark", self.watermark, low=0.0, high=0.5)
         check_range("scheduler.max_waiting_requests", self.max_waiting_requests, low=1)
         check_range("scheduler.max_waiting_tokens", self.max_waiting_tokens, low=1)
-        check_choice("scheduler.policy", self.policy, ("fcfs",))
+        check_choice("scheduler.policy", self.policy, ("fcfs", "priority"))
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``kind``: name of the executor. ``num_threads``: torch threads, 0 lets torch decide."""
+    """``kind``: name of the executor, uniproc or one that a plugin registers. ``num_threads``: torch threads, 0 lets torch
+    decide. ``max_concurrent_batches``: steps handed to the executor at once.
+    """
 
-    kind: Literal["uniproc"] = "uniproc"
+    kind: str = "uniproc"
     num_threads: int = 0
+    max_concurrent_batches: int = 1
 
     def __post_init__(self) -> None:
+        require("executor.kind", self.kind)
+        check_range("executor.max_concurrent_batches", self.max_concurrent_batches, low=1, high=16)
         check_range("executor.num_threads", self.num_threads, low=0, high=1024)
 
 
@@ -126,10 +134,27 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
         check_range("coordinator.reconnect_max", self.reconnect_max, low=0.05, high=300)
 
 
+class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The torch profiler. ``directory`` gets a trace file per profile; empty: profiling is refused."""
+
+    directory: str = ""
+
+
+class ErrorDumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is kept when a step fails. ``directory`` gets a JSON file with the step's scheduler output; empty: the log alone
+    has it. ``include_tokens`` adds the token ids, which are what users wrote.
+    """
+
+    directory: str = ""
+    include_tokens: bool = False
+
+
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an engine process needs to know. ``drain_timeout`` is in seconds: how long in-flight requests may go on
     after a stop signal before they end as ABORT. ``wedged_after``: seconds without a finished step, while there is work,
-    after which the engine no longer counts as alive.
+    after which the engine no longer counts as alive. ``plugins``: names of installed plugins to load (entry points of the
+    group penstock.plugins), all of them when unset. ``iteration_log_interval``: seconds between two log lines on what the
+    steps did, 0 for none.
     """
 
     model: ModelConfig
@@ -141,9 +166,14 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     server: ServerConfig = ServerConfig(port=50052)
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
+    error_dump: ErrorDumpConfig = ErrorDumpConfig()
+    plugins: tuple[str, ...] | None = None
+    iteration_log_interval: float = 10.0
     drain_timeout: float = 30.0
     wedged_after: float = 120.0
 
     def __post_init__(self) -> None:
         check_range("drain_timeout", self.drain_timeout, low=0.0, high=86_400)
+        check_range("iteration_log_interval", self.iteration_log_interval, low=0.0, high=86_400)
         check_range("wedged_after", self.wedged_after, low=1.0, high=86_400)

@@ -8,6 +8,11 @@ nothing to do. Other threads talk to it through the methods under "From any thre
 import gc
 import logging
 import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.types.outputs import (
@@ -50,7 +55,9 @@ class BusyLoop:
         self._clock = clock
         self._queues = InputQueues()
         self._shutdown = ShutdownState(engine.config.drain_timeout)
+        self._idle = True
         self.last_step_time = clock()
+        engine.wake = partial(self._queues.put, Wakeup())
 
     # From any thread.
 
@@ -86,8 +93,8 @@ class BusyLoop:
         return self._engine.has_work
 
     def seconds_since_last_step(self) -> float:
-        """Age of the last step while there is work, 0 when idle. Grows without end when the engine is wedged."""
-        return self._clock() - self.last_step_time if self._engine.has_work else 0.0
+        """Age of the last step while there is something to do, 0 when idle. Grows without end when the engine is wedged."""
+        return 0.0 if self._idle else self._clock() - self.last_step_time
 
     def stats(self) -> SchedulerStats:
         """The engine's load now."""
@@ -122,9 +129,11 @@ class BusyLoop:
         """Handle everything in the input queue; wait for something while there is nothing to do."""
         idle = self._engine.stalled or not self._engine.has_work
         block = idle and (self._engine.has_requests or not self._shutdown.refuses_requests)
+        self._idle = block
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
         if block:
             self.last_step_time = self._clock()
+            self._idle = False
         while message is not None:
             self._handle(message)
             message = self._queues.get(block=False, timeout=None)
@@ -158,15 +167,22 @@ class BusyLoop:
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
                     self._sink.draining(self._engine.config.drain_timeout)
+                    if self._engine.paused:  # what is frozen would only wait for the deadline
+                        self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
-                    failure = Unavailable("the engine is shutting down", reason="DRAINING")
-                    self._engine.abort_all(RequestError.from_exception(failure))
+                    self._abort_all()
+
+    def _abort_all(self) -> None:
+        failure = Unavailable("the engine is shutting down", reason="DRAINING")
+        self._engine.abort_all(RequestError.from_exception(failure))
 
     def _step(self) -> None:
         if self._engine.has_work:
             for client_id, outputs in self._engine.step(self._drain_aborts).items():
                 self._sink.emit(client_id, outputs)
             self.last_step_time = self._clock()
+        if events := self._engine.take_kv_events():
+            self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()))
 
     def _drain_aborts(self) -> None:
         while (abort := self._queues.get_abort()) is not None:
@@ -192,14 +208,38 @@ class BusyLoop:
         self._sink.emit(client_id, frame)
 
     def _answer(self, call: UtilityCall) -> None:
+        """Call the method. A result that is still to come is sent when it is there."""
         try:
-            answer = UtilityOutput(call_id=call.call_id, result=self._engine.call_utility(call.method, call.arguments))
-        except RequestFailed as e:
-            answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(e))
+            result = self._engine.call_utility(call.method, call.arguments)
         except Exception as e:
-            logger.exception("utility method %s failed", call.method)
-            failure = Internal(f"{call.method} failed: {type(e).__name__}: {e}")
-            answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(failure))
+            self._send_failure(call, e)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(self._send_outcome, call))
+        else:
+            self._send_result(call, result)
+
+    def _send_outcome(self, call: UtilityCall, future: "Future[Any]") -> None:
+        if (error := future.exception()) is not None:
+            self._send_failure(call, error)
+        else:
+            self._send_result(call, future.result())
+
+    def _send_result(self, call: UtilityCall, result: Any) -> None:
+        try:
+            encoded = msgspec.msgpack.encode(result)
+        except TypeError as e:  # a plugin's method returned what msgpack has no form for
+            self._send_failure(call, e)
+        else:
+            self._send_answer(call, UtilityOutput(call_id=call.call_id, result=encoded))
+
+    def _send_failure(self, call: UtilityCall, error: BaseException) -> None:
+        if not isinstance(error, RequestFailed):
+            logger.error("utility method %s failed", call.method, exc_info=error)
+            error = Internal(f"{call.method} failed: {type(error).__name__}: {error}")
+        self._send_answer(call, UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error)))
+
+    def _send_answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
         self._sink.emit(call.client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 
     def _refuse_the_rest(self) -> None:

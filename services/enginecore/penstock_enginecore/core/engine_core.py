@@ -1,20 +1,30 @@
-"""The engine core: one scheduler, one executor, one step at a time."""
+"""The engine core: one scheduler, one executor, steps in order."""
 
 import logging
+import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
-from penstock_common.errors import PenstockError
+import numpy as np
+
+from penstock_common.errors import PenstockError, RequestFailed, Unimplemented
+from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.error_dump import dump_step
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.core.utility import UtilityRegistry, utility
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.structured_output.base import GrammarBackend, GrammarFactory, bitmask_words
+from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.executor.base import Executor, Progress
 
@@ -30,6 +40,9 @@ class EngineCore:
 
     All methods belong to the busy loop's thread, except ``preprocess``. Building one loads the model: it may take
     minutes. Raises ModelLoadError or ConfigError when the engine cannot start.
+
+    ``grammars`` compiles the constraints of structured output; without it they are refused. ``wake`` is called, on any thread,
+    when a compiled constraint lets a waiting request go on: whoever waits for work should call ``step``.
     """
 
     def __init__(
@@ -37,17 +50,23 @@ class EngineCore:
         config: EngineCoreConfig,
         executor: Executor,
         *,
+        make_grammars: Callable[[EngineCoreConfig, int, frozenset[int]], GrammarBackend] | None = None,
         progress: Progress = logger.info,
         monotonic_clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
     ) -> None:
         self.config = config
-        self._executor = executor
+        self.executor = executor
+        self.wake: Callable[[], None] = lambda: None
         self._wall_clock = wall_clock
+        self._compiled: queue.SimpleQueue[tuple[Request, Future[GrammarFactory]]] = queue.SimpleQueue()
+        self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._max_batches = max(config.executor.max_concurrent_batches, 2 if config.scheduler.async_scheduling else 1)
         self.stalled = False
         executor.load_model(progress)
         self.kv_cache_config = self._size_kv_cache(progress)
         self.vocab_size = executor.vocab_size
+        self._grammars = make_grammars(config, self.vocab_size, executor.eos_token_ids) if make_grammars else None
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=config.scheduler,
@@ -60,10 +79,11 @@ class EngineCore:
         )
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        self._utilities = UtilityRegistry(self)
+        self.control = EngineControl(self)
+        self.utilities = UtilityRegistry(self.control)
 
     def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
-        executor, config = self._executor, self.config
+        executor, config = self.executor, self.config
         sized = size_kv_cache(
             executor.kv_cache_specs(),
             executor.available_kv_cache_memory(),
@@ -83,9 +103,14 @@ class EngineCore:
         """Longest sequence this engine serves, in tokens."""
         return self.kv_cache_config.max_model_len
 
+    # Requests.
+
     def preprocess(self, client_id: str, request: EngineCoreRequest) -> Request:
         """Validate a request and hash its prompt. Any thread may call it. Raises InvalidArgument or Unimplemented."""
         validate_request(request, self._limits)
+        constraint = request.sampling_params.structured_output
+        if constraint is not None:
+            self._grammar_backend().check(constraint)
         prepared = Request(request, client_id=client_id, max_model_len=self.max_model_len)
         self.scheduler.hash_prompt(prepared)
         return prepared
@@ -95,7 +120,46 @@ class EngineCore:
 
         Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
         """
-        self.scheduler.add_request(request)
+        constraint = request.sampling_params.structured_output
+        if constraint is None:
+            self.scheduler.add_request(request)
+            return
+        self.scheduler.add_request(request, Hold.GRAMMAR)
+        if not request.finished:
+            compiling = self._grammar_backend().compile(constraint)
+            compiling.add_done_callback(lambda future: self._on_compiled(request, future))
+
+    def _grammar_backend(self) -> GrammarBackend:
+        if self._grammars is None:
+            raise Unimplemented(
+                "sampling_params.structured_output is not served by this engine",
+                field="sampling_params.structured_output",
+            )
+        return self._grammars
+
+    def _on_compiled(self, request: Request, future: "Future[GrammarFactory]") -> None:
+        self._compiled.put((request, future))
+        self.wake()
+
+    def _take_grammars(self) -> None:
+        """Let requests go on whose constraint is compiled, and end those whose constraint cannot be."""
+        while not self._compiled.empty():
+            request, future = self._compiled.get()
+            if request.finished:
+                continue
+            try:
+                grammar = future.result()()
+            except RequestFailed as e:
+                self.scheduler.fail(request, RequestError.from_exception(e))
+                continue
+            prior = request.all_token_ids[request.num_prompt_tokens :]
+            if not grammar.accept(prior):
+                message = "prior_output_token_ids do not follow the constraint of structured_output"
+                error = RequestError(code="INVALID_ARGUMENT", message=message, field="prior_output_token_ids")
+                self.scheduler.fail(request, error)
+                continue
+            request.grammar = grammar
+            self.scheduler.release(request, Hold.GRAMMAR)
 
     def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of a client's requests that exist, with ABORT outputs. Returns their ids."""
@@ -117,88 +181,97 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return self.scheduler.has_work
+        return bool(self._batches) or self.scheduler.has_work
 
     def time_to_next_deadline(self) -> float | None:
         """Seconds until the next request expires, negative if it has; None when no request has a deadline."""
         deadline = self.scheduler.next_deadline()
         return None if deadline is None else deadline - self._wall_clock()
 
-    def step(self, drain_aborts: Callable[[], None]) -> dict[str, EngineCoreOutputs]:
-        """Schedule, execute, sample, update. Returns what to tell each client, by client id.
+    # A step.
 
-        ``drain_aborts`` is called between sampling and update, to end what was cancelled meanwhile. Afterwards
+    def step(self, drain_aborts: Callable[[], None]) -> dict[str, EngineCoreOutputs]:
+        """Keep the executor busy, then take in the oldest step's results. Returns what to tell each client, by client id.
+
+        While there is room for another step in the executor, and something to do in one, it is started before anything is
+        waited for. ``drain_aborts`` is called between sampling and update, to end what was cancelled meanwhile. Afterwards
         ``stalled`` says whether there was nothing to do: another step is of use only once something has changed.
         Raises EngineDeadError.
         """
-        scheduled = self.scheduler.schedule()
-        has_news = scheduled.num_scheduled_tokens or scheduled.finished_request_ids or scheduled.preempted_request_ids
-        if has_news:
-            sampled = self._execute(scheduled)
-            drain_aborts()
-            self.scheduler.update_from_output(scheduled, sampled)
+        self._take_grammars()
+        started = len(self._batches) < self._max_batches and self._start_batch(drain_aborts)
+        room = len(self._batches) < self._max_batches
+        if self._batches and not (started and room and not self._batches[0][1].done()):
+            self._finish_batch(drain_aborts)
+            started = True
+        self.control.after_step()
         outputs = self.scheduler.take_outputs()
-        self.stalled = not has_news and not outputs
+        self.stalled = not started and not outputs
         return outputs
 
-    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def _start_batch(self, drain_aborts: Callable[[], None]) -> bool:
+        """Schedule a step and hand it to the executor. Returns whether there was anything to hand over."""
+        scheduled = self.scheduler.schedule()
+        if not (scheduled.num_scheduled_tokens or scheduled.finished_request_ids or scheduled.preempted_request_ids):
+            return False
         try:
-            self._executor.execute_model(scheduled)
-            return self._executor.sample_tokens().result()
+            self.executor.execute_model(scheduled)
+            # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
+            if self._batches and self.scheduler.constrained(scheduled):
+                self.finish_batches(drain_aborts)
+            future = self.executor.sample_tokens(self._bitmask(scheduled))
+        except EngineDeadError:
+            raise
         except Exception as e:
-            logger.exception("the step failed; scheduler output, without its tokens: %s", describe(scheduled))
-            raise EngineDeadError(f"a step failed: {type(e).__name__}: {e}") from e
+            raise self._dead(scheduled, e) from e
+        self._batches.append((scheduled, future))
+        return True
+
+    def _bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
+        requests = self.scheduler.constrained(scheduled) if self._grammars is not None else []
+        if not requests:
+            return None
+        bitmask = np.empty((len(requests), bitmask_words(self.vocab_size)), dtype=np.int32)
+        for row, request in zip(bitmask, requests, strict=True):
+            if request.grammar is not None:
+                request.grammar.fill(row)
+        return GrammarBitmask([request.key for request in requests], bitmask)
+
+    def _finish_batch(self, drain_aborts: Callable[[], None]) -> None:
+        """Wait for the oldest step and take its results in."""
+        scheduled, future = self._batches.popleft()
+        try:
+            results = future.result()
+        except Exception as e:
+            raise self._dead(scheduled, e) from e
+        drain_aborts()
+        self.scheduler.update_from_output(scheduled, results)
+        self.control.count_step(scheduled, results)
+
+    def finish_batches(self, drain_aborts: Callable[[], None] = lambda: None) -> None:
+        """Take in the results of every step that was started."""
+        while self._batches:
+            self._finish_batch(drain_aborts)
+
+    def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
+        dump_step(scheduled, error, self.scheduler.stats(), self.config.error_dump)
+        return EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
+
+    def take_kv_events(self) -> list[KvCacheEvent]:
+        """Changes of the prefix cache since the last call; for every client."""
+        return self.scheduler.take_kv_events()
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is scheduled until ``resume``."""
+        return self.scheduler.pause_state is PauseState.PAUSED
 
     def shutdown(self) -> None:
         """Release the device."""
-        self._executor.shutdown()
+        if self._grammars is not None:
+            self._grammars.shutdown()
+        self.executor.shutdown()
 
-    # What frontends may call by name.
-
-    def call_utility(self, method: str, arguments: bytes) -> bytes:
-        """Call a ``@utility`` method with a msgpack array. Returns its result in msgpack. Raises RequestFailed."""
-        return self._utilities.call(method, arguments)
-
-    @property
-    def utility_names(self) -> tuple[str, ...]:
-        """What ``call_utility`` can call."""
-        return self._utilities.names
-
-    @utility
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing done, while a request is running."""
-        return self.scheduler.reset_prefix_cache()
-
-    @utility
-    def engine_info(self) -> dict[str, Any]:
-        """The engine's limits: lengths in tokens, the KV pool in blocks (the reserved one included)."""
-        return {
-            "engine_id": self.config.engine_id,
-            "model": self.config.model.name,
-            "revision": self.config.model.revision,
-            "max_model_len": self.max_model_len,
-            "num_kv_blocks": self.kv_cache_config.num_blocks,
-            "block_size": self.kv_cache_config.block_size,
-            "vocab_size": self.vocab_size,
-            "utilities": list(self.utility_names),
-        }
-
-
-def describe(scheduled: SchedulerOutput) -> str:
-    """A scheduler output for the log: ids, counts and blocks, no token of any user."""
-    new = [
-        f"{r.request_id}: {len(r.token_ids)} tokens ({r.num_prompt_tokens} prompt, {r.num_computed_tokens} computed), "
-        f"blocks {r.block_ids}"
-        for r in scheduled.new_requests
-    ]
-    cached = scheduled.cached_requests
-    known = [
-        f"{key}: {num_computed} computed, new blocks {blocks}"
-        for key, num_computed, blocks in zip(
-            cached.request_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        )
-    ]
-    return (
-        f"new {new}; known {known}; scheduled {scheduled.num_scheduled_tokens}; finished "
-        f"{scheduled.finished_request_ids}; preempted {scheduled.preempted_request_ids}"
-    )
+    def call_utility(self, method: str, arguments: bytes) -> Any:
+        """Call a utility with a msgpack array. Returns its result, or a Future of it. Raises RequestFailed."""
+        return self.utilities.call(method, arguments)

@@ -46,7 +46,7 @@ class ClientGone(msgspec.Struct, frozen=True):
 
 
 class Wakeup(msgspec.Struct, frozen=True):
-    """Look at the shutdown state."""
+    """Look at the shutdown state, and for compiled constraints."""
 
 
 InputMessage = AddRequest | AbortRequests | UtilityCall | ClientGone | Wakeup
@@ -60,6 +60,9 @@ class OutputSink(Protocol):
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         """Send to one frontend, or drop it if that one has gone."""
+
+    def broadcast(self, outputs: EngineCoreOutputs) -> None:
+        """Send to every frontend."""
 
     def draining(self, timeout: float) -> None:
         """Tell every frontend that new requests are refused; those in flight have ``timeout`` seconds."""

@@ -4,8 +4,10 @@ import enum
 import itertools
 
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason
+from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.structured_output.base import Grammar
 
 
 class RequestStatus(enum.IntEnum):
@@ -18,6 +20,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH = 5
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
     @property
     def finished(self) -> bool:
@@ -35,7 +38,18 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
+
+
+class Hold(enum.Flag):
+    """Why a waiting request is not looked at: it waits for something of its own, not for its turn."""
+
+    NONE = 0
+    GRAMMAR = enum.auto()
+    """Its constraint is being compiled."""
+    PAUSE = enum.auto()
+    """It came while the engine was pausing."""
 
 
 _serial = itertools.count(1)
@@ -47,13 +61,19 @@ class Request:
     ``key`` names it inside this process: two clients may use the same request id, and a client may use one again.
     Workers know a request by its key alone.
 
-    There is no prefill and no decode: ``num_computed_tokens`` catches up with ``num_tokens``. ``client_id`` names the
-    session that sent the request and gets its outputs. ``output_token_ids`` starts with the tokens of earlier attempts,
-    so that limits, stops and seeded draws count from the true beginning of the output.
+    There is no prefill and no decode: ``num_computed_tokens``, which counts what has been scheduled, catches up with
+    ``num_tokens`` and the ``num_placeholders`` output tokens that steps in flight will bring. ``num_processed_tokens`` counts
+    those whose step is over. Results of steps before
+    ``valid_from_step`` belong to a life that ended with a preemption.
+
+    ``client_id`` names the session that sent the request and gets its outputs. ``all_token_ids`` holds the tokens of
+    earlier attempts as output, so that limits, stops and seeded draws count from the true beginning of the output.
+    ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
     __slots__ = (
         "all_token_ids",
+        "arrival",
         "arrival_time",
         "attempt",
         "block_hashes",
@@ -61,20 +81,29 @@ class Request:
         "client_id",
         "deadline",
         "events",
+        "grammar",
+        "hold",
         "key",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_placeholders",
         "num_preemptions",
+        "num_processed_tokens",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
+        "pooling_params",
         "prefill_reported",
         "priority",
         "queued_time",
         "request_id",
         "sampling_params",
+        "second_text_start",
+        "skip_reading_prefix_cache",
         "status",
         "stop_reason",
         "stop_token_ids",
+        "valid_from_step",
     )
 
     def __init__(self, request: EngineCoreRequest, *, client_id: str, max_model_len: int) -> None:
@@ -82,20 +111,35 @@ class Request:
         self.request_id = request.request_id
         self.client_id = client_id
         self.sampling_params: SamplingParams = request.sampling_params
+        self.pooling_params: PoolingParams | None = request.pooling_params
+        self.second_text_start = request.second_text_start
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.prior_output_token_ids]
         room = max_model_len - self.num_prompt_tokens
         asked = request.sampling_params.max_tokens
         self.max_tokens = room if asked is None else min(asked, room)
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
+        # Every prompt token's hidden state is wanted: cached blocks do not hold them.
+        self.skip_reading_prefix_cache = (
+            request.sampling_params.skip_reading_prefix_cache
+            or request.sampling_params.prompt_logprobs is not None
+            or request.pooling_params is not None
+        )
         self.cache_salt = request.cache_salt
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.deadline = request.deadline
         self.attempt = request.attempt
         self.status = RequestStatus.WAITING
+        self.hold = Hold.NONE
+        self.grammar: Grammar | None = None
+        self.arrival = 0
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = 0
+        self.num_processed_tokens = 0
+        self.num_placeholders = 0
+        self.valid_from_step = 0
+        self.num_prompt_logprobs = 0
         self.num_cached_tokens = -1
         self.num_preemptions = 0
         self.prefill_reported = False
@@ -117,6 +161,11 @@ class Request:
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.status.finished
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar decides which tokens are allowed."""
+        return self.sampling_params.structured_output is not None
 
     def record_event(self, kind: EventType, timestamp: float) -> None:
         """Remember an event for the next output. ``timestamp``: monotonic seconds."""

@@ -1,13 +1,13 @@
 """Methods that may be called by name from a frontend.
 
-Only methods marked with ``@utility`` can be called. Arguments travel as a msgpack array of positional values and are
-converted against the method's signature, so that a wrong type is an error that names the argument. Nothing else is
-reachable.
+Only methods marked with ``@utility``, and functions that a plugin registers, can be called. Arguments travel as a msgpack
+array of positional values and are converted against the method's signature, so that a wrong type is an error that names the
+argument. Nothing else is reachable.
 """
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,46 +20,64 @@ _MARK = "__penstock_utility__"
 
 
 def utility(method: F) -> F:
-    """Let frontends call this method by its name."""
+    """Let frontends call this method by its name. It may return a Future: the answer is sent when that is done."""
     setattr(method, _MARK, True)
     return method
 
 
 class UtilityRegistry:
-    """The ``@utility`` methods of an object."""
+    """The ``@utility`` methods of an object, and functions that take the object as their first argument."""
 
     def __init__(self, owner: object) -> None:
+        self._owner = owner
         self._methods: dict[str, tuple[Callable[..., Any], list[tuple[inspect.Parameter, Any]]]] = {}
         for name, function in inspect.getmembers(type(owner), inspect.isfunction):
             if getattr(function, _MARK, False):
-                method = getattr(owner, name)
-                hints = typing.get_type_hints(function)
-                parameters = inspect.signature(method).parameters.values()
-                self._methods[name] = method, [(p, hints[p.name]) for p in parameters]
+                self.register(name, function)
+
+    def register(self, name: str, function: Callable[..., Any]) -> None:
+        """Let ``function(owner, ...)`` be called as ``name``. Raises ValueError for a name in use or an unannotated parameter."""
+        if name in self._methods:
+            raise ValueError(f"utility {name!r} is registered already")
+        hints = typing.get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        untyped = [p.name for p in parameters if p.name not in hints]
+        if untyped:
+            raise ValueError(f"utility {name!r}: parameter {untyped[0]!r} has no type")
+        method = function.__get__(self._owner)
+        self._methods[name] = method, [(p, hints[p.name]) for p in parameters]
 
     @property
     def names(self) -> tuple[str, ...]:
         """What can be called, sorted."""
         return tuple(sorted(self._methods))
 
-    def call(self, name: str, arguments: bytes) -> bytes:
-        """Call a method with a msgpack array (empty bytes: no arguments). Returns its result in msgpack.
+    def call(self, name: str, arguments: bytes) -> Any:
+        """Call a method with a msgpack array (empty bytes: no arguments). Returns its result, which may be a Future.
 
         Raises Unimplemented for an unknown name, InvalidArgument for wrong arguments, and what the method raises.
         """
+        self._check(name)
+        try:
+            values = msgspec.msgpack.decode(arguments, type=list) if arguments else []
+        except msgspec.MsgspecError as e:
+            raise InvalidArgument(f"{name}: arguments are not a msgpack array: {e}", field="arguments") from None
+        return self.invoke(name, values)
+
+    def invoke(self, name: str, values: Sequence[Any]) -> Any:
+        """Call a method with plain values. Raises like ``call``."""
+        self._check(name)
+        method, parameters = self._methods[name]
+        return method(*_convert(name, parameters, values))
+
+    def _check(self, name: str) -> None:
         if name not in self._methods:
             raise Unimplemented(
                 f"no utility method {name!r}{nearest(name, self._methods)}", field="method", reason="UNKNOWN_METHOD"
             )
-        method, parameters = self._methods[name]
-        return msgspec.msgpack.encode(method(*_convert(name, parameters, arguments)))
 
 
-def _convert(name: str, parameters: list[tuple[inspect.Parameter, Any]], arguments: bytes) -> list[Any]:
-    try:
-        values = msgspec.msgpack.decode(arguments, type=list) if arguments else []
-    except msgspec.MsgspecError as e:
-        raise InvalidArgument(f"{name}: arguments are not a msgpack array: {e}", field="arguments") from None
+def _convert(name: str, parameters: list[tuple[inspect.Parameter, Any]], values: Sequence[Any]) -> list[Any]:
     if len(values) > len(parameters):
         raise InvalidArgument(f"{name} takes at most {len(parameters)} arguments, got {len(values)}", field="arguments")
     missing = [p.name for p, _ in parameters[len(values) :] if p.default is p.empty]

@@ -21,8 +21,6 @@ _NOT_SERVED_YET: dict[str, Any] = {
     "logit_bias": {},
     "allowed_token_ids": (),
     "bad_words": (),
-    "structured_output": None,
-    "repetition_detection": None,
 }
 """Sampling parameters engines refuse until they serve them, with the value that means unset."""
 
@@ -45,8 +43,6 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         raise InvalidArgument(f"deadline is {request.deadline}; it must be finite", field="deadline")
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
-    if request.priority != 0:
-        raise Unimplemented(f"priority is {request.priority}; priorities are not served yet", field="priority")
     if request.data_parallel_rank not in (None, 0):
         raise InvalidArgument(
             f"data_parallel_rank is {request.data_parallel_rank}; this engine is rank 0 of 1",

@@ -1,8 +1,8 @@
 """The executor protocol: how the busy loop drives the workers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -16,7 +16,8 @@ class Executor(Protocol):
 
     Order: ``load_model``, ``kv_cache_specs``, ``available_kv_cache_memory``, ``initialize_kv_cache``, then steps.
     A step is ``execute_model`` (forward pass, may return before it is done) followed by ``sample_tokens``, which completes with
-    the step's tokens. Between the two the caller may do host work (grammar bitmasks).
+    the step's tokens. Between the two the caller may do host work (grammar bitmasks). The next step may be started before this
+    one's future is done: steps run in order.
     """
 
     def load_model(self, progress: Progress) -> None:
@@ -47,7 +48,16 @@ class Executor(Protocol):
         """Start the forward pass of a step."""
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Sample for the step that ``execute_model`` started. ``grammar``: the tokens that constrained requests may get."""
+        """Sample for the step that ``execute_model`` started. ``grammar``: the tokens that constrained requests may get.
+
+        The future raises what went wrong in either half of the step.
+        """
+
+    def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
+        """Call a registered method of every worker, behind the steps that were started. Results by worker.
+
+        Raises Unimplemented for a name that is not registered, InvalidArgument for wrong arguments, and what a worker raises.
+        """
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""

@@ -1,12 +1,29 @@
 """Executors by name."""
 
+import importlib
+from collections.abc import Callable
+
+from penstock_common.errors import ConfigError, nearest
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor.base import Executor
-from penstock_enginecore.executor.uniproc import UniprocExecutor
 
-_EXECUTORS = {"uniproc": UniprocExecutor}
+_KNOWN: dict[str, str] = {"uniproc": "penstock_enginecore.executor.uniproc:UniprocExecutor"}
+
+
+def register_executor(name: str, target: str) -> None:
+    """Make ``executor.kind: name`` mean the class at ``target``, written ``package.module:Class``."""
+    _KNOWN[name] = target
 
 
 def make_executor(config: EngineCoreConfig) -> Executor:
-    """The executor that ``executor.kind`` names."""
-    return _EXECUTORS[config.executor.kind](config)
+    """The executor that ``executor.kind`` names: a registered name, or ``package.module:Class``. Raises ConfigError."""
+    kind = config.executor.kind
+    target = kind if ":" in kind else _KNOWN.get(kind)
+    if target is None:
+        raise ConfigError(f"executor.kind is {kind!r}; known: {', '.join(_KNOWN)}{nearest(kind, _KNOWN)}")
+    module_name, _, class_name = target.partition(":")
+    try:
+        factory: Callable[[EngineCoreConfig], Executor] = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"executor.kind is {kind!r}, which cannot be loaded: {e}") from e
+    return factory(config)

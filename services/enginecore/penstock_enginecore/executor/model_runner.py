@@ -67,6 +67,17 @@ class ModelRunner:
             eos_token_ids=self._model.eos_token_ids,
         )
 
+    def drop_kv_cache(self) -> None:
+        """Free the pool and forget the requests, until ``initialize_kv_cache``."""
+        self._layers = {}
+        self._batch = None
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the pool."""
+        caches = [layer.cache for layer in self._layers.values()]
+        return sum(t.numel() * t.element_size() for cache in caches for t in (cache.keys, cache.values))
+
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step of the largest shapes on a throwaway cache: ``num_tokens`` new tokens, ``num_seqs`` of them

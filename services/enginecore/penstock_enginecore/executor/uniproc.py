@@ -1,23 +1,31 @@
-"""The executor of one device: its worker lives in the busy loop's own thread."""
+"""The executor of one device: its worker lives in a thread of this process."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.base import Progress
+from penstock_enginecore.executor.device_thread import DeviceThread
 from penstock_enginecore.executor.worker import Worker
 
 
 class UniprocExecutor:
-    """See ``Executor``. Futures are complete when they are returned; errors of a step are raised at once."""
+    """See ``Executor``. Everything that touches the device runs on one thread, in the order of the calls."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
-        self._worker = Worker(config)
+        self._thread = DeviceThread()
+        self._worker = self._thread.call(partial(Worker, config))
+        self._utilities = UtilityRegistry(self._worker)
+        self._forward: Future[None] | None = None
 
     def load_model(self, progress: Progress) -> None:
         """See ``Executor.load_model``."""
-        self._worker.load_model(progress)
+        self._thread.call(partial(self._worker.load_model, progress))
 
     @property
     def model_max_len(self) -> int:
@@ -36,26 +44,37 @@ class UniprocExecutor:
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``Executor.kv_cache_specs``."""
-        return self._worker.kv_cache_specs()
+        return self._thread.call(self._worker.kv_cache_specs)
 
     def available_kv_cache_memory(self) -> int:
         """See ``Executor.available_kv_cache_memory``."""
-        return self._worker.available_kv_cache_memory()
+        return self._thread.call(self._worker.available_kv_cache_memory)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """See ``Executor.initialize_kv_cache``."""
-        self._worker.initialize_kv_cache(config)
+        self._thread.call(partial(self._worker.initialize_kv_cache, config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """See ``Executor.execute_model``."""
-        self._worker.runner.execute(scheduler_output)
+        self._forward = self._thread.submit(partial(self._worker.runner.execute, scheduler_output))
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         """See ``Executor.sample_tokens``."""
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._worker.runner.sample(grammar))
-        return future
+        forward, self._forward = self._forward, None
+        if forward is None:
+            raise RuntimeError("execute_model must come before sample_tokens")
+
+        def sample() -> ModelRunnerOutput:
+            forward.result()  # done: it ran before this on the same thread
+            return self._worker.runner.sample(grammar)
+
+        return self._thread.submit(sample)
+
+    def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
+        """See ``Executor.collective_rpc``."""
+        return [self._thread.call(lambda: self._utilities.invoke(method, list(arguments)))]
 
     def shutdown(self) -> None:
-        """See ``Executor.shutdown``."""
-        self._worker.shutdown()
+        """See ``Executor.shutdown``. Waits for the step that runs."""
+        self._thread.call(self._worker.shutdown)
+        self._thread.stop()

@@ -89,6 +89,10 @@ class Sessions:
         """Send a step's outputs to one frontend, or drop them if it has gone."""
         self._loop.call_soon_threadsafe(self._deliver, client_id, outputs)
 
+    def broadcast(self, outputs: EngineCoreOutputs) -> None:
+        """Send to every frontend that is there."""
+        self._loop.call_soon_threadsafe(self._deliver_to_all, outputs)
+
     def draining(self, timeout: float) -> None:
         """Tell every frontend, and those still to come."""
         self._loop.call_soon_threadsafe(self._announce_draining, time.time() + timeout)
@@ -100,6 +104,11 @@ class Sessions:
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         if (session := self._sessions.get(client_id)) is not None:
             session.put(pb.SessionResponse(outputs=convert.outputs_to_proto(outputs)))
+
+    def _deliver_to_all(self, outputs: EngineCoreOutputs) -> None:
+        message = pb.SessionResponse(outputs=convert.outputs_to_proto(outputs))
+        for session in self._sessions.values():
+            session.put(message)
 
     def _announce_draining(self, deadline: float) -> None:
         log.info("draining: new requests are refused", sessions=len(self._sessions))

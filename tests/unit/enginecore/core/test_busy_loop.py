@@ -70,7 +70,7 @@ class Rig:
 
     def __init__(self, executor=None, sink=None, **config):
         self.engine = make_engine(executor, **config)
-        self.executor = self.engine._executor
+        self.executor = self.engine.executor
         self.gate = threading.Event()
         self.gate.set()
         self.in_step = threading.Event()

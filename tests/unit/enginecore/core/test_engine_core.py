@@ -94,7 +94,7 @@ def test_a_failed_step_kills_the_engine_and_logs_its_input_once_without_tokens(c
         engine.step(lambda: None)
     [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "victim" in record.getMessage()
-    assert "2 computed" in record.getMessage()
+    assert "'num_computed_tokens': 2" in record.getMessage()
     first = str(oracle_tokens(0, 1, 10**6)[0])
     assert not any(token in caplog.text for token in ("777777", "888888", first))
 
@@ -104,7 +104,7 @@ def test_a_failed_prefill_is_logged_without_the_prompt(caplog):
     add(engine, make_request([777777, 888888]))
     with pytest.raises(EngineDeadError):
         engine.step(lambda: None)
-    assert "2 tokens (2 prompt, 0 computed)" in caplog.text
+    assert "'num_tokens': 2, 'num_prompt_tokens': 2, 'num_computed_tokens': 0" in caplog.text
     assert "777777" not in caplog.text
 
 

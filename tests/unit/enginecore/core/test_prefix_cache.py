@@ -113,9 +113,9 @@ def test_reset_forgets_everything_but_not_under_a_running_request():
     transcript = Transcript()
     add(engine, make_request(PROMPT))
     step(engine, transcript)
-    assert not engine.reset_prefix_cache()
+    assert not engine.control.reset_prefix_cache()
     run_to_end(engine, transcript=transcript)
-    assert engine.reset_prefix_cache()
+    assert engine.control.reset_prefix_cache()
     assert cached_tokens(engine, make_request(PROMPT)) == 0
 
 

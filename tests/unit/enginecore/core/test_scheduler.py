@@ -29,7 +29,7 @@ from tests.fakes.fake_executor import oracle_tokens
 
 def scheduled_counts(engine):
     """Tokens per request of each step so far, in batch order."""
-    return [list(s.num_scheduled_tokens.values()) for s in engine._executor.steps if s.num_scheduled_tokens]
+    return [list(s.num_scheduled_tokens.values()) for s in engine.executor.steps if s.num_scheduled_tokens]
 
 
 def context(num_blocks=8, max_model_len=1000, **scheduler):
@@ -142,7 +142,7 @@ def test_a_preempted_request_returns_with_all_its_tokens_and_events():
     requests = [make_request(8, max_tokens=20, seed=i) for i in range(2)]
     transcript = run_to_end(engine, *requests)
     second = requests[1]
-    returned = [new for scheduled in engine._executor.steps for new in scheduled.new_requests][2]
+    returned = [new for scheduled in engine.executor.steps for new in scheduled.new_requests][2]
     done = len(returned.token_ids) - 8
     assert done > 0
     assert returned.token_ids == [*second.prompt_token_ids, *oracle_tokens(1, done, 1000)]
@@ -156,7 +156,7 @@ def test_a_preempted_request_returns_with_all_its_tokens_and_events():
 def test_nothing_new_starts_in_a_step_that_preempted():
     engine = make_engine(num_blocks=8, prefix_caching=False)
     run_to_end(engine, *[make_request(8, max_tokens=16, seed=i) for i in range(4)])
-    preempting = [scheduled for scheduled in engine._executor.steps if scheduled.preempted_request_ids]
+    preempting = [scheduled for scheduled in engine.executor.steps if scheduled.preempted_request_ids]
     assert preempting
     assert not any(scheduled.new_requests for scheduled in preempting)
 
@@ -198,7 +198,7 @@ def test_an_expired_waiting_request_ends_before_it_costs_a_prefill():
     end = transcript.ends[late.request_id]
     assert end.finish_reason is FinishReason.ABORT
     assert end.error.code == "DEADLINE_EXCEEDED"
-    assert sum(len(scheduled.new_requests) for scheduled in engine._executor.steps) == 1
+    assert sum(len(scheduled.new_requests) for scheduled in engine.executor.steps) == 1
 
 
 def test_an_expired_running_request_ends_and_its_tokens_stay_valid():
@@ -321,7 +321,7 @@ def test_abort_all_tells_why():
 def test_workers_hear_of_ended_requests_even_when_nothing_else_runs():
     engine = make_engine()
     run_to_end(engine, make_request(5))
-    last = engine._executor.steps[-1]
+    last = engine.executor.steps[-1]
     assert last.total_num_scheduled_tokens == 0
     assert len(last.finished_request_ids) == 1
 
@@ -368,15 +368,52 @@ def test_a_scheduler_that_cannot_be_loaded_says_so(path):
         create_scheduler(context(scheduler=path))
 
 
+def queued(*, by_priority=False, priorities=(0, 0, 0)):
+    queue = RequestQueue(by_priority=by_priority)
+    requests = [prepared(make_request(n + 1, priority=p, arrival_time=9 - n)) for n, p in enumerate(priorities)]
+    for arrival, request in enumerate(requests):
+        request.arrival = arrival
+        queue.add(request)
+    return queue, requests
+
+
+def drained(queue):
+    order = []
+    while queue:
+        order.append(queue.peek())
+        queue.remove(order[-1])
+    return order
+
+
 def test_the_queue_counts_tokens_and_removes_from_the_middle():
-    queue = RequestQueue()
-    a, b, c = (prepared(make_request(n)) for n in (1, 2, 3))
-    queue.append(a)
-    queue.append(b)
-    queue.prepend(c)
-    assert list(queue) == [c, a, b]
+    queue, (a, b, c) = queued()
     assert queue.num_tokens == 6
+    queue.remove(b)
+    assert queue.num_tokens == 4
+    assert drained(queue) == [a, c]
+
+
+def test_a_request_that_comes_back_takes_its_old_place():
+    queue, (a, b, c) = queued()
     queue.remove(a)
-    assert list(queue) == [c, b]
-    assert queue.num_tokens == 5
-    assert queue.peek() is c
+    queue.remove(b)
+    queue.add(b)
+    queue.add(a)
+    assert drained(queue) == [a, b, c]
+
+
+def test_by_priority_the_lower_number_goes_first_then_the_earlier_arrival_at_the_frontend():
+    queue, (a, b, c) = queued(by_priority=True, priorities=(1, 1, 0))
+    assert drained(queue) == [c, b, a]
+
+
+def test_a_long_queue_forgets_what_was_removed_from_it():
+    queue, _ = queued()
+    for _ in range(5):
+        many = [prepared(make_request(1)) for _ in range(200)]
+        for request in many:
+            queue.add(request)
+        for request in reversed(many):
+            queue.remove(request)
+    assert len(queue) == 3
+    assert len(queue._heap) < 100

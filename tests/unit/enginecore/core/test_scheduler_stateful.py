@@ -1,10 +1,13 @@
 """Random lives of an engine: whatever happens, no block is lost or owned twice, and every request ends once, as it should."""
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from penstock_common.types.outputs import FinishReason
+from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_enginecore.core.scheduler.pause import PauseState
 from tests.fakes.engine_harness import (
     CLIENT,
     FakeClock,
@@ -17,14 +20,17 @@ from tests.fakes.engine_harness import (
     run_to_end,
     step,
 )
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.fake_grammars import FakeGrammars
 
 VOCAB = 50
 EOS = frozenset({7})
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, aborts, steps, resets and passing time on pools of a few blocks. The fake executor checks each step's contract."""
+    """Adds, aborts, steps, pauses, resets and passing time on pools of a few blocks, with one or several steps in flight. The
+    fake executor checks each step's contract.
+    """
 
     requests = Bundle("requests")
 
@@ -37,17 +43,29 @@ class EngineMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.25]),
         prefix_caching=st.sampled_from([True, True, False]),
         chunked=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        async_scheduling=st.booleans(),
+        max_concurrent_batches=st.integers(1, 3),
     )
-    def start(self, num_blocks, block_size, budget, max_num_seqs, threshold, watermark, prefix_caching, chunked):
+    def start(
+        self, num_blocks, block_size, budget, max_num_seqs, threshold, watermark, prefix_caching, chunked, **config
+    ):
         self.clock = FakeClock()
         self.budget = budget if chunked else 64
         self.max_num_seqs = max_num_seqs
         executor = FakeExecutor(
-            vocab_size=VOCAB, eos_token_ids=EOS, block_size=block_size, model_max_len=48, available_memory=0
+            vocab_size=VOCAB,
+            eos_token_ids=EOS,
+            block_size=block_size,
+            model_max_len=48,
+            available_memory=0,
+            unhurried=True,
         )
+        self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
         self.engine = make_engine(
             executor,
             self.clock,
+            self.grammars,
             num_blocks=num_blocks,
             block_size=block_size,
             prefix_caching=prefix_caching,
@@ -56,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             watermark=watermark,
             enable_chunked_prefill=chunked,
+            **config,
         )
         self.transcript = Transcript()
         self.added = {}
@@ -72,27 +91,35 @@ class EngineMachine(RuleBasedStateMachine):
         num_prior=st.sampled_from([0, 0, 0, 3]),
         salt=st.sampled_from(["", "", "salt"]),
         life=st.one_of(st.none(), st.floats(0.5, 20)),
+        priority=st.integers(0, 2),
+        constraint=st.sampled_from([None, None, "even", "odd:4"]),
+        repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
     )
-    def add_request(self, prompt_length, family, seed, max_tokens, min_tokens, ignore_eos, num_prior, salt, life):
+    def add_request(
+        self, prompt_length, family, num_prior, salt, life, priority, constraint, repetition, ignore_eos, **sampling
+    ):
         # Few families of prompts, so that prefixes are shared.
         prompt_length = min(prompt_length, self.engine.max_model_len - 1)
-        prior = oracle_tokens(seed, num_prior, VOCAB)
-        if not ignore_eos and EOS & set(prior):
-            prior = []
         request = make_request(
             [(family * 3 + i * (1 + family)) % VOCAB for i in range(prompt_length)],
-            seed=seed,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            ignore_eos=ignore_eos,
-            prior=prior,
             cache_salt=salt,
             deadline=None if life is None else self.clock.now + life,
+            priority=priority,
+            ignore_eos=ignore_eos,
+            structured_output=constraint and StructuredOutput(regex=constraint),
+            repetition_detection=repetition,
+            **sampling,
         )
+        tokens, _ = self.expected(request)
+        if num_prior < len(tokens):
+            request = msgspec.structs.replace(request, prior_output_token_ids=tokens[:num_prior])
         self.added[request.request_id] = request
-        self.transcript.prior[request.request_id] = len(prior)
+        self.transcript.prior[request.request_id] = len(request.prior_output_token_ids)
         add(self.engine, request)
         return request.request_id
+
+    def expected(self, request):
+        return expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS)
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id):
@@ -108,9 +135,32 @@ class EngineMachine(RuleBasedStateMachine):
         self.step(lambda: self.abort(request_id))
 
     @rule()
-    def reset(self):
+    def constraints_are_compiled(self):
+        self.grammars.compile_all()
+
+    @rule(preempt_running=st.booleans())
+    def reset(self, preempt_running):
+        self.engine.finish_batches()
         was_running = self.engine.scheduler.stats().num_running_reqs > 0
-        assert self.engine.reset_prefix_cache() == (not was_running)
+        assert self.engine.control.reset_prefix_cache(preempt_running) == (preempt_running or not was_running)
+
+    @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear_cache=st.booleans())
+    def pause(self, mode, clear_cache):
+        done = self.engine.control.pause(mode, clear_cache)
+        assert done.done() == (self.engine.scheduler.pause_state is PauseState.PAUSED)
+
+    @rule(level=st.integers(0, 2), mode=st.sampled_from(["abort", "wait", "keep"]))
+    def sleep(self, level, mode):
+        self.engine.control.sleep(level, mode)
+
+    @rule()
+    def wake_up(self):
+        self.engine.control.wake_up()
+
+    @rule()
+    def resume(self):
+        if not self.engine.control.is_sleeping():
+            self.engine.control.resume()
 
     @rule(seconds=st.floats(0.1, 5))
     def time_passes(self, seconds):
@@ -118,10 +168,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step(self, drain_aborts=lambda: None):
         step(self.engine, self.transcript, drain_aborts)
-        for scheduled in self.engine._executor.steps:
+        for scheduled in self.engine.executor.steps:
             assert scheduled.total_num_scheduled_tokens <= self.budget
             assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
-        self.engine._executor.steps.clear()
+        self.engine.executor.steps.clear()
 
     @invariant()
     def no_block_is_lost_or_freed_early(self):
@@ -141,21 +191,21 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
+        self.engine.control.wake_up()
+        self.engine.control.resume()
+        self.grammars.compile_all()
         run_to_end(self.engine, transcript=self.transcript)
         assert_nothing_left(self.engine)
         assert set(self.transcript.ends) == set(self.added)
         for request_id, request in self.added.items():
-            tokens, reason = expected_output(
-                request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS
-            )
+            tokens, reason = self.expected(request)
             got = [*request.prior_output_token_ids, *self.transcript.tokens[request_id]]
             end = self.transcript.ends[request_id]
-            if request_id in self.aborted:
+            if end.finish_reason is FinishReason.ABORT and end.error is not None:
+                assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
+            elif request_id in self.aborted:
                 assert end.finish_reason is FinishReason.ABORT
-                assert end.error is None
-            elif end.finish_reason is FinishReason.ABORT:
-                assert end.error.code == "DEADLINE_EXCEEDED"
-            elif len(request.prior_output_token_ids) < len(tokens):
+            else:
                 assert end.finish_reason is reason
                 assert got == tokens
             assert got[: len(tokens)] == tokens[: len(got)]

@@ -88,7 +88,7 @@ def test_prior_output_that_reached_a_stop_ends_at_once(sampling, eos, reason, st
     [output] = transcript.outputs[request.request_id]
     assert (output.new_token_ids, output.offset) == ([], 4)
     assert (output.finish_reason, output.stop_reason) == (reason, stop_reason)
-    assert engine._executor.num_steps == 0
+    assert engine.executor.num_steps == 0
 
 
 def test_prior_output_up_to_max_model_len_ends_at_once():

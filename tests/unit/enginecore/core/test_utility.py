@@ -18,7 +18,7 @@ class Owner:
 
 
 def call(name, *arguments):
-    return msgspec.msgpack.decode(UtilityRegistry(Owner()).call(name, msgspec.msgpack.encode(arguments)))
+    return UtilityRegistry(Owner()).call(name, msgspec.msgpack.encode(arguments))
 
 
 def test_a_registered_method_is_called_with_converted_arguments():
@@ -59,9 +59,23 @@ def test_arguments_that_are_no_array_are_refused(raw):
 
 def test_the_engine_tells_about_itself_and_resets_its_prefix_cache():
     engine = make_engine(num_blocks=20)
-    info = msgspec.msgpack.decode(engine.call_utility("engine_info", b""))
+    info = engine.call_utility("engine_info", b"")
     assert info["num_kv_blocks"] == 20
     assert info["max_model_len"] == 76
     assert info["vocab_size"] == 1000
-    assert info["utilities"] == ["engine_info", "reset_prefix_cache"]
-    assert msgspec.msgpack.decode(engine.call_utility("reset_prefix_cache", b"")) is True
+    assert {"engine_info", "reset_prefix_cache", "pause", "resume", "sleep"} < set(info["utilities"])
+    assert engine.call_utility("reset_prefix_cache", b"") is True
+
+
+def test_a_registered_function_gets_the_owner():
+    registry = UtilityRegistry(Owner())
+
+    def double(owner: Owner, value: int) -> list[float]:
+        return owner.scale([value])
+
+    registry.register("double", double)
+    assert registry.invoke("double", [4]) == [8.0]
+    with pytest.raises(ValueError, match="registered already"):
+        registry.register("double", double)
+    with pytest.raises(ValueError, match="parameter 'value' has no type"):
+        registry.register("untyped", lambda owner, value: value)

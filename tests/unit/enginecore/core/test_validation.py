@@ -86,9 +86,8 @@ def test_what_is_not_served_yet_is_refused_not_ignored(name, value):
     assert field_of(make_request(**{name: value}), Unimplemented) == f"sampling_params.{name}"
 
 
-def test_priorities_and_other_ranks_are_refused():
+def test_other_ranks_and_empty_ids_are_refused():
     request = make_request()
-    assert field_of(msgspec.structs.replace(request, priority=1), Unimplemented) == "priority"
     assert field_of(msgspec.structs.replace(request, data_parallel_rank=1)) == "data_parallel_rank"
     assert field_of(msgspec.structs.replace(request, request_id="")) == "request_id"
 

@@ -59,7 +59,7 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached prefix, leaving at least the last token to compute."""
-        if not self._enabled or request.sampling_params.skip_reading_prefix_cache:
+        if not self._enabled or request.skip_reading_prefix_cache:
             return NOTHING_COMPUTED
         self._hasher.extend(request, request.num_tokens)
         blocks = []
@@ -110,11 +110,11 @@ class KVCacheManager:
         return [block.block_id for block in self._blocks[request.key]]
 
     def cache_blocks(self, request: Request) -> None:
-        """Make the full blocks among the first ``num_computed_tokens`` tokens findable."""
+        """Make the full blocks among the tokens that are processed findable."""
         if not self._enabled:
             return
         first = self._num_cached[request.key]
-        full = request.num_computed_tokens // self.block_size
+        full = request.num_processed_tokens // self.block_size
         if full <= first:
             return
         self._hasher.extend(request, full * self.block_size)
@@ -140,7 +140,7 @@ class KVCacheManager:
                 break
             count += 1
         if count:
-            count = min(count, min(request.num_computed_tokens for request in running) // self.block_size)
+            count = min(count, min(request.num_processed_tokens for request in running) // self.block_size)
         return count
 
     def reset_prefix_cache(self) -> bool:

@@ -7,11 +7,13 @@ from typing import Protocol
 import msgspec
 
 from penstock_common.errors import ConfigError, nearest
+from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.pause import PauseState
 
 Clock = Callable[[], float]
 """Seconds from some origin."""
@@ -24,6 +26,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache: KVCacheConfig
     enable_prefix_caching: bool
     eos_token_ids: frozenset[int]
+    supports_chunked_prefill: bool = True
     monotonic_clock: Clock
     wall_clock: Clock
 
@@ -31,16 +34,26 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
 class Scheduler(Protocol):
     """Decides what each step computes, and turns its tokens into outputs.
 
-    A step is ``schedule``, the executor's work, ``update_from_output``, ``take_outputs``. Requests may be added and
-    aborted between any two of these calls. Every request ends exactly once, with one output that has a finish reason,
+    A step is ``schedule``, the executor's work, ``update_from_output``, ``take_outputs``. The next step may be scheduled
+    before this one's results are in; results come in the order of the steps. Requests may be added and aborted between any
+    two of these calls. Every request ends exactly once, with one output that has a finish reason,
     except those of a client that has gone, which end silently.
     """
 
     def hash_prompt(self, request: Request) -> None:
         """Do the part of ``add_request`` that may run on another thread: it touches the request alone."""
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full."""
+    def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
+        """Queue a request; with a ``hold`` it is not looked at before ``release`` takes that away.
+
+        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
+        """
+
+    def release(self, request: Request, hold: Hold) -> None:
+        """Take a reason to wait away from a request that may have ended meanwhile."""
+
+    def fail(self, request: Request, error: RequestError) -> None:
+        """End a request that cannot be served with an ERROR output, unless it has ended."""
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of the requests that exist, with ABORT outputs. Returns their ids."""
@@ -54,8 +67,13 @@ class Scheduler(Protocol):
     def schedule(self) -> SchedulerOutput:
         """Choose the work of the next step; may be nothing. Ends requests whose deadline has passed."""
 
+    def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
+        """Requests of a step that get a token which their grammar decides on. The tokens of all steps before it must have
+        been taken in.
+        """
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Take in the tokens of a step. Requests that ended while it ran are skipped."""
+        """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped."""
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         """Outputs since the last call, by client id."""
@@ -67,6 +85,21 @@ class Scheduler(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether there are requests, outputs nobody has taken, or ended requests the workers still hold."""
+
+    pause_state: PauseState
+
+    def pause(self, state: PauseState) -> None:
+        """Stop or go on handing out work."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether all requests are of those that came after a pause was asked for."""
+
+    def preempt_all(self) -> None:
+        """Take every running request's KV blocks; they are computed again."""
+
+    def take_kv_events(self) -> list[KvCacheEvent]:
+        """Changes of the prefix cache since the last call."""
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""

@@ -1,5 +1,6 @@
 """What the scheduler has to say to each frontend until the step is over."""
 
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -20,16 +21,23 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._outputs)
 
-    def add_tokens(self, request: Request, new_token_ids: list[int], num_nans_in_logits: int = 0) -> EngineCoreOutput:
+    def add_tokens(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        *,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+    ) -> EngineCoreOutput:
         """Tell the request's client about new tokens, already in the request. Returns the output, to be added to."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             attempt=request.attempt,
             offset=len(request.all_token_ids) - request.num_prompt_tokens - len(new_token_ids),
             new_token_ids=new_token_ids,
+            new_logprobs=logprobs,
+            new_prompt_logprobs=prompt_logprobs,
         )
-        if num_nans_in_logits:
-            output.num_nans_in_logits = num_nans_in_logits
         if request.events:
             output.events = request.take_events()
         if not request.prefill_reported and request.num_cached_tokens >= 0:
@@ -50,14 +58,16 @@ class Outbox:
         new_token_ids: list[int],
         *,
         error: RequestError | None = None,
-        num_nans_in_logits: int = 0,
-    ) -> None:
-        """Tell the request's client that it has ended, with its last tokens if there are new ones."""
-        output = self.add_tokens(request, new_token_ids, num_nans_in_logits)
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+    ) -> EngineCoreOutput:
+        """Tell the request's client that it has ended, with its last tokens if there are new ones. Returns the output."""
+        output = self.add_tokens(request, new_token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         output.finish_reason = request.status.finish_reason
         output.stop_reason = request.stop_reason
         output.error = error
         self._finished.setdefault(request.client_id, []).append(request.request_id)
+        return output
 
     def forget(self, client_id: str) -> None:
         """Drop what was meant for a client that has gone."""

@@ -38,13 +38,15 @@ class CachedRequestData(msgspec.Struct, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True):
-    """One step. ``num_scheduled_tokens`` maps request id to tokens to compute, in batch order.
+    """One step. ``step`` numbers those that compute something. ``num_scheduled_tokens`` maps request id to tokens to
+    compute, in batch order.
 
     ``finished_request_ids``: ended since the last step, workers drop their state. ``preempted_request_ids``: lost their
     blocks, workers drop their state; they come back as new requests.
     ``num_common_prefix_blocks``: per KV cache group, blocks every running request shares at its start.
     """
 
+    step: int = 0
     new_requests: list[NewRequestData] = []
     cached_requests: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = {}

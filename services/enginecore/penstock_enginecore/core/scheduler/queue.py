@@ -1,39 +1,54 @@
 """The queue of waiting requests."""
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import heapq
 
 from penstock_enginecore.core.request import Request
 
+_Rank = tuple[float, float, int]
+
 
 class RequestQueue:
-    """First come, first served, with every operation in O(1), removal from the middle included."""
+    """The request whose turn is next at the head. Adding and removing, from the middle too, cost O(log n) amortized.
 
-    def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+    First come, first served: a preempted request came earlier than all that wait, so it is at the head again. Under the
+    priority policy the lower number goes first, then the earlier arrival at the frontend.
+
+    Removed requests stay in the heap until they get to its head, or outnumber the living; then the heap is rebuilt.
+    """
+
+    def __init__(self, *, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._requests: dict[str, Request] = {}
+        self._heap: list[tuple[_Rank, str]] = []
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+    def rank(self, request: Request) -> _Rank:
+        """What requests are ordered by: the lowest is the most urgent."""
+        if self._by_priority:
+            return request.priority, request.arrival_time, request.arrival
+        return 0, 0, request.arrival
 
-    def append(self, request: Request) -> None:
-        """Add at the end."""
+    def add(self, request: Request) -> None:
+        """Take in a request that is not in the queue."""
         self._requests[request.key] = request
         self.num_tokens += request.num_tokens
-
-    def prepend(self, request: Request) -> None:
-        """Add at the head: a preempted request goes first."""
-        self.append(request)
-        self._requests.move_to_end(request.key, last=False)
+        heapq.heappush(self._heap, (self.rank(request), request.key))
 
     def peek(self) -> Request:
-        """The head."""
-        return next(iter(self._requests.values()))
+        """The head. The queue must not be empty."""
+        while self._heap[0][1] not in self._requests:
+            heapq.heappop(self._heap)
+        return self._requests[self._heap[0][1]]
 
     def remove(self, request: Request) -> None:
         """Take out a request that is in the queue."""
         del self._requests[request.key]
         self.num_tokens -= request.num_tokens
+        if self._heap[0][1] == request.key:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 2 * len(self._requests) + 64:
+            self._heap = [(self.rank(r), key) for key, r in self._requests.items()]
+            heapq.heapify(self._heap)

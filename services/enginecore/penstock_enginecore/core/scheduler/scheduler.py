@@ -1,31 +1,39 @@
-"""The default scheduler: first come, first served, over one token budget.
+"""The default scheduler: one token budget, first come first served or by priority.
 
 There is no prefill phase and no decode phase. Every step hands out tokens so that each request's
 ``num_computed_tokens`` catches up with its ``num_tokens``. Chunked prefill, prefix hits and resumed requests all
 follow from that rule, which is vLLM V1's.
+
+``num_computed_tokens`` moves when a step is scheduled, so that the next step can be scheduled while this one runs. With
+asynchronous scheduling a request also gets the step behind a token that is not known yet: a placeholder stands for it, and
+the worker, which runs steps in order, has the token by then.
 """
 
+import itertools
 from collections.abc import Iterable
 
 from penstock_common.errors import ConfigError
+from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
-from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.request import Hold, Request, RequestStatus
 from penstock_enginecore.core.scheduler.admission import check_queue_limits
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
 from penstock_enginecore.core.scheduler.outbox import Outbox
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.scheduler.queue import RequestQueue
 from penstock_enginecore.core.scheduler.requests import RequestTable
-from penstock_enginecore.core.scheduler.stops import append_tokens, check_stop
+from penstock_enginecore.core.scheduler.results import StepResults
+from penstock_enginecore.core.scheduler.stops import check_stop
 
 
 class DefaultScheduler(Scheduler):
     """See ``Scheduler`` for the protocol.
 
-    A request is in exactly one of ``_waiting`` and ``_running``. Running requests hold KV blocks, waiting ones none.
-    When blocks run out, the last of the running gives up its blocks and goes to the head of the waiting.
+    A request is in exactly one of ``_waiting``, ``_held`` and ``_running``. Running requests hold KV blocks, others none.
+    When blocks run out, the least urgent of the running gives up its blocks and waits again, ahead of those that came later.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -33,19 +41,26 @@ class DefaultScheduler(Scheduler):
         self._clock = context.monotonic_clock
         self._wall_clock = context.wall_clock
         self._eos_token_ids = context.eos_token_ids
-        _check_limits(config.enable_chunked_prefill, config.max_num_batched_tokens, context.kv_cache.max_model_len)
+        self._chunked = config.enable_chunked_prefill and context.supports_chunked_prefill
+        _check_limits(self._chunked, config.max_num_batched_tokens, context.kv_cache.max_model_len)
         self.kv_cache = KVCacheManager(context.kv_cache, enable_prefix_caching=context.enable_prefix_caching)
         self._watermark_blocks = int(config.watermark * self.kv_cache.pool.num_usable_blocks)
         # Each running request needs a token of every step's budget.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._by_priority = config.policy == "priority"
         self._running: list[Request] = []
-        self._waiting = RequestQueue()
+        self._waiting = RequestQueue(by_priority=self._by_priority)
+        self._held: dict[str, Request] = {}
         self._requests = RequestTable()
         self._deadlines = DeadlineQueue()
         self._outbox = Outbox()
+        self._results = StepResults(self.kv_cache, self._outbox, context.eos_token_ids)
+        self._arrivals = itertools.count()
         self._finished_keys: list[str] = []
+        self._preempted_keys: list[str] = []
         self._num_preemptions = 0
         self._step_counter = 0
+        self.pause_state = PauseState.RUNNING
 
     # Requests come and go.
 
@@ -53,18 +68,37 @@ class DefaultScheduler(Scheduler):
         """Hash the prompt's blocks, on whatever thread."""
         self.kv_cache.hash_prompt(request)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
         """Queue a request; one whose prior output has reached a stop ends at once."""
         self._requests.check_unused(request.client_id, request.request_id)
         if check_stop(request, self._eos_token_ids):
             self._outbox.add_end(request, [])
             return
         request.queued_time = now = self._clock()
-        check_queue_limits(self._config, self._waiting, request, now)
+        check_queue_limits(self._config, self._waiting, self._held, request, now)
+        request.arrival = next(self._arrivals)
         request.record_event(EventType.QUEUED, now)
         self._requests.add(request)
         self._deadlines.add(request)
-        self._waiting.append(request)
+        request.hold = hold if self.pause_state is PauseState.RUNNING else hold | Hold.PAUSE
+        if request.hold:
+            self._held[request.key] = request
+        else:
+            self._waiting.add(request)
+
+    def release(self, request: Request, hold: Hold) -> None:
+        """Take a reason to wait away; without another one the request takes its turn."""
+        if request.finished or not request.hold & hold:
+            return
+        request.hold &= ~hold
+        if not request.hold:
+            del self._held[request.key]
+            self._waiting.add(request)
+
+    def fail(self, request: Request, error: RequestError) -> None:
+        """End a request that cannot be served, with an ERROR output; one that has ended is left alone."""
+        if not request.finished:
+            self._end([request], RequestStatus.FINISHED_ERROR, error)
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of the requests that exist, with ABORT outputs."""
@@ -88,13 +122,15 @@ class DefaultScheduler(Scheduler):
             if request.status is RequestStatus.RUNNING:
                 was_running = True
                 self._finished_keys.append(request.key)
+            elif request.hold:
+                del self._held[request.key]
             else:
                 self._waiting.remove(request)
             request.status = status
             self._release(request)
             self._outbox.add_end(request, [], error=error)
         if was_running:
-            self._running = [request for request in self._running if not request.finished]
+            self._drop_finished()
 
     def _release(self, request: Request) -> None:
         """Forget an ended request. The caller takes it out of its queue."""
@@ -102,20 +138,38 @@ class DefaultScheduler(Scheduler):
         self._requests.remove(request)
         self._deadlines.discard(request)
 
+    def _drop_finished(self) -> None:
+        self._running = [request for request in self._running if not request.finished]
+
     # A step.
 
     def schedule(self) -> SchedulerOutput:
         """Running requests first; waiting ones only if nobody had to give up blocks."""
         self._end_expired()
-        output = SchedulerOutput(num_scheduled_tokens={})
-        self._schedule_running(output)
-        if not output.preempted_request_ids:
-            self._schedule_waiting(output)
-        output.num_common_prefix_blocks = (self.kv_cache.num_common_prefix_blocks(self._running),)
+        output = SchedulerOutput(step=self._step_counter, num_scheduled_tokens={})
+        output.preempted_request_ids, self._preempted_keys = self._preempted_keys, []
+        if self.pause_state is not PauseState.PAUSED:
+            had_preempted = self._num_preemptions
+            self._schedule_running(output)
+            if self._num_preemptions == had_preempted:
+                self._schedule_waiting(output)
+            output.num_common_prefix_blocks = (self.kv_cache.num_common_prefix_blocks(self._running),)
+            self._advance(output)
         output.finished_request_ids, self._finished_keys = self._finished_keys, []
-        if output.total_num_scheduled_tokens:
-            self._step_counter += 1
         return output
+
+    def _advance(self, output: SchedulerOutput) -> None:
+        """What is scheduled counts as computed for the steps behind it, and the tokens it brings as known."""
+        if not output.num_scheduled_tokens:
+            return
+        self._step_counter += 1
+        requests = self._requests.by_key
+        place = self._config.async_scheduling
+        for key, num_tokens in output.num_scheduled_tokens.items():
+            request = requests[key]
+            request.num_computed_tokens += num_tokens
+            if place and request.num_computed_tokens == request.num_tokens + request.num_placeholders:
+                request.num_placeholders += 1
 
     def _end_expired(self) -> None:
         now = self._wall_clock()
@@ -128,53 +182,67 @@ class DefaultScheduler(Scheduler):
             self._end([request], RequestStatus.FINISHED_ABORTED, error)
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        budget = self._config.max_num_batched_tokens
-        scheduled = output.num_scheduled_tokens
         cached = output.cached_requests
-        index = 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
-            num_new_tokens = len(request.all_token_ids) - request.num_computed_tokens
+        for request in self._running.copy():
+            budget = self._budget_left(output)
+            if budget <= 0:
+                break
+            # 0: its next token is on its way. Not running: it had to make room.
+            num_new_tokens = self._num_schedulable(request)
+            if num_new_tokens == 0 or request.status is not RequestStatus.RUNNING:
+                continue
             if num_new_tokens > 1:
                 num_new_tokens = self._chunk(num_new_tokens, budget)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, output)
-            if new_block_ids is None:  # it gave up its own blocks, so it was the last
-                break
-            scheduled[request.key] = num_new_tokens
-            budget -= num_new_tokens
+            if new_block_ids is None:  # it gave up its own blocks, or ended
+                continue
+            output.num_scheduled_tokens[request.key] = num_new_tokens
+            output.total_num_scheduled_tokens += num_new_tokens
             cached.request_ids.append(request.key)
             cached.num_computed_tokens.append(request.num_computed_tokens)
             cached.new_block_ids.append((new_block_ids,) if new_block_ids else None)
-            index += 1
-        output.total_num_scheduled_tokens = self._config.max_num_batched_tokens - budget
+
+    def _budget_left(self, output: SchedulerOutput) -> int:
+        return self._config.max_num_batched_tokens - output.total_num_scheduled_tokens
+
+    def _num_schedulable(self, request: Request) -> int:
+        placeholders = request.num_placeholders
+        if placeholders and request.num_output_tokens + placeholders >= request.max_tokens:
+            return 0
+        return len(request.all_token_ids) + placeholders - request.num_computed_tokens
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> list[int] | None:
         """New block ids for a running request, or None when it lost its own blocks."""
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
-            victim = self._running[-1]
-            if victim is request and len(self._running) == 1:
+            if len(self._running) == 1:
                 self._end_too_long(request)
                 return None
+            victim = max(self._running, key=self._waiting.rank) if self._by_priority else self._running[-1]
+            self._running.remove(victim) if self._by_priority else self._running.pop()
             self._preempt(victim)
             output.preempted_request_ids.append(victim.key)
+            if self._by_priority:
+                _unschedule(victim, output)
             if victim is request:
                 return None
         return new_block_ids
 
     def _preempt(self, request: Request) -> None:
-        self._running.pop()
+        """Take the blocks of a request that is no longer among the running, and let it wait."""
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_processed_tokens = 0
+        request.num_placeholders = 0
+        request.valid_from_step = self._step_counter
         request.num_preemptions += 1
         request.record_event(EventType.PREEMPTED, self._clock())
-        self._waiting.prepend(request)
+        self._waiting.add(request)
         self._num_preemptions += 1
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
         kv_cache = self.kv_cache
-        budget = self._config.max_num_batched_tokens - output.total_num_scheduled_tokens
-        while self._waiting and budget > 0 and len(self._running) < self._max_num_running:
+        while self._waiting and len(self._running) < self._max_num_running and (budget := self._budget_left(output)):
             request = self._waiting.peek()
             if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
                 self._end_too_long(request)
@@ -182,15 +250,13 @@ class DefaultScheduler(Scheduler):
             computed = kv_cache.get_computed_blocks(request)
             num_missing_tokens = request.num_tokens - computed.num_tokens
             num_new_tokens = self._chunk(num_missing_tokens, budget)
-            if num_new_tokens < num_missing_tokens and not self._config.enable_chunked_prefill:
+            if num_new_tokens < num_missing_tokens and not self._chunked:
                 break
             reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
             if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
                 break
             self._waiting.remove(request)
             self._start(request, computed.num_tokens, num_new_tokens, output)
-            budget -= num_new_tokens
-        output.total_num_scheduled_tokens = self._config.max_num_batched_tokens - budget
 
     def _reserved_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks that must stay free when a request starts beside others: for its other tokens, and the watermark."""
@@ -199,12 +265,13 @@ class DefaultScheduler(Scheduler):
 
     def _start(self, request: Request, num_computed: int, num_new_tokens: int, output: SchedulerOutput) -> None:
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_computed
+        request.num_computed_tokens = request.num_processed_tokens = num_computed
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed
         request.record_event(EventType.SCHEDULED, self._clock())
         self._running.append(request)
         output.num_scheduled_tokens[request.key] = num_new_tokens
+        output.total_num_scheduled_tokens += num_new_tokens
         output.new_requests.append(
             NewRequestData(
                 request_id=request.key,
@@ -213,12 +280,14 @@ class DefaultScheduler(Scheduler):
                 num_computed_tokens=num_computed,
                 block_ids=(self.kv_cache.block_ids(request),),
                 sampling_params=request.sampling_params,
+                pooling_params=request.pooling_params,
+                second_text_start=request.second_text_start,
             )
         )
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         threshold = self._config.long_prefill_token_threshold
-        if 0 < threshold < num_tokens and self._config.enable_chunked_prefill:
+        if 0 < threshold < num_tokens and self._chunked:
             num_tokens = threshold
         return min(num_tokens, budget)
 
@@ -231,37 +300,37 @@ class DefaultScheduler(Scheduler):
         error = RequestError(code="RESOURCE_EXHAUSTED", message=message, reason="KV_CACHE_TOO_SMALL")
         self._end([request], RequestStatus.FINISHED_ERROR, error)
 
+    def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
+        """Requests of a step that get a token which a grammar decides on, in batch order."""
+        requests = self._requests.by_key
+        found = []
+        for key in scheduler_output.num_scheduled_tokens:
+            request = requests.get(key)
+            if (
+                request is not None
+                and request.grammar is not None
+                and scheduler_output.step >= request.valid_from_step
+                and request.num_computed_tokens >= request.num_tokens
+            ):
+                found.append(request)
+        return found
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
-        sampled = dict(zip(model_output.request_ids, model_output.sampled_token_ids, strict=True))
-        nans = model_output.num_nans_in_logits
-        requests, eos_token_ids, block_size = self._requests.by_key, self._eos_token_ids, self.kv_cache.block_size
-        any_finished = False
-        for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            request = requests.get(key)
-            if request is None:  # ended while the step ran
-                continue
-            before = request.num_computed_tokens
-            request.num_computed_tokens = computed = before + num_tokens
-            if computed // block_size != before // block_size:
-                self.kv_cache.cache_blocks(request)
-            if not (new_token_ids := sampled[key]):
-                continue
-            new_token_ids, finished = append_tokens(request, new_token_ids, eos_token_ids)
-            num_nans = nans.get(key, 0) if nans else 0
-            if finished:
-                any_finished = True
-                self._finished_keys.append(key)
-                self._release(request)
-                self._outbox.add_end(request, new_token_ids, num_nans_in_logits=num_nans)
-            else:
-                self._outbox.add_tokens(request, new_token_ids, num_nans)
-        if any_finished:
-            self._running = [request for request in self._running if not request.finished]
+        finished = self._results.take(scheduler_output, model_output, self._requests.by_key)
+        for request in finished:
+            self._finished_keys.append(request.key)
+            self._release(request)
+        if finished:
+            self._drop_finished()
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         """Outputs since the last call, by client id."""
         return self._outbox.take(self.stats(), self._clock()) if self._outbox else {}
+
+    def take_kv_events(self) -> list[KvCacheEvent]:
+        """Changes of the prefix cache since the last call."""
+        return []
 
     # What others may ask.
 
@@ -273,11 +342,30 @@ class DefaultScheduler(Scheduler):
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._finished_keys or self._outbox)
+        return bool(self._requests or self._finished_keys or self._preempted_keys or self._outbox)
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""
         return self._deadlines.next_deadline()
+
+    def pause(self, state: PauseState) -> None:
+        """Change to ``state``; see ``PauseState``. RUNNING lets those go on that came meanwhile."""
+        self.pause_state = state
+        if state is PauseState.RUNNING:
+            for request in list(self._held.values()):
+                self.release(request, Hold.PAUSE)
+
+    @property
+    def drained(self) -> bool:
+        """Whether every request that is left came after the pause was asked for."""
+        return all(request.hold & Hold.PAUSE for request in self._requests.by_key.values())
+
+    def preempt_all(self) -> None:
+        """Take every running request's blocks; all are computed again."""
+        running, self._running = self._running, []
+        for request in running:
+            self._preempt(request)
+            self._preempted_keys.append(request.key)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, if no request is running."""
@@ -288,7 +376,8 @@ class DefaultScheduler(Scheduler):
         prefix = self.kv_cache.prefix_stats
         return SchedulerStats(
             num_running_reqs=len(self._running),
-            num_waiting_reqs=len(self._waiting),
+            num_waiting_reqs=len(self._waiting) + len(self._held),
+            num_skipped_reqs=len(self._held),
             kv_cache_usage=self.kv_cache.pool.usage,
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
@@ -297,9 +386,21 @@ class DefaultScheduler(Scheduler):
         )
 
 
-def _check_limits(enable_chunked_prefill: bool, max_num_batched_tokens: int, max_model_len: int) -> None:
-    if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+def _unschedule(request: Request, output: SchedulerOutput) -> None:
+    """Take a preempted request out of the step again, if it was in it."""
+    count = output.num_scheduled_tokens.pop(request.key, None)
+    if count is None:
+        return
+    output.total_num_scheduled_tokens -= count
+    cached = output.cached_requests
+    place = cached.request_ids.index(request.key)
+    for entries in (cached.request_ids, cached.num_computed_tokens, cached.new_block_ids):
+        del entries[place]
+
+
+def _check_limits(chunked_prefill: bool, max_num_batched_tokens: int, max_model_len: int) -> None:
+    if not chunked_prefill and max_num_batched_tokens < max_model_len:
         raise ConfigError(
-            f"scheduler.max_num_batched_tokens is {max_num_batched_tokens}; without scheduler.enable_chunked_prefill "
+            f"scheduler.max_num_batched_tokens is {max_num_batched_tokens}; without chunked prefill "
             f"it must be at least max_model_len, {max_model_len}"
         )

@@ -1,5 +1,6 @@
 """When a sequence has ended."""
 
+from penstock_common.types.sampling import RepetitionDetection
 from penstock_enginecore.core.request import Request, RequestStatus
 
 
@@ -26,6 +27,27 @@ def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
     if num_output_tokens >= request.max_tokens:
         request.status = RequestStatus.FINISHED_LENGTH
         return True
+    detection = params.repetition_detection
+    if detection is not None and repeats_itself(token_ids, num_output_tokens, detection):
+        request.status = RequestStatus.FINISHED_REPETITION
+        return True
+    return False
+
+
+def repeats_itself(token_ids: list[int], num_output_tokens: int, detection: RepetitionDetection) -> bool:
+    """Whether the last ``num_output_tokens`` of ``token_ids`` end with one pattern ``min_count`` times in a row.
+
+    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Most patterns fail at their last token.
+    """
+    longest = min(detection.max_pattern_size, num_output_tokens // detection.min_count)
+    for size in range(detection.min_pattern_size, longest + 1):
+        if token_ids[-1] != token_ids[-1 - size]:
+            continue
+        # The tail repeats with this period if it equals itself moved by one pattern.
+        length = size * detection.min_count
+        end = len(token_ids)
+        if token_ids[end - length : end - size] == token_ids[end - length + size :]:
+            return True
     return False
 
 

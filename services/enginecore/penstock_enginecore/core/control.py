@@ -1,0 +1,257 @@
+"""What operators can do with a running engine: pause, sleep, reset, profile, look."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.types.outputs import RequestError
+from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.utility import utility
+
+if TYPE_CHECKING:
+    from penstock_enginecore.core.engine_core import EngineCore
+    from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["abort", "wait", "keep"]
+Tag = Literal["weights", "kv_cache"]
+_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+
+
+class EngineControl:
+    """The engine's utilities. Called between steps, on the busy loop's thread.
+
+    An engine that sleeps is paused as well; it schedules again once everything that slept is awake, or ``resume`` is called.
+    """
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
+        self._asleep: set[str] = set()
+        self._resume_after_sleep = False
+        self._waiting: list[tuple[Future[None], bool]] = []
+        self._log = IterationLog(engine.config.iteration_log_interval)
+
+    # Pausing.
+
+    @utility
+    def pause(self, mode: Mode = "abort", clear_cache: bool = False) -> Future[None]:
+        """Stop scheduling. What was queued or running ends as ABORT (abort), is finished first (wait), or freezes (keep).
+
+        Done once nothing runs any more; a sleeping engine has nothing to wait for. Requests that come meanwhile wait for ``resume``. ``clear_cache`` forgets the cached
+        prefixes; frozen requests then give up their blocks, and are computed again.
+        """
+        engine = self._engine
+        engine.finish_batches()
+        done: Future[None] = Future()
+        if mode == "wait" and not self._asleep:
+            engine.scheduler.pause(PauseState.DRAINING)
+            self._waiting.append((done, clear_cache))
+            self.after_step()
+            return done
+        engine.scheduler.pause(PauseState.PAUSED)
+        self._fail_waiting(f"a later pause ({mode}) ended the wait")
+        if mode == "abort":
+            failure = Unavailable("an operator paused the engine", reason="PAUSED", retry_after=1.0)
+            engine.abort_all(RequestError.from_exception(failure))
+        if clear_cache:
+            self._clear_cache()
+        done.set_result(None)
+        return done
+
+    @utility
+    def resume(self) -> None:
+        """Schedule again. Raises InvalidArgument while the engine sleeps."""
+        if self._asleep:
+            raise InvalidArgument(
+                f"the engine sleeps ({', '.join(sorted(self._asleep))}); call wake_up", field="resume", reason="ASLEEP"
+            )
+        self._fail_waiting("the engine was resumed before it had drained")
+        self._engine.scheduler.pause(PauseState.RUNNING)
+
+    @utility
+    def is_paused(self) -> bool:
+        """Whether nothing is scheduled."""
+        return self._engine.paused
+
+    def after_step(self) -> None:
+        """Between steps: see whether a pause that waits has come to its end; log what the steps did."""
+        self._log.tick(self._engine)
+        scheduler = self._engine.scheduler
+        if not self._waiting or not scheduler.drained:
+            return
+        self._engine.finish_batches()
+        scheduler.pause(PauseState.PAUSED)
+        waiting, self._waiting = self._waiting, []
+        if any(clear_cache for _, clear_cache in waiting):
+            self._clear_cache()
+        for done, _ in waiting:
+            done.set_result(None)
+
+    def _fail_waiting(self, why: str) -> None:
+        waiting, self._waiting = self._waiting, []
+        for done, _ in waiting:
+            done.set_exception(Unavailable(why, reason="RESUMED"))
+
+    def _clear_cache(self) -> None:
+        self._engine.scheduler.preempt_all()
+        self._engine.scheduler.reset_prefix_cache()
+
+    # Sleeping.
+
+    @utility
+    def sleep(self, level: Literal[0, 1, 2] = 1, mode: Mode = "abort") -> Future[None]:
+        """Pause as ``mode`` says, then free device memory. 0: nothing more. 1: weights to host memory, KV cache dropped.
+        2: all dropped; the weights are read again at ``wake_up``.
+        """
+        was_running = not self._asleep and self._engine.scheduler.pause_state is PauseState.RUNNING
+        paused = self.pause(mode)
+        asleep: Future[None] = Future()
+
+        def fall_asleep(_: Future[None]) -> None:
+            if (error := paused.exception()) is not None:
+                asleep.set_exception(error)
+                return
+            try:
+                self._fall_asleep(level)
+            except Exception as e:  # the caller of the utility gets it
+                asleep.set_exception(e)
+                return
+            self._resume_after_sleep = self._resume_after_sleep or was_running
+            asleep.set_result(None)
+
+        paused.add_done_callback(fall_asleep)
+        return asleep
+
+    def _fall_asleep(self, level: int) -> None:
+        if level == 0:
+            self._asleep.add("scheduling")
+            return
+        self._clear_cache()
+        self._engine.executor.collective_rpc("sleep", [level])
+        self._asleep.update(_TAGS)
+
+    @utility
+    def wake_up(self, tags: list[Tag] | None = None) -> None:
+        """Take device memory back: weights, kv_cache, or both when no tag is given. The last one lets the engine schedule again,
+        if it did when it fell asleep.
+        """
+        wanted = set(tags or _TAGS) & self._asleep
+        if wanted:
+            self._engine.executor.collective_rpc("wake_up", [sorted(wanted)])
+        self._asleep -= wanted
+        if not self._asleep & set(_TAGS):
+            self._asleep.clear()
+            if self._resume_after_sleep:
+                self._resume_after_sleep = False
+                self._engine.scheduler.pause(PauseState.RUNNING)
+
+    @utility
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps."""
+        return bool(self._asleep)
+
+    # Caches.
+
+    @utility
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget all cached prefixes. False, and nothing done, while a request is running, unless ``preempt_running``: then the
+        running requests give up their blocks and are computed again.
+        """
+        self._engine.finish_batches()
+        if preempt_running:
+            self._engine.scheduler.preempt_all()
+        return self._engine.scheduler.reset_prefix_cache()
+
+    @utility
+    def reset_multimodal_cache(self) -> bool:
+        """Forget received multimodal inputs. This engine takes none, so there is nothing to forget."""
+        return True
+
+    @utility
+    def reset_encoder_cache(self) -> bool:
+        """Forget encoder outputs. This engine runs no encoder beside its model, so there is nothing to forget."""
+        return True
+
+    # Looking.
+
+    @utility
+    def start_profile(self) -> None:
+        """Start the workers' torch profilers. Raises InvalidArgument without ``profiler.directory``, or when one runs."""
+        self._engine.executor.collective_rpc("start_profile")
+
+    @utility
+    def stop_profile(self) -> list[str]:
+        """Stop the profilers. Returns the paths of the traces on the engine's machine, one per worker."""
+        self._engine.finish_batches()
+        return self._engine.executor.collective_rpc("stop_profile")
+
+    @utility
+    def collective_rpc(self, method: str, arguments: list[Any] | None = None) -> list[Any]:
+        """Call a registered method of every worker. Results by worker."""
+        return self._engine.executor.collective_rpc(method, arguments or [])
+
+    @utility
+    def engine_info(self) -> dict[str, Any]:
+        """The engine's limits and state: lengths in tokens, the KV pool in blocks (the reserved one included)."""
+        engine, config = self._engine, self._engine.config
+        return {
+            "engine_id": config.engine_id,
+            "model": config.model.name,
+            "revision": config.model.revision,
+            "max_model_len": engine.max_model_len,
+            "num_kv_blocks": engine.kv_cache_config.num_blocks,
+            "num_kv_cache_groups": len(engine.kv_cache_config.groups),
+            "block_size": engine.kv_cache_config.block_size,
+            "vocab_size": engine.vocab_size,
+            "pause_state": engine.scheduler.pause_state.value,
+            "asleep": sorted(self._asleep),
+            "utilities": list(engine.utilities.names),
+        }
+
+    def count_step(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        """Note a step that is over, for the log."""
+        self._log.count(scheduled, results)
+
+
+class IterationLog:
+    """A line now and then on what the steps did. ``interval`` in seconds, 0 for none."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._since = time.monotonic()
+        self._steps = self._computed = self._sampled = 0
+
+    def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        """Add a step."""
+        self._steps += 1
+        self._computed += scheduled.total_num_scheduled_tokens
+        self._sampled += sum(map(len, results.sampled_token_ids))
+
+    def tick(self, engine: EngineCore) -> None:
+        """Log if it is time, and if there were steps."""
+        now = time.monotonic()
+        if not self._interval or now - self._since < self._interval:
+            return
+        seconds, self._since = now - self._since, now
+        if not self._steps:
+            return
+        stats = engine.scheduler.stats()
+        logger.info(
+            "%.1f steps/s, %.0f tokens/s computed, %.0f tokens/s produced, %d running, %d waiting (%d held), "
+            "KV cache %.1f%% used, prefix hits %.1f%%, %d preemptions",
+            self._steps / seconds,
+            self._computed / seconds,
+            self._sampled / seconds,
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+            stats.num_skipped_reqs,
+            100 * stats.kv_cache_usage,
+            100 * stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
+            stats.num_preemptions,
+        )
+        self._steps = self._computed = self._sampled = 0

@@ -1,0 +1,110 @@
+"""What a step's results mean for its requests: tokens, log-probabilities, vectors, ends."""
+
+from collections.abc import Mapping
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import RequestError
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.outbox import Outbox
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.stops import append_tokens
+
+
+class StepResults:
+    """Takes results in, in the order of the steps."""
+
+    def __init__(self, kv_cache: KVCacheManager, outbox: Outbox, eos_token_ids: frozenset[int]) -> None:
+        self._kv_cache = kv_cache
+        self._outbox = outbox
+        self._eos_token_ids = eos_token_ids
+
+    def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:
+        """Give each request of the step what is its own. Returns those that have ended; the caller forgets them.
+
+        Requests that ended while the step ran, or lost their blocks since it was scheduled, get nothing.
+        """
+        sampled = dict(zip(results.request_ids, results.sampled_token_ids, strict=True))
+        block_size = self._kv_cache.block_size
+        finished = []
+        for key, num_tokens in step.num_scheduled_tokens.items():
+            request = requests.get(key)
+            if request is None or step.step < request.valid_from_step:
+                continue
+            before = request.num_processed_tokens
+            request.num_processed_tokens = after = before + num_tokens
+            if after // block_size != before // block_size:
+                self._kv_cache.cache_blocks(request)
+            if self._advance(request, sampled[key], results):
+                finished.append(request)
+        return finished
+
+    def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput) -> bool:
+        """Returns whether the request has ended."""
+        key = request.key
+        if results.pooled and (vectors := results.pooled.get(key)) is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            self._outbox.add_end(request, []).pooling_output = vectors
+            return True
+        prompt_logprobs = _unsent(request, results.prompt_logprobs.get(key)) if results.prompt_logprobs else None
+        if not token_ids:
+            if prompt_logprobs is not None:
+                self._outbox.add_tokens(request, [], prompt_logprobs=prompt_logprobs)
+            return False
+        if request.num_placeholders:
+            request.num_placeholders -= len(token_ids)
+        token_ids, ended = append_tokens(request, token_ids, self._eos_token_ids)
+        error = _follow_grammar(request, token_ids) if request.grammar is not None else None
+        if error is not None:
+            self._outbox.add_end(request, [], error=error)
+            return True
+        logprobs = results.logprobs.get(key) if results.logprobs else None
+        if logprobs is not None and len(logprobs) > len(token_ids):
+            logprobs = logprobs.slice(0, len(token_ids))
+        add = self._outbox.add_end if ended or request.finished else self._outbox.add_tokens
+        output = add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        if results.num_nans_in_logits:
+            output.num_nans_in_logits = results.num_nans_in_logits.get(key, 0)
+        return request.finished
+
+
+def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
+    """Those of the prompt's log-probabilities that the client does not have: a preempted request computes them again.
+
+    ``logprobs`` are those of the last prompt tokens that count as processed.
+    """
+    if logprobs is None or not len(logprobs):
+        return None
+    # A step that computes tokens up to position p scores those up to p + 1; the first of the prompt has no score.
+    end = min(request.num_processed_tokens, request.num_prompt_tokens - 1)
+    new = end - request.num_prompt_logprobs
+    if new <= 0:
+        return None
+    request.num_prompt_logprobs = end
+    return logprobs if new >= len(logprobs) else logprobs.slice(len(logprobs) - new, len(logprobs))
+
+
+def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | None:
+    """Advance the request's grammar. A request whose grammar can take nothing more has ended; the error says why it cannot
+    go on, when other parameters left no token that the grammar allows.
+    """
+    grammar = request.grammar
+    if grammar is None:
+        return None
+    if not grammar.accept(token_ids):
+        if request.finished:  # it ended at a stop token or at its length, where a constraint need not be fulfilled
+            return None
+        del request.all_token_ids[-len(token_ids) :]
+        request.status = RequestStatus.FINISHED_ERROR
+        return RequestError.from_exception(
+            InvalidArgument(
+                "no token is allowed by both structured_output and the request's other parameters "
+                "(allowed_token_ids, bad_words, logit_bias, min_tokens)",
+                field="sampling_params.structured_output",
+                reason="CONSTRAINT_CONFLICT",
+            )
+        )
+    if grammar.terminated and not request.finished:
+        request.status = RequestStatus.FINISHED_STOPPED
+    return None

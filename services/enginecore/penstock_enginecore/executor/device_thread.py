@@ -1,0 +1,44 @@
+"""The one thread that computes: steps run on it in the order in which they are handed over."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """Runs calls one after the other. A daemon: a call that never returns does not keep the process alive."""
+
+    def __init__(self, name: str = "device") -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Queue a call. What it raises comes out of the future."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as e:  # the future's reader decides what it means
+                future.set_exception(e)
+
+        self._calls.put(run)
+        return future
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Run a call behind those that are queued, and wait for its result."""
+        return self.submit(call).result()
+
+    def stop(self) -> None:
+        """End the thread behind the calls that are queued. Idempotent."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # or the last call's result lives on while the thread waits
