@@ -36,6 +36,7 @@ def make_config(
     max_model_len: int | None = None,
     drain_timeout: float = 30.0,
     max_concurrent_batches: int = 1,
+    kind: str = "uniproc",
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -43,7 +44,7 @@ def make_config(
         model=ModelConfig(path="fake", max_model_len=max_model_len),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
-        executor=ExecutorConfig(max_concurrent_batches=max_concurrent_batches),
+        executor=ExecutorConfig(kind=kind, max_concurrent_batches=max_concurrent_batches),
         drain_timeout=drain_timeout,
     )
 

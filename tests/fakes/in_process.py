@@ -9,7 +9,14 @@ import msgspec
 from penstock_common.types.outputs import FinishReason, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.config import (
+    CacheConfig,
+    EngineCoreConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ProfilerConfig,
+    SchedulerConfig,
+)
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 
@@ -22,6 +29,7 @@ def build_engine(
     model: Mapping[str, Any] | None = None,
     cache: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
+    profiler: Mapping[str, Any] | None = None,
 ) -> EngineCore:
     """An engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     config = EngineCoreConfig(
@@ -29,6 +37,7 @@ def build_engine(
         cache=CacheConfig(**{"block_size": 4, "num_blocks": 512, **(cache or {})}),
         scheduler=SchedulerConfig(**(scheduler or {})),
         executor=ExecutorConfig(num_threads=1),
+        profiler=ProfilerConfig(**(profiler or {})),
     )
     return EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
 

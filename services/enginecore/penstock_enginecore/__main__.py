@@ -1,5 +1,6 @@
 """``python -m penstock_enginecore --config engine.yaml``."""
 
+import os
 import sys
 
 from penstock_common.config import from_command_line
@@ -29,4 +30,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything of ours is stopped. The interpreter's teardown would only have native libraries complain of each other.
+    os._exit(code)

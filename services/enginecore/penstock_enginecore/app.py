@@ -16,6 +16,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.signals import signals_handled
 from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.metrics import engine_registry
+from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
 
 log = get_logger()
@@ -31,6 +32,7 @@ def run(config: EngineCoreConfig, make_executor: Callable[[EngineCoreConfig], Ex
     """
     configure(config.log, service="enginecore")
     started = time.monotonic()
+    load_plugins(config.plugins)
     io = IoThread(config)
     io.start()
     try:

@@ -65,7 +65,7 @@ def known(request_id: str, computed: int, scheduled: int) -> SchedulerOutput:
 
 def step(executor: UniprocExecutor, output: SchedulerOutput) -> list[list[int]]:
     executor.execute_model(output)
-    return executor.sample_tokens().result(timeout=0).sampled_token_ids
+    return executor.sample_tokens().result(timeout=60).sampled_token_ids
 
 
 def decode(executor: UniprocExecutor, block_ids: tuple[list[int], ...]) -> list[int]:
@@ -122,7 +122,8 @@ def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
     with pytest.raises(RuntimeError, match="load_model has not been called"):
         executor.execute_model(SchedulerOutput())
     executor.load_model(lambda line: None)
+    executor.execute_model(SchedulerOutput())
     with pytest.raises(RuntimeError, match="initialize_kv_cache must come before"):
-        executor.execute_model(SchedulerOutput())
+        executor.sample_tokens().result(timeout=60)
     executor.shutdown()
     executor.shutdown()

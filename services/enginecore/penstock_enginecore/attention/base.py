@@ -129,6 +129,11 @@ def _cpu() -> AttentionBackend:
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference, "cpu": _cpu}
 
 
+def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None:
+    """Make ``model.attention_backend: name`` mean what ``factory`` returns."""
+    _FACTORIES[name] = factory
+
+
 def create_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend called ``name``; ``auto`` picks the fastest one for ``device``. Raises ConfigError."""
     if name == "auto":

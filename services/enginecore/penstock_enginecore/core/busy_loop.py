@@ -33,6 +33,7 @@ from penstock_enginecore.core.queues import (
     InputQueues,
     OutputSink,
     UtilityCall,
+    UtilityDone,
     Wakeup,
 )
 from penstock_enginecore.core.request import Request
@@ -156,6 +157,8 @@ class BusyLoop:
                 message.request_ids.clear()
             case UtilityCall():
                 self._answer(message)
+            case UtilityDone(call, outcome):
+                self._send_outcome(call, outcome)
             case ClientGone(client_id):
                 self._engine.abort_client(client_id)
             case Wakeup():
@@ -178,11 +181,14 @@ class BusyLoop:
 
     def _step(self) -> None:
         if self._engine.has_work:
-            for client_id, outputs in self._engine.step(self._drain_aborts).items():
-                self._sink.emit(client_id, outputs)
+            self._emit(self._engine.step(self._drain_aborts))
             self.last_step_time = self._clock()
         if events := self._engine.take_kv_events():
             self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()))
+
+    def _emit(self, frames: dict[str, EngineCoreOutputs]) -> None:
+        for client_id, outputs in frames.items():
+            self._sink.emit(client_id, outputs)
 
     def _drain_aborts(self) -> None:
         while (abort := self._queues.get_abort()) is not None:
@@ -215,7 +221,7 @@ class BusyLoop:
             self._send_failure(call, e)
             return
         if isinstance(result, Future):
-            result.add_done_callback(partial(self._send_outcome, call))
+            result.add_done_callback(lambda outcome: self._queues.put(UtilityDone(call, outcome)))
         else:
             self._send_result(call, result)
 
@@ -240,6 +246,8 @@ class BusyLoop:
         self._send_answer(call, UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error)))
 
     def _send_answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
+        """What a call brought about, such as the end of a request, is told before its answer."""
+        self._emit(self._engine.scheduler.take_outputs())
         self._sink.emit(call.client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 
     def _refuse_the_rest(self) -> None:

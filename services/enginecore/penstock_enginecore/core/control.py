@@ -42,8 +42,9 @@ class EngineControl:
     def pause(self, mode: Mode = "abort", clear_cache: bool = False) -> Future[None]:
         """Stop scheduling. What was queued or running ends as ABORT (abort), is finished first (wait), or freezes (keep).
 
-        Done once nothing runs any more; a sleeping engine has nothing to wait for. Requests that come meanwhile wait for ``resume``. ``clear_cache`` forgets the cached
-        prefixes; frozen requests then give up their blocks, and are computed again.
+        Done once nothing runs any more; a sleeping engine has nothing to wait for. Requests that come meanwhile wait for
+        ``resume``. ``clear_cache`` forgets the cached prefixes; frozen requests then give up their blocks, and are computed
+        again.
         """
         engine = self._engine
         engine.finish_batches()

@@ -17,6 +17,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.error_dump import dump_step
+from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Hold, Request
@@ -80,7 +81,7 @@ class EngineCore:
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         self.control = EngineControl(self)
-        self.utilities = UtilityRegistry(self.control)
+        self.utilities = extend(UtilityRegistry(self.control), "engine")
 
     def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
         executor, config = self.executor, self.config

@@ -5,7 +5,8 @@ that an abort takes effect within the step that is running. Outwards: an ``Outpu
 """
 
 import queue
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import msgspec
 
@@ -39,6 +40,13 @@ class UtilityCall(msgspec.Struct, frozen=True):
     arguments: bytes
 
 
+class UtilityDone(msgspec.Struct, frozen=True):
+    """The result of a call that took its time is there."""
+
+    call: UtilityCall
+    outcome: Future[Any]
+
+
 class ClientGone(msgspec.Struct, frozen=True):
     """A session has ended: so do its requests."""
 
@@ -49,7 +57,7 @@ class Wakeup(msgspec.Struct, frozen=True):
     """Look at the shutdown state, and for compiled constraints."""
 
 
-InputMessage = AddRequest | AbortRequests | UtilityCall | ClientGone | Wakeup
+InputMessage = AddRequest | AbortRequests | UtilityCall | UtilityDone | ClientGone | Wakeup
 
 
 class OutputSink(Protocol):

@@ -35,7 +35,7 @@ class DeviceThread:
         return self.submit(call).result()
 
     def stop(self) -> None:
-        """End the thread behind the calls that are queued. Idempotent."""
+        """End the thread behind the calls that are queued. Nothing may be submitted afterwards."""
         self._calls.put(None)
 
     def _run(self) -> None:

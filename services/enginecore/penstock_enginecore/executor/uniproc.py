@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
@@ -20,8 +21,9 @@ class UniprocExecutor:
     def __init__(self, config: EngineCoreConfig) -> None:
         self._thread = DeviceThread()
         self._worker = self._thread.call(partial(Worker, config))
-        self._utilities = UtilityRegistry(self._worker)
+        self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
+        self._shut_down = False
 
     def load_model(self, progress: Progress) -> None:
         """See ``Executor.load_model``."""
@@ -76,5 +78,7 @@ class UniprocExecutor:
 
     def shutdown(self) -> None:
         """See ``Executor.shutdown``. Waits for the step that runs."""
-        self._thread.call(self._worker.shutdown)
-        self._thread.stop()
+        if not self._shut_down:
+            self._shut_down = True
+            self._thread.call(self._worker.shutdown)
+            self._thread.stop()
