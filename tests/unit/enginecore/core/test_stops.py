@@ -3,6 +3,8 @@
 import pytest
 
 from penstock_common.types.outputs import FinishReason
+from penstock_common.types.sampling import RepetitionDetection
+from penstock_enginecore.core.scheduler.stops import repeats_itself
 from tests.fakes.engine_harness import assert_as_expected, assert_nothing_left, make_engine, make_request, run_to_end
 from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
 
@@ -101,3 +103,33 @@ def test_prior_output_that_ends_in_eos_below_min_tokens_goes_on():
     engine = make_engine(FakeExecutor(eos_token_ids=frozenset({TOKENS[3]})))
     request = make_request(5, prior=TOKENS[:4], max_tokens=8, min_tokens=6)
     assert run_to_end(engine, request).tokens[request.request_id] == TOKENS[4:8]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "detection", "repeats"),
+    [
+        ([1, 2, 1, 2], {"max_pattern_size": 2}, True),
+        ([9, 1, 2, 1, 2], {"max_pattern_size": 2}, True),
+        ([1, 2, 1, 3], {"max_pattern_size": 2}, False),
+        ([1, 2, 1, 2], {"max_pattern_size": 1}, False),
+        ([5, 5], {"max_pattern_size": 4}, True),
+        ([5, 5], {"max_pattern_size": 4, "min_pattern_size": 2}, False),
+        ([5, 5, 5, 5], {"max_pattern_size": 4, "min_pattern_size": 2}, True),
+        ([1, 2, 1, 2], {"max_pattern_size": 2, "min_count": 3}, False),
+        ([1, 2, 1, 2, 1, 2], {"max_pattern_size": 2, "min_count": 3}, True),
+        ([2, 1, 1, 2, 2, 1], {"max_pattern_size": 3}, False),
+        ([], {"max_pattern_size": 3}, False),
+    ],
+)
+def test_a_repetition_is_a_pattern_at_the_end_often_enough(tokens, detection, repeats):
+    prompt = [1, 2] * 5
+    assert repeats_itself(prompt + tokens, len(tokens), RepetitionDetection(**detection)) == repeats
+
+
+def test_an_output_that_repeats_itself_ends_with_repetition():
+    request = make_request(3, max_tokens=60, repetition_detection=RepetitionDetection(max_pattern_size=1))
+    engine = make_engine(FakeExecutor(vocab_size=4))
+    transcript = run_to_end(engine, request)
+    assert_as_expected(engine, transcript, request)
+    assert transcript.reason(request.request_id) is FinishReason.REPETITION
+    assert_nothing_left(engine)

@@ -1,0 +1,102 @@
+"""Several steps in flight: the same tokens, an executor that is never idle, results in order."""
+
+import pytest
+
+from penstock_common.types.outputs import FinishReason
+from penstock_common.types.sampling import StructuredOutput
+from tests.fakes.engine_harness import (
+    CLIENT,
+    Transcript,
+    add,
+    assert_as_expected,
+    assert_nothing_left,
+    make_engine,
+    make_request,
+    run_to_end,
+    step,
+)
+from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.fake_grammars import FakeGrammars
+
+VOCAB, EOS = 50, 7
+ASYNC = {"async_scheduling": True}
+
+
+def unhurried(**options):
+    return FakeExecutor(unhurried=True, **options)
+
+
+def in_flight(engine):
+    return len(engine._batches)
+
+
+@pytest.mark.parametrize("config", [{}, ASYNC, {"max_concurrent_batches": 3}, {**ASYNC, "max_concurrent_batches": 3}])
+def test_tokens_do_not_depend_on_how_many_steps_are_in_flight(config):
+    engine = make_engine(unhurried(eos_token_ids=frozenset({3})), num_blocks=30, max_num_seqs=4, **config)
+    requests = [make_request(3 + 5 * i, seed=i, max_tokens=4 + 3 * i) for i in range(7)]
+    transcript = run_to_end(engine, *requests)
+    assert_as_expected(engine, transcript, *requests)
+    assert_nothing_left(engine)
+
+
+def test_the_next_step_is_started_before_the_last_ones_result_is_there():
+    engine = make_engine(unhurried(), **ASYNC)
+    add(engine, make_request(max_tokens=5))
+    transcript = Transcript()
+    step(engine, transcript)
+    assert in_flight(engine) == 1
+    assert not transcript.frames
+    step(engine, transcript)
+    assert engine.executor.num_steps == 2
+    assert transcript.frames, "a full queue waits for its oldest step"
+
+
+def test_without_asynchronous_scheduling_a_request_waits_for_its_token():
+    engine = make_engine(unhurried(), max_concurrent_batches=2)
+    add(engine, make_request(max_tokens=5))
+    transcript = Transcript()
+    step(engine, transcript)
+    step(engine, transcript)
+    assert engine.executor.num_steps == 1
+    assert len(transcript.frames) == 1
+
+
+def test_no_step_is_run_behind_the_last_token():
+    engine = make_engine(unhurried(), **ASYNC)
+    run_to_end(engine, make_request(max_tokens=5))
+    assert sum(bool(s.num_scheduled_tokens) for s in engine.executor.steps) == 5
+
+
+def test_a_token_behind_the_end_is_dropped():
+    tokens = oracle_tokens(0, 8, 1000)
+    engine = make_engine(unhurried(eos_token_ids=frozenset({tokens[3]})), **ASYNC)
+    request = make_request(max_tokens=20)
+    transcript = run_to_end(engine, request)
+    assert transcript.tokens[request.request_id] == tokens[:4]
+    assert sum(bool(s.num_scheduled_tokens) for s in engine.executor.steps) == 5
+    assert_nothing_left(engine)
+
+
+def test_an_abort_ends_a_request_whose_steps_are_in_flight():
+    engine = make_engine(unhurried(), **ASYNC)
+    request = make_request(max_tokens=20)
+    add(engine, request)
+    transcript = Transcript()
+    step(engine, transcript)
+    step(engine, transcript)
+    engine.abort(CLIENT, [request.request_id])
+    run_to_end(engine, transcript=transcript)
+    assert transcript.reason(request.request_id) is FinishReason.ABORT
+    assert_nothing_left(engine)
+
+
+def test_a_constrained_request_is_sampled_once_its_last_token_is_known():
+    executor = FakeExecutor(unhurried=True, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    engine = make_engine(executor, grammars=FakeGrammars(VOCAB, EOS), **ASYNC)
+    requests = [
+        make_request(4, seed=i, max_tokens=9, structured_output=StructuredOutput(regex="odd:3") if i % 2 else None)
+        for i in range(4)
+    ]
+    transcript = run_to_end(engine, *requests)
+    assert_as_expected(engine, transcript, *requests)
+    assert_nothing_left(engine)
