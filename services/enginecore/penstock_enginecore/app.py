@@ -50,7 +50,7 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
     """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log."""
     busy_loop = BusyLoop(engine, io.sessions)
     ready = describe(config, engine)
-    metrics = MetricsServer(config.metrics, engine_registry(busy_loop.stats, ready))
+    metrics = MetricsServer(config.metrics, engine_registry(busy_loop.stats, busy_loop.state, ready))
     try:
         with signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown):
             io.attach(busy_loop, ready)

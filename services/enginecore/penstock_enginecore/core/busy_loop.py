@@ -24,6 +24,7 @@ from penstock_common.types.outputs import (
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.queues import (
     AbortRequests,
@@ -100,6 +101,10 @@ class BusyLoop:
     def stats(self) -> SchedulerStats:
         """The engine's load now."""
         return self._engine.scheduler.stats()
+
+    def state(self) -> EngineState:
+        """Whether the engine is paused or sleeps, and what went wrong in it."""
+        return self._engine.control.state()
 
     @property
     def draining(self) -> bool:

@@ -7,6 +7,8 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -23,6 +25,14 @@ Tag = Literal["weights", "kv_cache"]
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """``sleep_level`` 0 is awake. ``num_nan_logits`` counts since the start."""
+
+    paused: bool
+    sleep_level: int
+    num_nan_logits: int
+
+
 class EngineControl:
     """The engine's utilities. Called between steps, on the busy loop's thread.
 
@@ -34,6 +44,8 @@ class EngineControl:
         self._asleep: set[str] = set()
         self._resume_after_sleep = False
         self._waiting: list[tuple[Future[None], bool]] = []
+        self._sleep_level = 0
+        self._num_nan_logits = 0
         self._log = IterationLog(engine.config.iteration_log_interval)
 
     # Pausing.
@@ -132,6 +144,7 @@ class EngineControl:
         if level == 0:
             self._asleep.add("scheduling")
             return
+        self._sleep_level = level
         self._clear_cache()
         self._engine.executor.collective_rpc("sleep", [level])
         self._asleep.update(_TAGS)
@@ -147,6 +160,7 @@ class EngineControl:
         self._asleep -= wanted
         if not self._asleep & set(_TAGS):
             self._asleep.clear()
+            self._sleep_level = 0
             if self._resume_after_sleep:
                 self._resume_after_sleep = False
                 self._engine.scheduler.pause(PauseState.RUNNING)
@@ -215,8 +229,16 @@ class EngineControl:
         }
 
     def count_step(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Note a step that is over, for the log."""
+        """Note a step that is over, for the log and the metrics."""
         self._log.count(scheduled, results)
+        if results.num_nans_in_logits:
+            self._num_nan_logits += sum(results.num_nans_in_logits.values())
+
+    def state(self) -> EngineState:
+        """What stands beside the load in the metrics. Any thread may ask."""
+        return EngineState(
+            paused=self._engine.paused, sleep_level=self._sleep_level, num_nan_logits=self._num_nan_logits
+        )
 
 
 class IterationLog:
