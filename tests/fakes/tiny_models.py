@@ -56,7 +56,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "axk1": {**_ROUTED_MOE, **_MLA},
     "cohere": {},
     "cohere2": {**_HEAD, **_MIXED},
-    "ctrl": {},
     "deepseek_v2": {**_ROUTED_MOE, **_MLA},
     "deepseek_v3": {**_ROUTED_MOE, **_MLA},
     "dots1": {**_HEAD, **_ROUTED_MOE, **_MIXED},
@@ -67,7 +66,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "flex_olmo": {**_MOE},
     "gemma": {**_HEAD},
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2,
+    "gemma3": {**_GEMMA2, "model_type": "gemma3_text"},
     "glm": {**_HEAD},
     "glm4": {**_HEAD},
     "glm4_moe": {**_HEAD, **_ROUTED_MOE},
@@ -97,7 +96,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "floor_scale": 6,
         "attn_scale": 0.7,
     },
-    "minicpm3": _MLA,
+    "minicpm3": {**_MLA, **_UNTIED, "scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 48},
     "minimax_m2": {**_HEAD, **_LOCAL_MOE},
     "ministral": {**_HEAD, **_MIXED},
     "ministral3": {
@@ -133,12 +132,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {**_HEAD, **_MIXED, **_UNTIED},
 }
 ARCHITECTURES = tuple(_FAMILIES)
-"""Model types, as transformers calls them, whose tokens the parity tests compare."""
+"""Model types, as transformers calls them (but ``gemma3``), whose tokens the parity tests compare."""
 
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     """The configuration of one of ``ARCHITECTURES``, with ``changes``."""
-    return AutoConfig.for_model(architecture, **{**_COMMON, **_FAMILIES[architecture], **changes})
+    settings = {"model_type": architecture, **_COMMON, **_FAMILIES[architecture], **changes}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

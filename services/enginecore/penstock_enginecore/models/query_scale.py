@@ -36,7 +36,7 @@ def install_query_scales(model: torch.nn.Module) -> None:
         if not getattr(module, "attn_temperature_tuning", False):
             continue
         try:
-            scale = QueryScale(float(module.attn_scale), float(module.floor_scale))  # type: ignore[arg-type]
+            scale = QueryScale(float(module.attn_scale), float(module.floor_scale))
             rotary = bool(module.use_rope)
         except (AttributeError, TypeError) as e:
             raise ModelLoadError(f"module '{name}' scales its queries by position in a way that is not known") from e

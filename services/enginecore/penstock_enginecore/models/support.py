@@ -148,8 +148,8 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
     itself, mixes neighbouring tokens or keeps state between them differs for most tokens already in one layer; rounding,
     and experts chosen by a hair, do so for few.
     """
-    tokens = torch.arange(_PROBE_TOKENS, device=device) % model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    positions = torch.arange(_PROBE_TOKENS, device=device) * 2 % _PROBE_TOKENS
+    tokens = torch.arange(_PROBE_TOKENS, device=device)
+    positions = tokens * 2 % _PROBE_TOKENS
     forwards, backwards = _probe(model, tokens, positions), _probe(model, tokens.flip(0), positions.flip(0))
     for call, mirrored in zip(forwards, backwards, strict=True):
         pairs = ((call.query, mirrored.query), (call.key, mirrored.key), (call.value, mirrored.value))
