@@ -8,6 +8,7 @@ import torch
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.models.rope import freeze_rotary
 from tests.fakes.in_process import build_engine, generate
 from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -25,7 +26,7 @@ _LONGROPE = {
     "original_max_position_embeddings": ORIGINAL,
 }
 _PHIMOE = {**_LONGROPE, "short_mscale": 1.2, "long_mscale": 1.5}
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 16.0}
 _SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": (
         "phi3",
@@ -37,17 +38,6 @@ _SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phimoe-longrope": ("phimoe", {"rope_parameters": _PHIMOE, "max_position_embeddings": MAX_LEN}),
     "llama-dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": ORIGINAL}),
-    "gemma3-dynamic": (
-        "gemma3",
-        {
-            "rope_parameters": {
-                "full_attention": _DYNAMIC,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-            "layer_types": ["sliding_attention", "full_attention"],
-            "max_position_embeddings": ORIGINAL,
-        },
-    ),
 }
 _FIXED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -106,16 +96,6 @@ def test_a_long_request_does_not_change_its_neighbour(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", _SCALED)
-def test_a_request_after_a_long_one_gets_what_it_got_before(name: str, tmp_path: Path) -> None:
-    _save(name, tmp_path)
-    short, long = _prompts()
-    engine = build_engine(tmp_path, model={"max_model_len": MAX_LEN}, cache={"enable_prefix_caching": False})
-    before = _greedy(engine, short)
-    _greedy(engine, long)
-    assert _greedy(engine, short) == before
-
-
-@pytest.mark.parametrize("name", _SCALED)
 def test_an_engine_of_the_original_length_equals_transformers(name: str, tmp_path: Path) -> None:
     model = _save(name, tmp_path)
     short, _ = _prompts()
@@ -144,6 +124,19 @@ def test_dynamic_scaling_has_the_frequencies_of_the_served_length(tmp_path: Path
     rotary.rope_type = "default"
     engine = build_engine(tmp_path, model={"max_model_len": MAX_LEN})
     assert _greedy(engine, long) == [_transformers(model, long)]
+
+
+def test_frequencies_of_one_kind_of_layer_are_fixed_too(tmp_path: Path) -> None:
+    kinds = {"full_attention": _DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    model: Any = save_tiny_model(
+        "gemma3", tmp_path, rope_parameters=kinds, layer_types=list(kinds), max_position_embeddings=ORIGINAL
+    )
+    freeze_rotary(model, MAX_LEN)
+    for kind in kinds:
+        positions, x = torch.arange(MAX_LEN)[None], torch.zeros(1)
+        long, _ = model.model.rotary_emb(x, positions, kind)
+        short, _ = model.model.rotary_emb(x, positions[:, :SHORT], kind)
+        assert torch.equal(long[:, :SHORT], short)
 
 
 def test_dynamic_scaling_keeps_the_original_length_unless_asked(tmp_path: Path) -> None:
