@@ -194,6 +194,13 @@ def test_tokens_that_depend_on_their_place_in_the_batch_are_noticed(mix: Callabl
         check_positions(_Projecting(mix), torch.device("cpu"))
 
 
+def test_a_model_that_takes_no_positions_is_refused() -> None:
+    model = _Projecting(lambda x, positions: x)
+    model.forward = lambda input_ids, use_cache: None
+    with pytest.raises(ModelLoadError, match="_Projecting is not supported: it fails on 8 tokens: TypeError"):
+        check_positions(model, torch.device("cpu"))
+
+
 def test_queries_scaled_in_an_unknown_way_are_refused() -> None:
     model = _Model(1)
     model.layers[0].attn_temperature_tuning = True

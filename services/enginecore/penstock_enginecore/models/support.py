@@ -1,8 +1,9 @@
 """Which architectures can be served. Everything else is refused by name: a wrong answer would not be noticed.
 
-The checks come in two stages. ``check_supported`` looks at the configuration and the class before any weight is read.
-``layer_specs`` looks at the attention calls that one probe forward really made, so that a model whose layers bypass the
-attention interface, or ask it for something we do not do, is found out whatever it declares.
+The checks come in three stages. ``check_supported`` looks at the configuration and the class before any weight is read.
+``check_positions`` finds models whose tokens depend on their place in the flat batch. ``layer_specs`` looks at the
+attention calls that one probe forward really made, so that a model whose layers bypass the attention interface, or ask
+it for something we do not do, is found out whatever it declares.
 """
 
 import math
@@ -163,8 +164,12 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
 
 def _probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor) -> list[AttentionCall]:
     probe = ProbeContext()
-    with use_context(probe):
-        model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+    try:
+        with use_context(probe):
+            model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+    except Exception as e:
+        reason = f"it fails on {len(tokens)} tokens: {type(e).__name__}: {e}"
+        raise ModelLoadError(f"{type(model).__name__} is not supported: {reason}") from e
     return probe.calls
 
 
