@@ -1,27 +1,14 @@
 """Tiny checkpoints with random weights, drawn wide enough that their output varies."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 320
 SLIDING_WINDOW = 12
+CHUNK = 12
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -36,44 +23,135 @@ _COMMON = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_HEAD = {"head_dim": 16}
+_WINDOW = {"sliding_window": SLIDING_WINDOW}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}
+_UNTIED = {"tie_word_embeddings": False}  # where tied ones would mostly repeat the input token
+_ALL_HEADS = {"num_key_value_heads": 4}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Tied, their normed output would mostly repeat the input token.
-_GEMMA2 = {"head_dim": 16, "sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
-
-
-def tiny_config(architecture: str) -> PretrainedConfig:
-    """The configuration of one of ``ARCHITECTURES``."""
-    return _CONFIGS[architecture]()
-
-
-_CONFIGS = {
-    "llama": lambda: LlamaConfig(**_COMMON),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=SLIDING_WINDOW),
-    "gemma": lambda: GemmaConfig(**_COMMON, head_dim=16),
-    "phi3": lambda: Phi3Config(**_COMMON),
-    "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, **_MOE, head_dim=16),
-    # Beyond the common eight: soft caps, mixed windows and attention sinks.
-    "gemma2": lambda: Gemma2Config(**_COMMON, **_GEMMA2),
-    "gemma3": lambda: Gemma3TextConfig(**_COMMON, **_GEMMA2),
-    "gpt_oss": lambda: GptOssConfig(
-        **_COMMON, head_dim=16, sliding_window=SLIDING_WINDOW, num_local_experts=4, num_experts_per_tok=2
-    ),
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
-ARCHITECTURES = tuple(_CONFIGS)
+_MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    **_ALL_HEADS,
+}
+_GEMMA2 = {**_HEAD, **_WINDOW, **_UNTIED, "query_pre_attn_scalar": 16}
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {**_HEAD, **_MOE, **_MIXED, "num_dense_layers": 1},
+    "apertus": {},
+    "arcee": {},
+    "axk1": {**_ROUTED_MOE, **_MLA},
+    "cohere": {},
+    "cohere2": {**_HEAD, **_MIXED},
+    "deepseek_v2": {**_ROUTED_MOE, **_MLA},
+    "deepseek_v3": {**_ROUTED_MOE, **_MLA},
+    "dots1": {**_HEAD, **_ROUTED_MOE, **_MIXED},
+    "ernie4_5": {**_HEAD},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+    "exaone4": {**_HEAD, **_MIXED},
+    "exaone_moe": {**_HEAD, **_MOE, **_MIXED},
+    "flex_olmo": {**_MOE},
+    "gemma": {**_HEAD},
+    "gemma2": _GEMMA2,
+    "gemma3": {**_GEMMA2, "model_type": "gemma3_text"},
+    "glm": {**_HEAD},
+    "glm4": {**_HEAD},
+    "glm4_moe": {**_HEAD, **_ROUTED_MOE},
+    "glm4_moe_lite": {**_ROUTED_MOE, **_MLA},
+    "gpt2": _UNTIED,
+    "gpt_bigcode": _UNTIED,
+    "gpt_neox": {},
+    "gpt_oss": {**_HEAD, **_WINDOW, **_LOCAL_MOE},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    "granitemoe": {**_LOCAL_MOE},
+    "granitemoeshared": {**_LOCAL_MOE, "shared_intermediate_size": 32},
+    "helium": {"head_dim": 12},
+    "hunyuan_v1_dense": {**_HEAD},
+    "hunyuan_v1_moe": {**_HEAD, "num_experts": 4, "moe_topk": 2},
+    "hyperclovax": {**_HEAD},
+    "jais2": {},
+    "jetmoe": {"num_local_experts": 4, "kv_channels": 12},
+    "llama": {},
+    "llama4_text": {
+        **_HEAD,
+        **_LOCAL_MOE,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": [1, 0],
+        "interleave_moe_layer_step": 2,
+        "attn_temperature_tuning": True,
+        "floor_scale": 6,
+        "attn_scale": 0.7,
+    },
+    "minicpm3": {**_MLA, **_UNTIED, "scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 48},
+    "minimax_m2": {**_HEAD, **_LOCAL_MOE},
+    "ministral": {**_HEAD, **_MIXED},
+    "ministral3": {
+        **_HEAD,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "mistral": _WINDOW,
+    "mixtral": {**_LOCAL_MOE},
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _MIXED,
+    "olmoe": _MOE,
+    "opt": {**_UNTIED, "ffn_dim": 64, "word_embed_proj_dim": 48},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": _LOCAL_MOE,
+    "qwen2": {},
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3": {**_HEAD},
+    "qwen3_moe": {**_HEAD, **_MOE},
+    "seed_oss": {**_HEAD},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {**_WINDOW, **_UNTIED},
+    "vaultgemma": {**_HEAD, **_MIXED, **_UNTIED},
+}
+ARCHITECTURES = tuple(_FAMILIES)
+"""Model types, as transformers calls them (but ``gemma3``), whose tokens the parity tests compare."""
 
 
-def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0) -> PreTrainedModel:
+def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
+    """The configuration of one of ``ARCHITECTURES``, with ``changes``."""
+    settings = {"model_type": architecture, **_COMMON, **_FAMILIES[architecture], **changes}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint to ``directory`` and return the model, in float32 with transformers' own attention."""
     torch.manual_seed(seed)
-    config = tiny_config(architecture)
+    config = tiny_config(architecture, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # transformers zeroes or fills what is not a linear layer: sinks, biases, norms.
-            if name.endswith(("sinks", "bias")):
+            if name.endswith("sinks"):
                 parameter.normal_(0.0, 0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
     model.save_pretrained(directory)
     return model

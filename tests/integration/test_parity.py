@@ -10,10 +10,10 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.in_process import Run, build_engine, generate
-from tests.fakes.tiny_models import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.tiny_models import ARCHITECTURES, CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 
-NEW_TOKENS = 16
-PROMPT_LENGTHS = (1, 3, 7, 16, 21, 34)
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 3, 7, 16, 34)
 
 
 class Case(NamedTuple):
@@ -45,10 +45,11 @@ def _greedy(engine: EngineCore, prompts: list[list[int]], prefix: str = "r") -> 
     return [run.tokens[f"{prefix}{i}"] for i in range(len(prompts))], run
 
 
-def test_the_reference_outputs_are_varied_and_reach_past_the_sliding_window(case: Case) -> None:
+def test_the_reference_outputs_are_varied_and_reach_past_windows_and_chunks(case: Case) -> None:
     assert len({token for tokens in case.expected for token in tokens}) > 20
     assert len({tuple(tokens) for tokens in case.expected}) == len(case.expected)
-    assert max(PROMPT_LENGTHS) > SLIDING_WINDOW
+    assert max(PROMPT_LENGTHS) > SLIDING_WINDOW + NEW_TOKENS
+    assert max(PROMPT_LENGTHS) > 2 * CHUNK
 
 
 def test_a_ragged_batch_gives_the_same_tokens(case: Case) -> None:
@@ -74,9 +75,9 @@ def test_prefix_hits_give_the_same_tokens(case: Case) -> None:
 
 
 def test_preempted_requests_give_the_same_tokens(case: Case) -> None:
-    # 50 tokens for the longest request; all six would need more than twice the pool.
+    # 46 tokens for the longest request; all five need 121, the pool holds 60.
     engine = build_engine(
-        case.path, cache={"num_blocks": 20, "enable_prefix_caching": False}, scheduler={"max_num_batched_tokens": 24}
+        case.path, cache={"num_blocks": 16, "enable_prefix_caching": False}, scheduler={"max_num_batched_tokens": 24}
     )
     tokens, run = _greedy(engine, case.prompts)
     assert tokens == case.expected

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.attention import cpu as cpu_module
@@ -106,6 +108,13 @@ PARAMS = {
     "softcap and window": AttentionParams(scaling=1.0, softcap=3.0, sliding_window=20),
     "sinks": AttentionParams(scaling=0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "sinks and window": AttentionParams(scaling=0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), sliding_window=7),
+    "chunk": AttentionParams(scaling=0.25, chunk=10),
+    "chunk of one": AttentionParams(scaling=0.25, chunk=1),
+    "wide chunk": AttentionParams(scaling=0.25, chunk=10_000),
+    "chunk and window": AttentionParams(scaling=0.25, chunk=16, sliding_window=5),
+    "chunk, softcap and sinks": AttentionParams(
+        scaling=1.0, softcap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), chunk=12
+    ),
 }
 
 
@@ -117,6 +126,60 @@ def test_cpu_equals_reference_on_mixed_steps(params: AttentionParams, block_size
         expected = step.run("reference", params)
         assert expected.isfinite().all()
         torch.testing.assert_close(step.run("cpu", params), expected, rtol=2e-5, atol=2e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 30),
+    chunk=st.none() | st.integers(1, 30),
+    softcap=st.none() | st.just(3.0),
+    sinks=st.booleans(),
+    block_size=st.sampled_from([1, 3, 8]),
+)
+def test_cpu_equals_reference_whatever_the_layer_asks_for(
+    requests: list[tuple[int, int]],
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: bool,
+    block_size: int,
+) -> None:
+    step = make_step([new for _, new in requests], [cached + new for cached, new in requests], block_size=block_size)
+    params = AttentionParams(
+        scaling=0.25,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None,
+        chunk=chunk,
+    )
+    expected = step.run("reference", params)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(step.run("cpu", params), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_the_reference_sees_the_query_s_own_chunk_only() -> None:
+    whole = make_step([10], [10], block_size=4)
+    output = whole.run("reference", AttentionParams(scaling=0.25, chunk=4))
+    for start, end in ((0, 4), (4, 8), (8, 10)):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (whole.query, whole.key, whole.value))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
+        torch.testing.assert_close(output[start:end], expected[0].transpose(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [PARAMS["window"], PARAMS["chunk"]], ids=["window", "chunk"])
+def test_cpu_does_not_read_keys_out_of_reach(params: AttentionParams) -> None:
+    step = make_step([1, 3], [35, 38], block_size=4)
+    expected = step.run("cpu", params)
+    # Both requests are past 30 tokens: the keys of the first 16 may be gone.
+    gone = torch.from_numpy(np.concatenate([step.metadata.slots(request, 0, 16) for request in (0, 1)]))
+    step.cache.keys[gone] = step.cache.values[gone] = torch.nan
+    assert torch.equal(step.run("cpu", params), expected)
+
+
+def test_positions_of_a_step_are_those_in_each_request() -> None:
+    step = make_step([1, 3, 2], [5, 3, 9], block_size=4)
+    assert StepPlan(step.metadata, CPU).positions.tolist() == [4, 0, 1, 2, 7, 8]
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 1)])

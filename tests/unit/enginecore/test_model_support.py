@@ -1,6 +1,7 @@
 """Architectures that would be served wrongly are refused by name."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import transformers
 from transformers import PretrainedConfig
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.attention_hook import AttentionCall, penstock_attention
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.support import check_supported, layer_specs
+from penstock_enginecore.models.query_scale import install_query_scales
+from penstock_enginecore.models.rope import freeze_rotary
+from penstock_enginecore.models.support import check_positions, check_supported, layer_specs
 from tests.fakes.tiny_models import tiny_config
 
 
@@ -34,7 +37,12 @@ def load_class(name: str) -> Any:
         ("BloomConfig", "BloomForCausalLM", "attention interface"),
         ("GPTJConfig", "GPTJForCausalLM", "attention interface"),
         ("MiniMaxConfig", "MiniMaxForCausalLM", "layers of type linear_attention"),
-        ("Llama4TextConfig", "Llama4ForCausalLM", "layers of type chunked_attention"),
+        ("CodeGenConfig", "CodeGenForCausalLM", "attention interface"),
+        ("StableLmConfig", "StableLmForCausalLM", "attention interface"),
+        ("GPTNeoConfig", "GPTNeoForCausalLM", "attention interface"),
+        ("MptConfig", "MptForCausalLM", "attention interface"),
+        ("FalconConfig", "FalconForCausalLM", "attention interface"),
+        ("DeepseekV32Config", "DeepseekV32ForCausalLM", "layers of type indexed_attention"),
         ("T5Config", "T5ForConditionalGeneration", "encoder-decoder"),
         ("Gemma3Config", "Gemma3ForConditionalGeneration", "multimodal"),
         ("Gemma3nTextConfig", "Gemma3nForCausalLM", "share the keys and values"),
@@ -51,21 +59,6 @@ def test_a_single_layer_of_another_kind_is_enough_to_refuse() -> None:
     config = load_class("Lfm2Config")(num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"])
     with pytest.raises(ModelLoadError, match="Lfm2ForCausalLM is not supported: it has layers of type conv"):
         check_supported(config, load_class("Lfm2ForCausalLM"))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_scaling_that_depends_on_the_batch_is_refused(kind: str) -> None:
-    config = tiny_config("llama")
-    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(ModelLoadError, match=f"rotary scaling '{kind}'"):
-        check_supported(config, load_class("LlamaForCausalLM"))
-
-
-def test_rotary_scaling_of_one_kind_of_layer_is_seen_too() -> None:
-    config = tiny_config("gemma3")
-    config.rope_parameters = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
-    with pytest.raises(ModelLoadError, match="rotary scaling 'dynamic'"):
-        check_supported(config, load_class("Gemma3ForCausalLM"))
 
 
 def test_a_quantized_checkpoint_is_refused() -> None:
@@ -89,9 +82,12 @@ class _Model(torch.nn.Module):
         self.config.num_hidden_layers = num_layers
 
 
-def _call(module: torch.nn.Module, *, window: int | None = None, mask: object = None, **extra: Any) -> AttentionCall:
+def _call(
+    module: torch.nn.Module, *, window: int | None = None, chunk: int | None = None, mask: object = None, **extra: Any
+) -> AttentionCall:
     tensor = torch.zeros(1, 2, 8)
-    return AttentionCall(module, torch.zeros(1, 4, 8), tensor, tensor, AttentionParams(0.1, window), mask, extra)
+    params = AttentionParams(0.1, window, chunk=chunk)
+    return AttentionCall(module, torch.zeros(1, 4, 8), tensor, tensor, params, mask, extra)
 
 
 def test_specs_come_from_the_calls_by_module_name_in_order() -> None:
@@ -145,6 +141,78 @@ def test_a_sliding_window_that_no_sequence_leaves_need_not_be_passed_on() -> Non
     model = _Model(1)
     model.config.sliding_window = model.config.max_position_embeddings = 512
     assert layer_specs(model, [_call(model.layers[0])], block_size=16)["layers.0"].sliding_window is None
+
+
+def test_specs_name_the_chunk_of_each_layer() -> None:
+    model = _Model(attention_chunk_size=8, layer_types=["chunked_attention", "full_attention"])
+    calls = [_call(model.layers[0], chunk=8), _call(model.layers[1])]
+    specs = layer_specs(model, calls, block_size=16)
+    assert [spec.attention_chunk for spec in specs.values()] == [8, None]
+
+
+@pytest.mark.parametrize("layer_types", [None, ["chunked_attention"]])
+def test_a_chunk_that_is_not_kept_to_is_noticed(layer_types: list[str] | None) -> None:
+    model = _Model(1, attention_chunk_size=8)
+    model.config.layer_types = layer_types
+    with pytest.raises(ModelLoadError, match="the attention chunk is 8 by the configuration but None"):
+        layer_specs(model, [_call(model.layers[0])], block_size=16)
+
+
+class _Projecting(torch.nn.Module):
+    """One attention layer whose queries, keys and values ``mix`` makes from the embedded tokens and their positions."""
+
+    def __init__(self, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.layer = _Layer()
+        self.mix = mix
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> None:
+        assert not use_cache
+        hidden = self.mix(self.embedding(input_ids), position_ids)[:, None]
+        penstock_attention(self.layer, hidden, hidden, hidden, None)
+
+
+def test_tokens_that_depend_on_themselves_and_their_position_pass() -> None:
+    torch.manual_seed(0)
+    check_positions(_Projecting(lambda x, positions: x * (positions + 1)[..., None]), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, positions: x * torch.arange(1, x.shape[1] + 1)[:, None],
+        lambda x, positions: x + x.roll(1, dims=1),
+        lambda x, positions: x.cumsum(dim=1),
+        lambda x, positions: torch.nn.functional.pad(x, (0, 0, 2, 0))[:, :-2],
+    ],
+    ids=["positions of its own", "token shift", "recurrence", "delay"],
+)
+def test_tokens_that_depend_on_their_place_in_the_batch_are_noticed(mix: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelLoadError, match="_Projecting is not supported: in layer 'layer', .*place in the batch"):
+        check_positions(_Projecting(mix), torch.device("cpu"))
+
+
+def test_a_model_that_takes_no_positions_is_refused() -> None:
+    model = _Projecting(lambda x, positions: x)
+    model.forward = lambda input_ids, use_cache: None
+    with pytest.raises(ModelLoadError, match="_Projecting is not supported: it fails on 8 tokens: TypeError"):
+        check_positions(model, torch.device("cpu"))
+
+
+def test_queries_scaled_in_an_unknown_way_are_refused() -> None:
+    model = _Model(1)
+    model.layers[0].attn_temperature_tuning = True
+    with pytest.raises(ModelLoadError, match="'layers.0' scales its queries by position in a way that is not known"):
+        install_query_scales(model)
+
+
+def test_rotary_scaling_in_a_module_of_another_kind_is_refused() -> None:
+    model = _Model(1)
+    model.layers[0].rope_type = "dynamic"
+    with pytest.raises(ModelLoadError, match="'dynamic' is not supported in module 'layers.0'"):
+        freeze_rotary(model, 128)
 
 
 def test_a_layer_that_attends_twice_is_refused() -> None:

@@ -61,6 +61,13 @@ class AttentionMetadata:
         """Requests in the step."""
         return len(self.seq_lens)
 
+    def positions(self) -> IntArray:
+        """Position of each new token in its request, int64 ``[tokens]``."""
+        ends = self.query_start_loc[1:]
+        first = self.seq_lens - ends  # a request's position of the flat batch's token 0
+        positions: IntArray = np.arange(ends[-1]) + np.repeat(first, np.diff(self.query_start_loc))
+        return positions
+
     def slots(self, request: int, start: int, end: int) -> IntArray:
         """The slots of tokens ``start`` to ``end`` of one request."""
         positions = np.arange(start, end)
@@ -72,26 +79,37 @@ class AttentionMetadata:
 class AttentionParams:
     """How a layer attends. ``sliding_window``: tokens a query sees, itself included. ``softcap``: scores become
     ``softcap * tanh(score / softcap)``. ``sinks`` ``[num_heads]``: a logit per head that takes part in the softmax and
-    has no value.
+    has no value. ``chunk``: a query at position p sees no key before position ``p // chunk * chunk``.
     """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    chunk: int | None = None
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a backend derives from the metadata once per step and shares between layers, by sliding window."""
+    """What is derived from the metadata once per step and shared between layers. ``by_reach`` belongs to the backend;
+    its keys are a layer's sliding window and chunk.
+    """
 
     metadata: AttentionMetadata
     device: torch.device
     slot_mapping: torch.Tensor = field(init=False)
-    by_window: dict[int | None, object] = field(default_factory=dict)
+    by_reach: dict[tuple[int | None, int | None], object] = field(default_factory=dict)
+    _positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.slot_mapping = torch.from_numpy(self.metadata.slot_mapping).to(self.device)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each new token in its request: int64 ``[tokens]`` on the device."""
+        if self._positions is None:
+            self._positions = torch.from_numpy(self.metadata.positions()).to(self.device)
+        return self._positions
 
 
 class AttentionBackend(Protocol):

@@ -3,9 +3,10 @@
 Requests that compute one token (decode) are batched: sorted by length, cut into buckets of similar length, their keys
 gathered into one padded tensor per bucket, and the query heads that share a key head laid along the query axis.
 Requests that compute several tokens (prefill) run one by one. A sliding window shortens what is gathered, so far keys
-are neither read nor masked.
+are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,10 +66,10 @@ class CPUAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionBackend.attend``."""
-        work = plan.by_window.get(params.sliding_window)
+        reach = (params.sliding_window, params.chunk)
+        work = plan.by_reach.get(reach)
         if not isinstance(work, _Work):
-            work = _plan(plan.metadata, params.sliding_window)
-            plan.by_window[params.sliding_window] = work
+            work = plan.by_reach[reach] = _plan(plan.metadata, *reach)
         output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         for bucket in work.decodes:
             rows = _decode(query.index_select(0, bucket.tokens), cache, bucket, params)
@@ -80,11 +81,17 @@ class CPUAttention:
         return output
 
 
-def _plan(metadata: AttentionMetadata, window: int | None) -> _Work:
+def _plan(metadata: AttentionMetadata, window: int | None, chunk: int | None) -> _Work:
     query_lens = np.diff(metadata.query_start_loc)
-    prefills = [_plan_prefill(metadata, int(i), window) for i in np.flatnonzero(query_lens > 1)]
+    prefills = [
+        prefill for i in np.flatnonzero(query_lens > 1) for prefill in _plan_prefills(metadata, int(i), window, chunk)
+    ]
     decodes = np.flatnonzero(query_lens == 1)
-    lengths = metadata.seq_lens[decodes] if window is None else np.minimum(metadata.seq_lens[decodes], window)
+    lengths = metadata.seq_lens[decodes]
+    if chunk is not None:
+        lengths = (lengths - 1) % chunk + 1
+    if window is not None:
+        lengths = np.minimum(lengths, window)
     order = np.argsort(lengths, kind="stable")
     decodes, lengths = decodes[order], lengths[order]
     buckets = []
@@ -112,16 +119,26 @@ def _plan_bucket(metadata: AttentionMetadata, requests: IntArray, lengths: IntAr
     return _DecodeBucket(tokens, torch.from_numpy(slots.reshape(-1)), longest, mask)
 
 
-def _plan_prefill(metadata: AttentionMetadata, request: int, window: int | None) -> _Prefill:
+def _plan_prefills(
+    metadata: AttentionMetadata, request: int, window: int | None, chunk: int | None
+) -> Iterator[_Prefill]:
+    """The request's new tokens, cut at the chunks' borders."""
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
-    num_queries = end - start
-    # The first query sees `window` keys, itself included.
-    num_keys = length if window is None else min(length, num_queries + window - 1)
-    if num_keys == num_queries:
-        return _Prefill(start, end, num_keys, None)
-    slots = metadata.slots(request, length - num_keys, length)
-    return _Prefill(start, end, num_keys, torch.from_numpy(slots))
+    position = length - (end - start)
+    while position < length:
+        chunk_start = 0 if chunk is None else position // chunk * chunk
+        chunk_end = length if chunk is None else min(length, chunk_start + chunk)
+        num_queries = chunk_end - position
+        num_keys = chunk_end - chunk_start
+        if window is not None:  # the first query sees `window` keys, itself included
+            num_keys = min(num_keys, num_queries + window - 1)
+        slots = None
+        if num_keys != num_queries:
+            slots = torch.from_numpy(metadata.slots(request, chunk_end - num_keys, chunk_end))
+        yield _Prefill(start, start + num_queries, num_keys, slots)
+        start += num_queries
+        position = chunk_end
 
 
 def _decode(query: torch.Tensor, cache: KVCache, bucket: _DecodeBucket, params: AttentionParams) -> torch.Tensor:

@@ -41,6 +41,8 @@ def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p
     visible = key_position <= query_position
     if params.sliding_window is not None:
         visible &= key_position > query_position - params.sliding_window
+    if params.chunk is not None:
+        visible &= key_position >= query_position // params.chunk * params.chunk
     scores = scores.masked_fill(~visible, float("-inf"))
     if params.sinks is not None:
         sinks = params.sinks.float()[:, None, None].expand(num_heads, num_queries, 1)

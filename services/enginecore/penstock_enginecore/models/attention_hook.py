@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.models.query_scale import query_scale
 
 ATTENTION_NAME = "penstock"
 """The name models are loaded with: ``attn_implementation=ATTENTION_NAME``."""
@@ -65,7 +66,9 @@ class StepContext:
         layer = self._layers[call.module]
         plan = self._plans[layer.group]
         layer.cache.write(plan.slot_mapping, call.key, call.value)
-        return self._backend.attend(call.query, call.key, call.value, layer.cache, plan, call.params)
+        scale = query_scale(call.module)
+        query = call.query if scale is None else scale.apply(call.query, plan.positions)
+        return self._backend.attend(query, call.key, call.value, layer.cache, plan, call.params)
 
 
 _context: ContextVar[AttentionContext] = ContextVar("penstock_attention_context")
@@ -102,10 +105,20 @@ def penstock_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        chunk=_chunk(module),
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     output = _context.get().attend(AttentionCall(module, q, k, v, params, attention_mask, extra))
     return output.unsqueeze(0), None
+
+
+def _chunk(module: torch.nn.Module) -> int | None:
+    """Tokens of a chunk of the module's layer. transformers tells only the mask that it builds, and the configuration."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if not types or not isinstance(index, int) or index >= len(types) or types[index] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
 
 
 def register() -> None:

@@ -16,7 +16,9 @@ from transformers.utils import logging as transformers_logging
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.support import check_supported
+from penstock_enginecore.models.query_scale import install_query_scales
+from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
+from penstock_enginecore.models.support import check_positions, check_supported
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,6 +60,9 @@ def load_model(config: ModelConfig, device: torch.device, progress: Callable[[st
     with _weights_progress(progress, _weights_size(config.path)):
         module: Any = _read_weights(config, source, dtype)
     module.to(device).eval().requires_grad_(False)
+    install_query_scales(module)
+    freeze_rotary(module, config.max_model_len or max_len)
+    check_positions(module, device)
     return LoadedModel(
         module=module,
         dtype=dtype,
@@ -124,7 +129,7 @@ def _model_class(hf_config: PretrainedConfig, config: ModelConfig) -> type[PreTr
 
 
 def _max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
-    length = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
+    length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:
         raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
     return int(length)

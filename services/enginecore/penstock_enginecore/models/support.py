@@ -1,26 +1,23 @@
 """Which architectures can be served. Everything else is refused by name: a wrong answer would not be noticed.
 
-The checks come in two stages. ``check_supported`` looks at the configuration and the class before any weight is read.
-``layer_specs`` looks at the attention calls that one probe forward really made, so that a model whose layers bypass the
-attention interface, or ask it for something we do not do, is found out whatever it declares.
+The checks come in three stages. ``check_supported`` looks at the configuration and the class before any weight is read.
+``check_positions`` finds models whose tokens depend on their place in the flat batch. ``layer_specs`` looks at the
+attention calls that one probe forward really made, so that a model whose layers bypass the attention interface, or ask
+it for something we do not do, is found out whatever it declares.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import EllipsisType
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_ROPE_TYPES_BY_BATCH = frozenset({"dynamic", "longrope"})
-"""Rotary scaling that picks frequencies from the largest position in the batch: neighbours would change a request's
-output.
-"""
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _HARMLESS_EXTRAS = frozenset(
     {
         "cache_position",
@@ -37,13 +34,18 @@ _HARMLESS_EXTRAS = frozenset(
 )
 """Arguments of an attention call that do not change what it must compute, or that are checked on their own."""
 
+_PROBE_TOKENS = 8
+_TOLERANCE = 0.05
+"""Difference, as a share of a vector's length, that rounding in half precision does not make."""
+
 
 def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
     """Raise ModelLoadError, naming the class, unless ``model_class`` can be served by our attention function."""
     if reason := _unsupported(config, model_class):
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers all use "
-            "full or sliding-window attention, e.g. Llama, Qwen2/3, Mistral, Mixtral, Gemma or Phi3."
+            "full, sliding-window or chunked attention, e.g. Llama, Qwen2/3, Mistral, Mixtral, Gemma or Phi3; "
+            "docs/models.md lists what is tested."
         )
 
 
@@ -60,17 +62,9 @@ def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
         return f"it has layers of type {', '.join(other)}"
     if getattr(config, "num_kv_shared_layers", 0):
         return "some of its layers share the keys and values of others"
-    if scaling := sorted(_rope_types(config) & _ROPE_TYPES_BY_BATCH):
-        return f"its rotary scaling '{scaling[0]}' depends on the longest request of the batch"
     if getattr(config, "quantization_config", None) is not None:
         return "its checkpoint is quantized, which is not served yet"
     return None
-
-
-def _rope_types(config: PretrainedConfig) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, Mapping)]
-    return {str(p["rope_type"]) for p in (parameters, *nested) if p.get("rope_type") is not None}
 
 
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
@@ -86,11 +80,12 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
             "interface; the others keep state of their own"
         )
     windows = _expected_windows(config, len(calls))
+    chunks = _expected_chunks(config, len(calls))
     names = {module: name for name, module in model.named_modules()}
     specs: dict[str, KVCacheSpec] = {}
-    for call, window in zip(calls, windows, strict=True):
+    for call, window, chunk in zip(calls, windows, chunks, strict=True):
         name = names[call.module]
-        reason = _unsupported_call(call, window)
+        reason = _unsupported_call(call, window, chunk)
         if name in specs:
             reason = "it attends more than once"
         if reason is not None:
@@ -102,6 +97,7 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
             head_size_v=call.value.shape[2],
             dtype_size=call.key.element_size(),
             sliding_window=call.params.sliding_window,
+            attention_chunk=call.params.chunk,
         )
     return specs
 
@@ -119,7 +115,16 @@ def _expected_windows(config: PretrainedConfig, num_calls: int) -> list[int | El
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None) -> str | None:
+def _expected_chunks(config: PretrainedConfig, num_calls: int) -> list[int | None]:
+    """The chunk each attention module should keep to, of the configuration's size."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None) or ["chunked_attention"] * num_calls
+    if chunk is None or len(types) != num_calls:
+        return [None] * num_calls
+    return [chunk if kind == "chunked_attention" else None for kind in types]
+
+
+def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, chunk: int | None) -> str | None:
     if call.mask is not None:
         return "the model builds an attention mask of its own"
     if call.extra.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
@@ -127,10 +132,52 @@ def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None) ->
     if window is not ... and call.params.sliding_window != window:
         asked = call.params.sliding_window
         return f"the sliding window is {window} by the configuration but {asked} in the attention call"
+    if call.params.chunk != chunk:
+        return f"the attention chunk is {chunk} by the configuration but {call.params.chunk} in the attention call"
     unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
     if unknown:
         return f"attention takes the argument '{unknown[0]}', which is not honoured"
     return None
+
+
+@torch.inference_mode()
+def check_positions(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ModelLoadError if what a token brings to attention depends on anything but the token and its position.
+
+    Two forward passes see the same tokens at the same positions in opposite order, as a flat batch mixes requests.
+    Attention gives zeros in both, so each query, key and value must be the same again. A model that counts positions
+    itself, mixes neighbouring tokens or keeps state between them differs for most tokens already in one layer; rounding,
+    and experts chosen by a hair, do so for few.
+    """
+    tokens = torch.arange(_PROBE_TOKENS, device=device)
+    positions = tokens * 2 % _PROBE_TOKENS
+    forwards, backwards = _probe(model, tokens, positions), _probe(model, tokens.flip(0), positions.flip(0))
+    for call, mirrored in zip(forwards, backwards, strict=True):
+        pairs = ((call.query, mirrored.query), (call.key, mirrored.key), (call.value, mirrored.value))
+        if any(_most_differ(one, other.flip(0)) for one, other in pairs):
+            name = next(name for name, module in model.named_modules() if module is call.module)
+            raise ModelLoadError(
+                f"{type(model).__name__} is not supported: in layer '{name}', what a token brings to attention depends "
+                "on its place in the batch"
+            )
+
+
+def _probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor) -> list[AttentionCall]:
+    probe = ProbeContext()
+    try:
+        with use_context(probe):
+            model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+    except Exception as e:
+        reason = f"it fails on {len(tokens)} tokens: {type(e).__name__}: {e}"
+        raise ModelLoadError(f"{type(model).__name__} is not supported: {reason}") from e
+    return probe.calls
+
+
+def _most_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether more than half of the tokens ``[tokens, heads, head size]`` are another vector."""
+    one, other = one.flatten(1).float(), other.flatten(1).float()
+    differ = (one - other).norm(dim=1) > _TOLERANCE * one.norm(dim=1)
+    return bool(differ.sum() * 2 > len(one))
 
 
 class ProbeContext:

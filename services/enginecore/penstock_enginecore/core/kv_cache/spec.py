@@ -4,7 +4,9 @@ import msgspec
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One attention layer's demand. ``dtype_size`` in bytes; ``sliding_window`` in tokens, None for full attention."""
+    """One attention layer's demand. ``dtype_size`` in bytes. ``sliding_window``: tokens a query sees;
+    ``attention_chunk``: a query sees the tokens of its own chunk of so many. Both None for full attention.
+    """
 
     block_size: int
     num_kv_heads: int
@@ -12,6 +14,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_size_v: int
     dtype_size: int
     sliding_window: int | None = None
+    attention_chunk: int | None = None
 
     @property
     def page_size_bytes(self) -> int:
