@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.admin.v1 import service_pb2_grpc as admin_grpc
+from penstock.common.v1 import sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
@@ -84,11 +85,7 @@ def make_request(text: str = "hi", **fields: Any) -> pb.GenerateRequest:
     """A GenerateRequest; keywords that it does not have are sampling parameters."""
     own = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
     request = pb.GenerateRequest(**({"text": text} | own if "token_ids" not in own else own))
-    for name, value in fields.items():
-        if isinstance(value, list | tuple):
-            getattr(request.sampling_params, name).extend(value)
-        else:
-            setattr(request.sampling_params, name, value)
+    request.sampling_params.MergeFrom(sampling_pb2.SamplingParams(**fields))
     return request
 
 

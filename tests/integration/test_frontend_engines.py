@@ -19,14 +19,9 @@ from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_frontend.config import CoordinatorClientConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import LOOPBACK, FrontendServer, collect, failure
-from tests.fakes.small_tokenizers import byte_level, save_model
+from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -227,25 +222,6 @@ async def test_health_follows_the_engines_on_every_name(model: Path) -> None:
             stub: Any = health_pb2_grpc.HealthStub(frontend.channel)
             await stub.Check(health_pb2.HealthCheckRequest(service="nope"))
         assert e.value.code() == grpc.StatusCode.NOT_FOUND
-
-
-async def test_the_prefix_caches_of_all_engines_are_reset(
-    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
-) -> None:
-    answer = await frontend.admin.ResetPrefixCache(admin_pb.ResetPrefixCacheRequest())
-    assert answer.num_engines_reset == 2
-    engines[0].utilities["reset_prefix_cache"] = False
-    answer = await frontend.admin.ResetPrefixCache(admin_pb.ResetPrefixCacheRequest())
-    assert answer.num_engines_reset == 1
-
-
-async def test_a_utility_call_that_every_engine_refuses_fails_with_its_status(
-    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
-) -> None:
-    for engine in engines:
-        engine.utilities.clear()
-    error = await failure(frontend.admin.ResetPrefixCache(admin_pb.ResetPrefixCacheRequest()))
-    assert error.message == "no utility 'reset_prefix_cache'"
 
 
 class FakeCoordinator(coordinator_grpc.CoordinatorServiceServicer):

@@ -39,7 +39,7 @@ def add(processor: OutputProcessor, request_id: str = "r", engine: str = "e0", *
         prompt_token_ids=[1, 2, 3],
         sampling_params=SamplingParams(**params),
     )
-    state = processor.add(request)
+    [state] = processor.add(request)
     state.engine = engine
     return state
 
