@@ -98,9 +98,11 @@ class AsyncLLM:
         """
         live.states = await self._start(request, live.request_id)
         collector = live.states[0].collector
-        while not collector.finished:
+        finished = False
+        while not finished:
             output = await _before(request.deadline, collector)
-            if collector.finished:
+            finished = collector.finished
+            if finished:
                 self.release(live)
             yield output
 

@@ -73,15 +73,18 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidArgument when one of the token ids in ``params`` does not exist."""
-    named = [
-        *((f"stop_token_ids[{i}]", token_id) for i, token_id in enumerate(params.stop_token_ids)),
-        *((f"allowed_token_ids[{i}]", token_id) for i, token_id in enumerate(params.allowed_token_ids)),
-        *(("logit_bias", token_id) for token_id in params.logit_bias),
-        *((f"bad_word_token_ids[{i}]", max(token_ids)) for i, token_ids in enumerate(params.bad_word_token_ids)),
-    ]
-    for name, token_id in named:
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    _check_ids("bad_word_token_ids", [max(token_ids) for token_ids in params.bad_word_token_ids], vocab_size)
+    for token_id in params.logit_bias:
         if token_id >= vocab_size:
-            _refuse(name, token_id, f"below the vocabulary size, {vocab_size}")
+            _refuse("logit_bias", f"given for token id {token_id}", f"for ids below the vocabulary size, {vocab_size}")
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        _refuse(f"{name}[{index}]", token_ids[index], f"below the vocabulary size, {vocab_size}")
 
 
 def _check_values(params: SamplingParams) -> None:
