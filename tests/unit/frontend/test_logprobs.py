@@ -20,7 +20,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def texts_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     logprobs = Logprobs()
     logprobs.add(ids, [0.0] * len(ids), [1] * len(ids))
-    read = LogprobsReader(tokenizer, SamplingParams(), 1).read(logprobs, num_repeated=0)
+    read = LogprobsReader(tokenizer, SamplingParams(logprobs=0), 1).read(logprobs, 1)
     assert read is not None
     return read.tokens
 

@@ -183,6 +183,18 @@ async def test_log_probabilities_of_repeated_tokens_are_dropped_with_them(proces
     assert taken.logprobs == logprobs_of([5, 6, 7])
 
 
+@pytest.mark.parametrize("sent", [None, logprobs_of([5])])
+async def test_log_probabilities_that_are_not_those_of_the_tokens_fail_their_request_alone(
+    processor: OutputProcessor, sent: Logprobs | None
+) -> None:
+    state, other = add(processor, logprobs=0), add(processor, "other")
+    assert processor.process([output([5, 6], new_logprobs=sent)]) == ["r"]
+    with pytest.raises(PenstockError, match="internal error"):
+        await take(state)
+    processor.process([EngineCoreOutput(request_id="other", new_token_ids=ids_of("a"))])
+    assert (await take(other)).text == "a"
+
+
 async def test_prompt_log_probabilities_are_put_together_and_none_comes_twice(processor: OutputProcessor) -> None:
     state = add(processor, prompt_logprobs=0, detokenize=False)  # its prompt is 1, 2, 3
     for piece in ([2], [3], [2, 3]):

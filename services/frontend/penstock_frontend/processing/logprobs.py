@@ -13,15 +13,24 @@ class LogprobsReader:
     every character is whole in one token.
     """
 
-    __slots__ = ("_num_prompt_left", "_tokenizer")
+    __slots__ = ("_num_prompt_left", "_tokenizer", "_wanted")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, num_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer if params.detokenize else None
+        self._wanted = params.logprobs is not None
         self._num_prompt_left = num_prompt_tokens - 1 if params.prompt_logprobs is not None else 0
 
-    def read(self, logprobs: Logprobs | None, *, num_repeated: int) -> Logprobs | None:
-        """Those of an output without its first ``num_repeated`` positions, which came before; None when none are left."""
-        if logprobs is None or num_repeated >= len(logprobs):
+    def read(self, logprobs: Logprobs | None, num_tokens: int, *, num_repeated: int = 0) -> Logprobs | None:
+        """Those of an output without its first ``num_repeated`` positions, which came before; None when none are left.
+
+        Raises ValueError when they are wanted and not as many as the output's tokens.
+        """
+        if not self._wanted:
+            return None
+        num_positions = 0 if logprobs is None else len(logprobs)
+        if num_positions != num_tokens:
+            raise ValueError(f"log-probabilities of {num_positions} positions came with {num_tokens} tokens")
+        if logprobs is None or num_repeated >= num_positions:
             return None
         return self._with_texts(logprobs.slice(num_repeated, len(logprobs)) if num_repeated else logprobs)
 

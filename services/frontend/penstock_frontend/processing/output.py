@@ -151,7 +151,7 @@ class OutputProcessor:
             return True
         repeated = _num_repeated(state, output)
         token_ids = output.new_token_ids[repeated:] if repeated else output.new_token_ids
-        logprobs = state.logprobs.read(output.new_logprobs, num_repeated=repeated)
+        logprobs = state.logprobs.read(output.new_logprobs, len(output.new_token_ids), num_repeated=repeated)
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
         if output.num_nans_in_logits:
             self._report_nans(state, output.num_nans_in_logits)

@@ -77,7 +77,7 @@ class Tokenizer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _find_anchor(self) -> list[int]:
-        """A token to put before others: a letter or digit of its own, so that nothing joins with it. None in odd vocabularies."""
+        """A token to put before others: a letter or digit of its own, so that nothing joins with it; or no token."""
         for token in "0123456789abcdefghijklmnopqrstuvwxyz":
             token_id = self._backend.token_to_id(token)
             if token_id is not None and self.decode([token_id]) == token:
