@@ -14,6 +14,7 @@ import pytest
 from tests.fakes.fake_inference import BUSY, HOLD, FakeInference
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
+PYTHON = [sys.executable, str(CLIENTS / "python/generate.py")]
 TIMEOUT = 60.0
 
 needs_node = pytest.mark.skipif(
@@ -35,7 +36,7 @@ def node_modules() -> None:
 def command(request: pytest.FixtureRequest) -> list[str]:
     """The command line of a client, without arguments."""
     if request.param == "python":
-        return [sys.executable, str(CLIENTS / "python/generate.py")]
+        return PYTHON
     request.getfixturevalue("node_modules")
     return ["node", str(CLIENTS / "node/generate.mjs")]
 
@@ -92,6 +93,15 @@ async def test_flags_become_fields_and_what_is_not_given_stays_unset(command: li
     assert given.sampling_params.seed == 2**60 + 1
     assert given.sampling_params.stop == ["a", "b"]
     assert unset.sampling_params.ListFields() == []
+
+
+async def test_several_sequences_are_told_apart(server: FakeInference) -> None:
+    assert await run(PYTHON, server, "--n", "2", "the ferry") == (0, "[0] the ferry\n[1] the ferry\n", "")
+
+
+async def test_log_probabilities_come_with_their_tokens(server: FakeInference) -> None:
+    result = await run(PYTHON, server, "--logprobs", "0", "the ferry")
+    assert result == (0, "the ferry\n", "[0] 'the' -0.000\n[0] ' ferry' -1.000\n")
 
 
 async def test_an_interrupt_cancels_the_call_on_the_server(command: list[str], server: FakeInference) -> None:

@@ -91,6 +91,18 @@ async def test_seeded_sampling_is_the_same_alone_and_in_a_crowd_on_any_engine(cl
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_each_of_n_sequences_is_what_the_request_with_its_seed_gives(cluster: Cluster) -> None:
+    tokens: dict[int, list[int]] = {index: [] for index in range(4)}
+    async for response in cluster.generate(PROMPTS[3], n=4, seed=40, temperature=0.9, max_tokens=24):
+        tokens[response.index].extend(response.token_ids)
+    alone = [
+        await read(cluster.generate(PROMPTS[3], seed=40 + index, temperature=0.9, max_tokens=24)) for index in range(4)
+    ]
+    assert [answer.token_ids for answer in alone] == list(tokens.values())
+    assert len({tuple(sequence) for sequence in tokens.values()}) == 4
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_coordinator_killed_and_restarted_under_load_disturbs_no_stream(cluster: Cluster) -> None:
     calls = [cluster.generate(PROMPTS[i % 8], seed=i, max_tokens=300, ignore_eos=True) for i in range(40)]
     firsts = await asyncio.gather(*(call.read() for call in calls))

@@ -4,6 +4,9 @@ The token at output index i of a request with seed s is ``token_at(s, i)``, or w
 step gives every running request ``tokens_per_step`` tokens. Steps run as fast as the loop allows, unless ``manual`` is
 set: then each call of ``step`` runs one.
 
+Its log-probability is ``logprob_of(token)``, so the likeliest tokens are 0, 1, ...: one position has the chosen token and as
+many of those as the request asks for.
+
 A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or with
 STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it.
 """
@@ -16,13 +19,27 @@ from typing import Any
 import grpc
 import msgspec
 
-from penstock.common.v1 import finish_pb2, stats_pb2
+from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
 from penstock_common.rpc.server import RpcServer
 
 DEFAULT_MAX_TOKENS = 16
+UTILITIES: dict[str, Any] = {
+    "pause": None,
+    "resume": None,
+    "sleep": None,
+    "wake_up": None,
+    "is_sleeping": False,
+    "reset_prefix_cache": True,
+    "reset_multimodal_cache": True,
+    "reset_encoder_cache": True,
+    "start_profile": None,
+    "stop_profile": ["trace.json"],
+    "engine_info": {"state": "serving", "num_kv_blocks": 1024},
+    "collective_rpc": ["of worker 0"],
+}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Script = Callable[[pb.EngineCoreRequest], Sequence[int] | None]
@@ -32,6 +49,23 @@ def token_at(seed: int, index: int, *, vocab_size: int = 256) -> int:
     """The token at an output index: the first 8 bytes of SHA-256 of ``"seed:index"``, modulo the vocabulary's size."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % vocab_size
+
+
+def logprob_of(token: int) -> float:
+    """The log-probability of a token wherever it stands; its rank is token + 1."""
+    return -token / 1024  # exact as float32
+
+
+def logprobs_of(tokens: Sequence[int], count: int) -> logprobs_pb2.Logprobs:
+    """One position per token, each with the token and the ``count`` likeliest."""
+    message = logprobs_pb2.Logprobs(offsets=[0])
+    for token in tokens:
+        for entry in (token, *range(count)):
+            message.token_ids.append(entry)
+            message.logprobs.append(logprob_of(entry))
+            message.ranks.append(entry + 1)
+        message.offsets.append(len(message.token_ids))
+    return message
 
 
 class FakeRequest:
@@ -64,7 +98,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     """See the module. What came in is in ``requests`` and ``aborted``; ``until`` waits for a condition on the engine.
 
     ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
-    is sent. ``utilities``: answers of utility calls by method name.
+    is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``utility_calls``: what was
+    called with which arguments.
     """
 
     def __init__(
@@ -99,7 +134,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.num_cached_tokens = 0
         self.refusal: finish_pb2.RequestError | None = None
         self.mangle: Callable[[pb.EngineCoreOutput], pb.EngineCoreOutput | None] = lambda output: output
-        self.utilities: dict[str, Any] = {"reset_prefix_cache": True}
+        self.utilities: dict[str, Any] = dict(UTILITIES)
+        self.utility_calls: list[tuple[str, list[Any]]] = []
         self.requests: list[pb.EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.running: dict[str, FakeRequest] = {}
@@ -237,8 +273,12 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _answer(self, call: pb.UtilityCall, session: FakeSession) -> None:
         output = pb.UtilityOutput(call_id=call.call_id)
-        if call.method in self.utilities:
-            output.result = msgspec.msgpack.encode(self.utilities[call.method])
+        self.utility_calls.append((call.method, msgspec.msgpack.decode(call.arguments)))
+        answer = self.utilities.get(call.method)
+        if isinstance(answer, finish_pb2.RequestError):
+            output.error.CopyFrom(answer)
+        elif call.method in self.utilities:
+            output.result = msgspec.msgpack.encode(answer)
         else:
             output.error.code, output.error.message = "NOT_FOUND", f"no utility {call.method!r}"
         session.send(outputs=pb.EngineCoreOutputs(utility_output=output))
@@ -256,6 +296,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         if request.num_sent == len(message.prior_output_token_ids):
             output.prefill_stats.num_prompt_tokens = len(message.prompt_token_ids)
             output.prefill_stats.num_cached_tokens = self.num_cached_tokens
+            if params.HasField("prompt_logprobs"):
+                prompt = logprobs_of(message.prompt_token_ids[1:], params.prompt_logprobs)
+                output.new_prompt_logprobs.CopyFrom(prompt)
         room = self.ready.max_model_len - len(message.prompt_token_ids)
         asked = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
         limit = min(room, asked if request.script is None else min(asked, len(request.script)))
@@ -270,6 +313,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 output.finish_reason = finish_pb2.FINISH_REASON_STOP
             elif request.num_sent >= limit:
                 output.finish_reason = finish_pb2.FINISH_REASON_LENGTH
+        if params.HasField("logprobs"):
+            output.new_logprobs.CopyFrom(logprobs_of(output.new_token_ids, params.logprobs))
         if output.finish_reason:
             del self.running[message.request_id]
         return output

@@ -1,6 +1,7 @@
 """A public API without a model behind it, for tests of clients.
 
-``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back.
+``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back; with n
+every sequence is that, word by word in turn. The log-probability of a word is minus its index.
 Two words are special: at HOLD the stream stands still until the call ends, and a prompt that is BUSY is refused with a
 delay after which to retry. What a real frontend validates and a client may want to see is validated: the temperature.
 """
@@ -65,7 +66,8 @@ class FakeInference:
             for index, word in enumerate(words):
                 if word == HOLD:
                     await asyncio.Event().wait()
-                yield response(request, index, words)
+                for sequence in range(max(request.sampling_params.n, 1)):
+                    yield response(request, index, words, sequence)
         except asyncio.CancelledError:
             self.abandoned.set()
             raise
@@ -81,13 +83,22 @@ def check(request: messages_pb2.GenerateRequest) -> None:
         raise ResourceExhausted("the queue is full: 8 of 8 requests", retry_after=RETRY_AFTER)
 
 
-def response(request: messages_pb2.GenerateRequest, index: int, words: list[str]) -> messages_pb2.GenerateResponse:
+def response(
+    request: messages_pb2.GenerateRequest, index: int, words: list[str], sequence: int
+) -> messages_pb2.GenerateResponse:
     """The message for one word: the word's index is its token id."""
     message = messages_pb2.GenerateResponse(
         request_id=request.request_id or "random",
+        index=sequence,
         text=words[index] if index == 0 else f" {words[index]}",
         token_ids=[index],
     )
+    if request.sampling_params.HasField("logprobs"):
+        message.logprobs.offsets.extend([0, 1])
+        message.logprobs.token_ids.append(index)
+        message.logprobs.logprobs.append(-float(index))
+        message.logprobs.ranks.append(1)
+        message.logprobs.tokens.append(message.text)
     if index == len(words) - 1:
         message.finish_reason = finish_pb2.FINISH_REASON_STOP
         message.usage.CopyFrom(stats_pb2.Usage(prompt_tokens=len(words), completion_tokens=len(words)))

@@ -1,14 +1,16 @@
 """A real frontend inside the test's event loop, on free loopback ports, and its public client."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.admin.v1 import service_pb2_grpc as admin_grpc
+from penstock.common.v1 import sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
@@ -80,15 +82,20 @@ class FrontendServer:
             call.cancel()
 
 
+async def until_states(frontend: FrontendServer, want: Mapping[str, int]) -> admin_pb.GetClusterResponse:
+    """Ask for the cluster until the engines are in these states."""
+    async with asyncio.timeout(10):
+        while True:
+            response = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
+            if {e.engine_id: e.state for e in response.engines} == want:
+                return response
+
+
 def make_request(text: str = "hi", **fields: Any) -> pb.GenerateRequest:
     """A GenerateRequest; keywords that it does not have are sampling parameters."""
     own = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
     request = pb.GenerateRequest(**({"text": text} | own if "token_ids" not in own else own))
-    for name, value in fields.items():
-        if isinstance(value, list | tuple):
-            getattr(request.sampling_params, name).extend(value)
-        else:
-            setattr(request.sampling_params, name, value)
+    request.sampling_params.MergeFrom(sampling_pb2.SamplingParams(**fields))
     return request
 
 

@@ -56,6 +56,15 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def word_pieces() -> tokenizers.Tokenizer:
+    """As of BERT: the decoder puts a space between any two tokens, except before a piece that goes on with a word."""
+    vocab = {piece: index for index, piece in enumerate(["[UNK]", "[CLS]", "[SEP]", "fox", "##es", "run", "a"])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
 def save_model(folder: Path, *, generation_config: Mapping[str, Any] | None = None) -> Path:
     """A directory with what a frontend reads of a model."""
     folder.mkdir(parents=True, exist_ok=True)

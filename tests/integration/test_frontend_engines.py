@@ -1,7 +1,7 @@
 """Engines that come, go, drain and misbehave, as a frontend's clients see it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2, finish_pb2
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock_common.errors import Unavailable
@@ -18,15 +17,10 @@ from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_frontend.config import CoordinatorClientConfig
 from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import LOOPBACK, FrontendServer, collect, failure
-from tests.fakes.small_tokenizers import byte_level, save_model
+from tests.fakes.frontend_server import LOOPBACK, FrontendServer, collect, failure, until_states
+from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -43,15 +37,6 @@ async def frontend(engines: tuple[FakeEngine, FakeEngine], model: Path) -> Async
             await engine.until(lambda e: e.sessions)
         await until_states(frontend, {"a": control_pb2.ENGINE_STATE_SERVING, "b": control_pb2.ENGINE_STATE_SERVING})
         yield frontend
-
-
-async def until_states(frontend: FrontendServer, want: Mapping[str, int]) -> admin_pb.GetClusterResponse:
-    """Ask for the cluster until the engines are in these states."""
-    async with asyncio.timeout(10):
-        while True:
-            response = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
-            if {e.engine_id: e.state for e in response.engines} == want:
-                return response
 
 
 async def two_requests(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> list[Any]:
@@ -227,25 +212,6 @@ async def test_health_follows_the_engines_on_every_name(model: Path) -> None:
             stub: Any = health_pb2_grpc.HealthStub(frontend.channel)
             await stub.Check(health_pb2.HealthCheckRequest(service="nope"))
         assert e.value.code() == grpc.StatusCode.NOT_FOUND
-
-
-async def test_the_prefix_caches_of_all_engines_are_reset(
-    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
-) -> None:
-    answer = await frontend.admin.ResetPrefixCache(admin_pb.ResetPrefixCacheRequest())
-    assert answer.num_engines_reset == 2
-    engines[0].utilities["reset_prefix_cache"] = False
-    answer = await frontend.admin.ResetPrefixCache(admin_pb.ResetPrefixCacheRequest())
-    assert answer.num_engines_reset == 1
-
-
-async def test_a_utility_call_that_every_engine_refuses_fails_with_its_status(
-    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
-) -> None:
-    for engine in engines:
-        engine.utilities.clear()
-    error = await failure(frontend.admin.ResetPrefixCache(admin_pb.ResetPrefixCacheRequest()))
-    assert error.message == "no utility 'reset_prefix_cache'"
 
 
 class FakeCoordinator(coordinator_grpc.CoordinatorServiceServicer):

@@ -1,7 +1,7 @@
 """Wrong input on every public RPC: the status and the field, and a server that goes on."""
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,9 @@ from penstock_common.errors import InvalidArgument, NotFound, ResourceExhausted,
 from penstock_frontend.config import LimitsConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, failure, make_request
-from tests.fakes.small_tokenizers import byte_level, save_model
+from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with FakeEngine(vocab_size=VOCAB) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def frontend(engine: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
-    async with FrontendServer(model, engines=[engine.address]) as frontend:
-        await frontend.until_health(serving=True)
-        yield frontend
 
 
 def ids(*token_ids: int) -> pb.TokenIds:
@@ -70,6 +52,24 @@ def ids(*token_ids: int) -> pb.TokenIds:
         (make_request(stop_token_ids=[VOCAB]), "sampling_params.stop_token_ids[0]"),
         (make_request(stream_interval=0), "sampling_params.stream_interval"),
         (make_request(truncate_prompt_tokens=0), "sampling_params.truncate_prompt_tokens"),
+        (make_request(n=129), "sampling_params.n"),
+        (make_request(n=0), "sampling_params.n"),
+        (make_request(presence_penalty=-3), "sampling_params.presence_penalty"),
+        (make_request(frequency_penalty=2.5), "sampling_params.frequency_penalty"),
+        (make_request(repetition_penalty=0), "sampling_params.repetition_penalty"),
+        (make_request(logprobs=-2), "sampling_params.logprobs"),
+        (make_request(prompt_logprobs=-2), "sampling_params.prompt_logprobs"),
+        (make_request(logit_bias={1: 101}), "sampling_params.logit_bias"),
+        (make_request(logit_bias={VOCAB: 1}), "sampling_params.logit_bias"),
+        (make_request(allowed_token_ids=[VOCAB]), "sampling_params.allowed_token_ids[0]"),
+        (make_request(bad_words=["x", ""]), "sampling_params.bad_words[1]"),
+        (
+            make_request(repetition_detection={"max_pattern_size": 1001}),
+            "sampling_params.repetition_detection.max_pattern_size",
+        ),
+        (make_request(structured_output={}), "sampling_params.structured_output"),
+        (make_request(structured_output={"regex": ""}), "sampling_params.structured_output.regex"),
+        (make_request(structured_output={"choice": {}}), "sampling_params.structured_output"),
         (make_request(output_kind=99), "sampling_params.output_kind"),
         (make_request(routing=pb.RoutingHints(data_parallel_rank=5)), "routing.data_parallel_rank"),
     ],
@@ -90,11 +90,6 @@ async def test_a_wrong_field_of_generate_is_named(
         (make_request(lora="adapter"), "lora"),
         (pb.GenerateRequest(embeds=tensor_pb2.Tensor(shape=[1])), "embeds"),
         (make_request(routing=pb.RoutingHints(tenant="t")), "routing.tenant"),
-        (make_request(n=2), "sampling_params.n"),
-        (make_request(logprobs=0), "sampling_params.logprobs"),
-        (make_request(presence_penalty=0.5), "sampling_params.presence_penalty"),
-        (make_request(allowed_token_ids=[1]), "sampling_params.allowed_token_ids"),
-        (make_request(bad_words=["x"]), "sampling_params.bad_words"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -160,7 +155,7 @@ async def test_methods_of_later_features_are_refused_by_name(frontend: FrontendS
     assert (e.value.code(), e.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served yet")
 
 
-@pytest.mark.parametrize("method", ["Pause", "Sleep", "LoadLora", "Scale", "CollectiveRpc"])
+@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora", "Scale", "Drain"])
 async def test_admin_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
     error = await failure(getattr(frontend.admin, method)(getattr(admin_pb, f"{method}Request")()))
     assert isinstance(error, Unimplemented)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,6 @@ VOCAB = TOKENIZER.get_vocab_size()
 
 def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with FakeEngine(vocab_size=VOCAB) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def manual() -> AsyncIterator[FakeEngine]:
-    """An engine that steps when told to."""
-    async with FakeEngine(vocab_size=VOCAB, manual=True) as engine:
-        yield engine
 
 
 def says(text: str) -> FakeEngine:

@@ -7,7 +7,6 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,9 @@ from penstock_common.errors import ConfigError, Unavailable
 from penstock_frontend.config import HttpConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
-from tests.fakes.small_tokenizers import byte_level, save_model
+from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "model")
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    """An engine that steps when told to."""
-    async with FakeEngine(vocab_size=VOCAB, manual=True) as engine:
-        yield engine
 
 
 def free_port() -> int:
@@ -68,10 +55,10 @@ async def output_of(process: asyncio.subprocess.Process) -> tuple[int | None, st
     return process.returncode, stderr.decode()
 
 
-async def test_a_stopping_frontend_finishes_what_runs_and_refuses_what_is_new(engine: FakeEngine, model: Path) -> None:
-    async with FrontendServer(model, engines=[engine.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
+async def test_a_stopping_frontend_finishes_what_runs_and_refuses_what_is_new(manual: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[manual.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
         reader = asyncio.create_task(collect(frontend.generate(max_tokens=2)))
-        await engine.until(lambda e: e.running)
+        await manual.until(lambda e: e.running)
         assert (await get(frontend.frontend.http_port, "/health"))[0] == 200
         frontend.frontend.stop()
         await frontend.until_health(serving=False)
@@ -79,22 +66,22 @@ async def test_a_stopping_frontend_finishes_what_runs_and_refuses_what_is_new(en
         assert isinstance(error, Unavailable)
         assert error.reason == "SHUTTING_DOWN"
         assert (await get(frontend.frontend.http_port, "/health"))[0] == 503
-        engine.step()
-        engine.step()
+        manual.step()
+        manual.step()
         assert await reader
         await frontend.running
 
 
-async def test_what_runs_longer_than_the_drain_timeout_ends_as_unavailable(engine: FakeEngine, model: Path) -> None:
-    async with FrontendServer(model, engines=[engine.address], drain_timeout=0.05) as frontend:
+async def test_what_runs_longer_than_the_drain_timeout_ends_as_unavailable(manual: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[manual.address], drain_timeout=0.05) as frontend:
         reader = asyncio.create_task(failure(frontend.generate()))
-        await engine.until(lambda e: e.running)
+        await manual.until(lambda e: e.running)
         frontend.frontend.stop()
         error = await reader
         assert isinstance(error, Unavailable)
         assert error.reason == "SHUTTING_DOWN"
         await frontend.running
-        await engine.until(lambda e: not e.running)
+        await manual.until(lambda e: not e.running)
 
 
 async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: Path) -> None:
@@ -107,12 +94,12 @@ async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: 
     assert error.reason == "SHUTTING_DOWN"
 
 
-async def test_metrics_are_served_under_the_names_of_the_field(engine: FakeEngine, model: Path) -> None:
-    async with FrontendServer(model, engines=[engine.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
+async def test_metrics_are_served_under_the_names_of_the_field(manual: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[manual.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
         reader = asyncio.create_task(collect(frontend.generate(max_tokens=1)))
-        await engine.until(lambda e: e.running)
+        await manual.until(lambda e: e.running)
         status, during = await get(frontend.frontend.http_port, "/metrics")
-        engine.step()
+        manual.step()
         await reader
         _, after = await get(frontend.frontend.http_port, "/metrics")
     assert status == 200
@@ -147,12 +134,12 @@ async def test_a_taken_http_port_is_a_config_error(model: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_process_serves_and_ends_cleanly_on_a_signal(
-    engine: FakeEngine, model: Path, tmp_path: Path, number: signal.Signals
+    manual: FakeEngine, model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     grpc_port, admin_port, http_port = free_port(), free_port(), free_port()
     config = tmp_path / "frontend.yaml"
     config.write_text(
-        f"model: {{path: {model}}}\nengines: ['{engine.address}']\n"
+        f"model: {{path: {model}}}\nengines: ['{manual.address}']\n"
         f"server: {{host: 127.0.0.1, port: {grpc_port}}}\nadmin: {{port: {admin_port}}}\n"
         f"http: {{host: 127.0.0.1, port: {http_port}}}\n"
     )
@@ -160,9 +147,9 @@ async def test_the_process_serves_and_ends_cleanly_on_a_signal(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(make_request(max_tokens=1), wait_for_ready=True, timeout=30)
-        await engine.until(lambda e: e.running, limit=30)
+        await manual.until(lambda e: e.running, limit=30)
         process.send_signal(number)
-        engine.step()
+        manual.step()
         assert [message async for message in call]
     code, log = await output_of(process)
     assert code == 0, log

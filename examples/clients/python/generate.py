@@ -1,7 +1,9 @@
 """Stream the continuation of a prompt from a Penstock server."""
 
 import argparse
+import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 
 import grpc
@@ -15,13 +17,21 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
-    """Print the text as it arrives. Returns the exit code."""
+    """Print the text as it arrives; of several sequences each when it is complete. Returns the exit code."""
     args = parse_arguments()
+    sequences: defaultdict[int, str] = defaultdict(str)
     with grpc.insecure_channel(args.address) as channel:
         call = service_pb2_grpc.InferenceServiceStub(channel).Generate(build_request(args), timeout=args.timeout)
         try:
             for response in call:
-                print(response.text, end="", flush=True)
+                if not args.n:
+                    print(response.text, end="", flush=True)
+                else:
+                    sequences[response.index] += response.text
+                    if response.finish_reason:
+                        print(f"[{response.index}] {sequences[response.index]}", flush=True)
+                for line in describe_logprobs(response):
+                    print(line, file=sys.stderr)
         except KeyboardInterrupt:
             call.cancel()  # the server ends the work in the engine
             return EXIT_INTERRUPTED
@@ -29,7 +39,8 @@ def main() -> int:
             print("\n".join(describe(error)), file=sys.stderr)
             return EXIT_FAILED
         finally:
-            print()
+            if not args.n:
+                print()
     return 0
 
 
@@ -43,6 +54,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, help="0 is greedy")
     parser.add_argument("--seed", type=int, help="makes the output reproducible")
     parser.add_argument("--stop", action="append", default=[], help="a string that ends the output; repeatable")
+    parser.add_argument("--n", type=int, help="number of sequences; sequence i has seed + i")
+    parser.add_argument("--logprobs", type=int, help="log-probabilities of each token and this many likeliest ones")
     parser.add_argument("--timeout", type=float, help="deadline of the call in seconds")
     return parser.parse_args()
 
@@ -54,8 +67,18 @@ def build_request(args: argparse.Namespace) -> messages_pb2.GenerateRequest:
         temperature=args.temperature,
         seed=args.seed,
         stop=args.stop,
+        n=args.n,
+        logprobs=args.logprobs,
     )
     return messages_pb2.GenerateRequest(model=args.model, text=args.prompt, sampling_params=sampling_params)
+
+
+def describe_logprobs(response: messages_pb2.GenerateResponse) -> Iterator[str]:
+    """A line per new token: its entries, the chosen token first. Entries of token i are offsets[i] to offsets[i + 1]."""
+    logprobs = response.logprobs
+    for start, end in itertools.pairwise(logprobs.offsets):
+        entries = (f"{logprobs.tokens[i]!r} {logprobs.logprobs[i]:.3f}" for i in range(start, end))
+        yield f"[{response.index}] " + ", ".join(entries)
 
 
 def describe(error: grpc.RpcError) -> Iterator[str]:

@@ -8,6 +8,8 @@ from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFai
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.client import EngineClient
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.processing import parallel_sampling
+from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.input import InputProcessor, check_token_ids
 from penstock_frontend.processing.output import OutputProcessor, RequestState
 from penstock_frontend.processing.request import GenerateRequest, RequestOutput
@@ -15,20 +17,21 @@ from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 
 
 class LiveRequest:
-    """A request between acceptance and release. ``state`` is None until it is on its way to an engine."""
+    """A request between acceptance and release. ``states``: its sequences, none until it is on its way to an engine."""
 
-    __slots__ = ("request_id", "state")
+    __slots__ = ("request_id", "states")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.state: RequestState | None = None
+        self.states: Sequence[RequestState] = ()
 
 
 class AsyncLLM:
     """Puts input processing, engines and output processing together.
 
     ``accept`` a request, read its outputs from ``generate``, ``release`` it however that ended: what the engine still
-    computes for it is aborted then.
+    computes for it is aborted then. The sequences of a request (``n``) run on one engine, which shares the prompt's blocks
+    between them, and end together when one of them fails.
     """
 
     def __init__(
@@ -88,21 +91,29 @@ class AsyncLLM:
         return live
 
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
-        """The outputs of an accepted request, as its output kind says; the last one has ``finish``. Raises RequestFailed."""
-        state = live.state = await self._start(request, live.request_id)
-        while True:
-            output = await _before(request.deadline, state)
+        """The outputs of an accepted request, as its output kind says; the last one of each sequence has ``finish``.
+
+        The request is released before its last output is handed out: its id is free when its client reads that.
+        Raises RequestFailed.
+        """
+        live.states = await self._start(request, live.request_id)
+        collector = live.states[0].collector
+        finished = False
+        while not finished:
+            output = await _before(request.deadline, collector)
+            finished = collector.finished
+            if finished:
+                self.release(live)
             yield output
-            if output.finish is not None:
-                return
 
     def release(self, live: LiveRequest) -> None:
         """The request is over for its client. Idempotent."""
         if self._live.get(live.request_id) is not live:
             return
         del self._live[live.request_id]
-        if live.state is not None and self._outputs.remove(live.state):
-            self.engines.abort(live.state.engine, [live.state.request_id], "the client is gone")
+        running = [state for state in live.states if self._outputs.remove(state)]
+        if running:
+            self.engines.abort(running[0].engine, [state.request_id for state in running], "the client is gone")
         self._metrics.set_in_flight(len(self._live))
         if not self._live:
             self._idle.set()
@@ -133,23 +144,27 @@ class AsyncLLM:
         self.engines.refuse()
         self._outputs.fail_all(Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0))
 
-    async def _start(self, request: GenerateRequest, request_id: str) -> RequestState:
+    async def _start(self, request: GenerateRequest, request_id: str) -> list[RequestState]:
         core_request = await self.inputs.process(request, request_id)
         self.inputs.check(core_request, await self.engines.wait_until_usable(request.deadline))
-        state = self._outputs.add(core_request)
+        sequences = parallel_sampling.sequences(core_request)
+        states = self._outputs.add(*sequences)
         try:
-            state.engine = self.engines.add(core_request)
+            engine = self.engines.add(*sequences)
         except RequestFailed:
-            self._outputs.remove(state)
+            for state in states:
+                self._outputs.remove(state)
             raise
-        return state
+        for state in states:
+            state.engine = engine
+        return states
 
 
-async def _before(deadline: float | None, state: RequestState) -> RequestOutput:
+async def _before(deadline: float | None, collector: OutputCollector) -> RequestOutput:
     if deadline is None:
-        return await state.collector.get()
+        return await collector.get()
     try:
         async with asyncio.timeout(deadline - time.time()):
-            return await state.collector.get()
+            return await collector.get()
     except TimeoutError:
         raise DeadlineExceeded("the deadline passed before the request was done") from None

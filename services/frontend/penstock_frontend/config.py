@@ -57,7 +57,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one request may ask for, and how many requests there may be at once.
 
     ``max_prompt_length`` bounds work before the engines' own limit is applied: characters of a text, ids of a list of token
-    ids. Request ids and cache salts are bounded in bytes.
+    ids. Request ids, cache salts and constraints on the output are bounded in bytes. ``max_requests`` counts calls;
+    each has ``max_n`` sequences at most.
     """
 
     max_requests: int = 20_000
@@ -67,6 +68,12 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_stop_strings: int = 64
     max_stop_string_chars: int = 256
     max_stop_token_ids: int = 1024
+    max_n: int = 128
+    max_logit_biases: int = 1024
+    max_allowed_token_ids: int = 65_536
+    max_bad_words: int = 256
+    max_bad_word_chars: int = 256
+    max_structured_output_bytes: int = 256 * 1024
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

@@ -10,7 +10,10 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1,
 
 
 class FrontendMetrics:
-    """What this frontend counts, in a registry of its own; every series is labelled with the model's name."""
+    """What this frontend counts, in a registry of its own; every series is labelled with the model's name.
+
+    Requests in flight are calls; everything else counts each of a call's ``n`` sequences, as engines do.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -26,9 +29,12 @@ class FrontendMetrics:
         self._latency = Histogram(
             "vllm:e2e_request_latency_seconds", "Arrival to last token", labels, registry=registry, buckets=_SECONDS
         )
+        self._nans = Counter("penstock:nan_logits", "NaN logits that engines saw", labels, registry=registry)
         self._in_flight = Gauge("penstock:requests_in_flight", "Requests being served", labels, registry=registry)
-        for metric in (self._prompt_tokens, self._generation_tokens, self._first_token, self._latency, self._in_flight):
-            metric.labels(model_name)  # shows as 0 from the start
+        for counter in (self._prompt_tokens, self._generation_tokens, self._nans):
+            counter.labels(model_name)  # shows as 0 from the start
+        for metric in (self._first_token, self._latency, self._in_flight):
+            metric.labels(model_name)
 
     def set_in_flight(self, count: int) -> None:
         """Requests that this frontend has accepted and not ended."""
@@ -42,6 +48,10 @@ class FrontendMetrics:
     def tokens(self, count: int) -> None:
         """Output tokens came."""
         self._generation_tokens.labels(self._model).inc(count)
+
+    def nans(self, count: int) -> None:
+        """NaN logits were seen."""
+        self._nans.labels(self._model).inc(count)
 
     def finished(self, started: float, reason: FinishReason) -> None:
         """A request ended normally. ``started``: ``time.monotonic()`` at its arrival."""

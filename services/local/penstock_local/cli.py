@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock_common.config import parse_bytes
@@ -136,6 +137,26 @@ def _add_generate(commands: Any) -> None:
     choice.add_argument("--top-k", type=int32, metavar="K", help="only the K likeliest tokens")
     choice.add_argument("--min-p", type=float, metavar="P", help="no token below this fraction of the likeliest")
     choice.add_argument("--seed", type=int64, metavar="S", help="the same seed gives the same text")
+    choice.add_argument("--presence-penalty", type=float, metavar="X", help="off the logit of every token used before")
+    choice.add_argument("--frequency-penalty", type=float, metavar="X", help="off its logit each time it was used")
+    choice.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 avoids tokens that were there")
+    output = parser.add_argument_group("what comes out")
+    output.add_argument("--n", type=_integer(1, 2**32 - 1), metavar="N", help="outputs of the prompt (default: 1)")
+    output.add_argument(
+        "--logprobs", type=int32, metavar="K", help="show log-probabilities, and the K likeliest tokens"
+    )
+    constraint = output.add_mutually_exclusive_group()
+    constraint.add_argument("--json", action="store_true", help="a JSON object")
+    constraint.add_argument(
+        "--json-schema", metavar="SCHEMA", help="JSON that this schema, or that of this file, accepts"
+    )
+    constraint.add_argument("--regex", metavar="PATTERN", help="text that matches")
+    constraint.add_argument(
+        "--choice", action="append", metavar="TEXT", help="this text; repeat it for each alternative"
+    )
+    constraint.add_argument(
+        "--grammar", metavar="GRAMMAR", help="a sentence of this EBNF grammar, or that of this file"
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -169,7 +190,7 @@ def _run_generate(arguments: argparse.Namespace) -> int:
         address=arguments.address,
         model=arguments.model,
         timeout=arguments.timeout,
-        sampling=sampling_fields(vars(arguments)),
+        sampling=sampling_fields({**vars(arguments), "structured_output": _constraint(arguments)}),
     )
     return asyncio.run(generate(options))
 
@@ -186,6 +207,30 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as e:
         raise ConfigError(f"the prompt on standard input is not UTF-8: {e}") from None
+
+
+def _constraint(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The constraint on the output as a field of the request. Raises ConfigError when its file cannot be read."""
+    if arguments.json:
+        return {"json_object": True}
+    if arguments.json_schema is not None:
+        schema = arguments.json_schema
+        return {"json_schema": schema if schema.lstrip().startswith("{") else _read_text(schema, flag="--json-schema")}
+    if arguments.regex is not None:
+        return {"regex": arguments.regex}
+    if arguments.choice is not None:
+        return {"choice": {"options": arguments.choice}}
+    if arguments.grammar is not None:
+        grammar = arguments.grammar
+        return {"grammar": _read_text(grammar, flag="--grammar") if Path(grammar).is_file() else grammar}
+    return None
+
+
+def _read_text(path: str, *, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{flag}: cannot read {path!r}: {getattr(e, 'strerror', None) or e}") from None
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:

@@ -73,7 +73,7 @@ class Result(msgspec.Struct, frozen=True):
     @property
     def summary(self) -> str:
         """One line on how it ended."""
-        return describe_end(self.last, seconds=self.seconds)
+        return describe_end([self.last], seconds=self.seconds)
 
 
 async def demo(model: str) -> int:

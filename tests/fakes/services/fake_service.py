@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from penstock.common.v1 import finish_pb2, stats_pb2
+from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.config import ServerConfig
 from penstock_common.errors import InvalidArgument
@@ -24,7 +24,9 @@ MODEL = messages_pb2.Model(name="fake", max_model_len=2048, num_engines=64)
 
 
 class FakeInference(service_pb2_grpc.InferenceServiceServicer):
-    """Repeats the prompt word by word. ``wait`` hangs after the first word, ``wrong`` is refused."""
+    """Repeats the prompt word by word, for each of n sequences in turn; the log-probability of word i is -i, and its rank
+    i + 1. ``wait`` hangs after the first word, ``wrong`` is refused.
+    """
 
     def __init__(self, model_name: str = "fake") -> None:
         self.model_name = model_name
@@ -44,17 +46,33 @@ class FakeInference(service_pb2_grpc.InferenceServiceServicer):
         if request.text == "wrong":
             raise InvalidArgument("sampling_params.top_p is 7; it must be in (0, 1]", field="sampling_params.top_p")
         words = request.text.split()
+        params = request.sampling_params
+        indexes = range(params.n if params.HasField("n") else 1)
         for i, word in enumerate(words):
-            yield messages_pb2.GenerateResponse(text=word if i == 0 else f" {word}", token_ids=[i])
+            for index in reversed(indexes):
+                text = word if i == 0 else f" {word}"
+                response = messages_pb2.GenerateResponse(index=index, text=text, token_ids=[i])
+                if params.HasField("logprobs"):
+                    response.logprobs.MergeFrom(logprobs(text, i))
+                yield response
             if request.text == "wait":
                 try:
                     await asyncio.Event().wait()
                 finally:
                     self.cancelled.set()
-        yield messages_pb2.GenerateResponse(
-            finish_reason=finish_pb2.FINISH_REASON_LENGTH,
-            usage=stats_pb2.Usage(prompt_tokens=len(words), cached_tokens=1, completion_tokens=len(words)),
-        )
+        for index in reversed(indexes):
+            yield messages_pb2.GenerateResponse(
+                index=index,
+                finish_reason=finish_pb2.FINISH_REASON_LENGTH,
+                usage=stats_pb2.Usage(prompt_tokens=len(words), cached_tokens=1, completion_tokens=len(words)),
+            )
+
+
+def logprobs(text: str, i: int) -> logprobs_pb2.Logprobs:
+    """One position: the word, and one more."""
+    return logprobs_pb2.Logprobs(
+        offsets=[0, 2], token_ids=[i, 0], logprobs=[-float(i), 0.0], ranks=[i + 1, 1], tokens=[text, " likely"]
+    )
 
 
 def main(service: str) -> None:

@@ -10,6 +10,7 @@ from tests.fakes import small_tokenizers
 
 BYTE_LEVEL = Tokenizer(small_tokenizers.byte_level())
 BYTE_FALLBACK = Tokenizer(small_tokenizers.byte_fallback())
+WORD_PIECES = Tokenizer(small_tokenizers.word_pieces())
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -90,3 +91,23 @@ def test_endless_torn_characters_come_out_and_keep_the_window_small(byte: int) -
     text = "".join(detokenizer.push(byte) for _ in range(300))
     assert len(text) > 250
     assert len(detokenizer._window) < 20
+
+
+def text_of_all(tokenizer: Tokenizer, ids: list[int], *, spaces: bool, skip: bool = False) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    return "".join([*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()])
+
+
+def test_spaces_of_the_decoder_between_special_tokens_can_be_left_out() -> None:
+    unknown, cls, sep, fox, es, run = range(6)
+    ids = [cls, sep, sep, fox, es, run, sep, cls, fox, sep, unknown]
+    assert text_of_all(WORD_PIECES, ids, spaces=True) == "[CLS] [SEP] [SEP] foxes run [SEP] [CLS] fox [SEP] [UNK]"
+    assert text_of_all(WORD_PIECES, ids, spaces=False) == "[CLS][SEP][SEP] foxes run [SEP][CLS] fox [SEP] [UNK]"
+    assert text_of_all(WORD_PIECES, ids, spaces=False, skip=True) == "foxes run fox [UNK]"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+def test_decoders_without_spaces_between_tokens_have_none_to_leave_out(tokenizer: Tokenizer) -> None:
+    special = sorted(tokenizer.special_ids)
+    ids = [*special, *ids_of(tokenizer, "a b"), *special, *special]
+    assert text_of_all(tokenizer, ids, spaces=False) == text_of_all(tokenizer, ids, spaces=True)

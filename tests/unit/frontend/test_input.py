@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
@@ -105,3 +106,28 @@ async def test_what_the_engines_cannot_take_is_refused(
 
 async def test_the_longest_prompt_that_leaves_room_for_a_token_is_taken(inputs: InputProcessor) -> None:
     inputs.check(await process(inputs, prompt=(1,) * 9), LIMITS)
+
+
+async def test_bad_words_are_tokenized_alone_and_behind_a_space(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    request = await process(inputs, prompt="x", sampling={"bad_words": ("fox", "fox", "dog")})
+    params = request.sampling_params
+    assert params.bad_words == ("fox", "fox", "dog")
+    texts = [tokenizer.decode(token_ids) for token_ids in params.bad_word_token_ids]
+    assert texts == ["fox", " fox", "dog", " dog"]
+
+
+async def test_bad_words_come_behind_the_sequences_that_were_given(inputs: InputProcessor) -> None:
+    request = await process(inputs, prompt="x", sampling={"bad_words": ("a",), "bad_word_token_ids": ((7, 8),)})
+    assert request.sampling_params.bad_word_token_ids[0] == (7, 8)
+    assert len(request.sampling_params.bad_word_token_ids) == 3
+
+
+async def test_a_bad_word_without_tokens_is_refused() -> None:
+    backend = small_tokenizers.byte_level()
+    backend.normalizer = normalizers.Strip()
+    tokenizer = Tokenizer(backend)
+    inputs = InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig())
+    with pytest.raises(InvalidArgument, match="bad_words\\[1\\] is ' ', which has no tokens") as e:
+        await process(inputs, prompt="x", sampling={"bad_words": ("a", " ")})
+    tokenizer.close()
+    assert e.value.field == "sampling_params.bad_words[1]"

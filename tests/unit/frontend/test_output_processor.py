@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, PrefillStats, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import OutputKind, SamplingParams
@@ -39,7 +40,7 @@ def add(processor: OutputProcessor, request_id: str = "r", engine: str = "e0", *
         prompt_token_ids=[1, 2, 3],
         sampling_params=SamplingParams(**params),
     )
-    state = processor.add(request)
+    [state] = processor.add(request)
     state.engine = engine
     return state
 
@@ -150,6 +151,84 @@ async def test_a_lost_engine_ends_its_requests_and_no_others(processor: OutputPr
 
 async def test_outputs_of_unknown_requests_are_ignored(processor: OutputProcessor) -> None:
     assert processor.process([output([1])]) == []
+
+
+def logprobs_of(token_ids: list[int]) -> Logprobs:
+    logprobs = Logprobs()
+    for token_id in token_ids:
+        logprobs.add([token_id], [-float(token_id)], [1])
+    return logprobs
+
+
+async def test_log_probabilities_get_the_text_of_each_entry(processor: OutputProcessor) -> None:
+    state = add(processor, logprobs=0)
+    processor.process([output(ids_of("ab"), new_logprobs=logprobs_of(ids_of("ab")))])
+    taken = (await take(state)).logprobs
+    assert taken is not None
+    assert (taken.token_ids, taken.tokens) == (ids_of("ab"), ["a", "b"])
+
+
+async def test_without_detokenization_log_probabilities_have_no_texts(processor: OutputProcessor) -> None:
+    state = add(processor, logprobs=0, detokenize=False)
+    processor.process([output([5], new_logprobs=logprobs_of([5]))])
+    assert (await take(state)).logprobs == logprobs_of([5])
+
+
+async def test_log_probabilities_of_repeated_tokens_are_dropped_with_them(processor: OutputProcessor) -> None:
+    state = add(processor, logprobs=0, detokenize=False)
+    for tokens, offset in [([5, 6], 0), ([5, 6], 0), ([6, 7], 1)]:
+        processor.process([output(tokens, offset, new_logprobs=logprobs_of(tokens))])
+    taken = await take(state)
+    assert taken.token_ids == [5, 6, 7]
+    assert taken.logprobs == logprobs_of([5, 6, 7])
+
+
+@pytest.mark.parametrize("sent", [None, logprobs_of([5])])
+async def test_log_probabilities_that_are_not_those_of_the_tokens_fail_their_request_alone(
+    processor: OutputProcessor, sent: Logprobs | None
+) -> None:
+    state, other = add(processor, logprobs=0), add(processor, "other")
+    assert processor.process([output([5, 6], new_logprobs=sent)]) == ["r"]
+    with pytest.raises(PenstockError, match="internal error"):
+        await take(state)
+    processor.process([EngineCoreOutput(request_id="other", new_token_ids=ids_of("a"))])
+    assert (await take(other)).text == "a"
+
+
+async def test_prompt_log_probabilities_are_put_together_and_none_comes_twice(processor: OutputProcessor) -> None:
+    state = add(processor, prompt_logprobs=0, detokenize=False)  # its prompt is 1, 2, 3
+    for piece in ([2], [3], [2, 3]):
+        processor.process([output([], new_prompt_logprobs=logprobs_of(piece))])
+    processor.process([output([9])])
+    assert (await take(state)).prompt_logprobs == logprobs_of([2, 3])
+
+
+async def test_sequences_of_a_call_share_its_stream(processor: OutputProcessor) -> None:
+    params = SamplingParams(detokenize=False)
+    requests = [EngineCoreRequest(request_id=r, prompt_token_ids=[1], sampling_params=params) for r in ("r", "s")]
+    first, second = processor.add(*requests)
+    assert first.collector is second.collector
+    processor.process([EngineCoreOutput(request_id="s", new_token_ids=[7]), output([8])])
+    outputs = [await take(first), await take(first)]
+    assert [(o.index, o.token_ids) for o in outputs] == [(1, [7]), (0, [8])]
+
+
+async def test_an_output_that_repeats_itself_ends_as_such(processor: OutputProcessor) -> None:
+    state = add(processor)
+    processor.process([output(ids_of("aa"), finish_reason=FinishReason.REPETITION)])
+    finish = (await take(state)).finish
+    assert finish is not None
+    assert finish.reason is FinishReason.REPETITION
+
+
+def test_nan_logits_are_counted_and_logged_once_per_request(
+    processor: OutputProcessor, metrics: FrontendMetrics, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(processor)
+    processor.process([output([5], num_nans_in_logits=3)])
+    processor.process([output([6], 1, num_nans_in_logits=2)])
+    assert metrics.registry.get_sample_value("penstock:nan_logits_total", {"model_name": "demo"}) == 5
+    assert capsys.readouterr().out.count("NaN logits") == 1
 
 
 async def test_final_output_comes_once(processor: OutputProcessor) -> None:

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.output_text import OutputText
 from penstock_frontend.processing.tokenizer import Tokenizer
@@ -88,6 +89,26 @@ def test_the_tokens_left_by_a_stop_string_are_those_whose_text_is_left(case: tup
 def test_without_stop_strings_everything_comes_out(text: str, step: int) -> None:
     pieces, tokens, stop = run(ids_of(text), step)
     assert ("".join(pieces), tokens, stop) == (text, ids_of(text), "")
+
+
+def of(token_ids: list[int]) -> Logprobs:
+    """Log-probabilities that show which tokens they belong to: two entries a position."""
+    logprobs = Logprobs()
+    for token_id in token_ids:
+        logprobs.add([token_id, 0], [-float(token_id), 0.0], [token_id + 1, 1])
+    return logprobs
+
+
+@given(case=text_and_stops(), step=st.integers(1, 5), include=st.booleans())
+def test_log_probabilities_come_and_go_with_their_tokens(case: tuple[str, list[str]], step: int, include: bool) -> None:
+    text, stops = case
+    ids, output = ids_of(text), output_text(stops=stops, include_stop=include)
+    for start in range(0, len(ids), step):
+        chunk = ids[start : start + step]
+        delta = output.add(chunk, logprobs=of(chunk), ended=start + step >= len(ids))
+        assert delta.logprobs == (of(list(delta.token_ids)) if delta.token_ids else None)
+        if delta.stop:
+            break
 
 
 def test_text_that_may_begin_a_stop_string_is_withheld_and_then_released() -> None:

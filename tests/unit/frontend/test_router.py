@@ -33,6 +33,13 @@ def test_waiting_requests_weigh_four_times_running_ones() -> None:
     assert Load(waiting=2, running=0).score == Load(waiting=0, running=8).score
 
 
+def test_requests_that_belong_together_all_count() -> None:
+    router = Router()
+    chosen = router.pick(ENGINES[:2], count=8)
+    assert router.load(chosen).waiting == 8
+    assert {router.pick(ENGINES[:2]) for _ in range(8)} == {e.key for e in ENGINES[:2]} - {chosen}
+
+
 def test_kv_usage_counts_beyond_one_half_only() -> None:
     assert Load(kv_cache_usage=0.5).score == Load(kv_cache_usage=0.1).score
     assert Load(kv_cache_usage=0.9).score > Load(kv_cache_usage=0.7).score > Load(kv_cache_usage=0.5).score

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing import sampling
 
@@ -21,6 +22,10 @@ def test_what_is_given_wins_over_the_model_and_the_model_over_ours() -> None:
 def test_a_model_that_does_not_sample_gives_no_filters() -> None:
     defaults = sampling.model_defaults(MODEL | {"do_sample": False})
     assert defaults == {"max_tokens": 64}
+
+
+def test_the_models_repetition_penalty_counts_also_where_it_does_not_sample() -> None:
+    assert sampling.model_defaults({"repetition_penalty": 1.3}) == {"repetition_penalty": 1.3}
 
 
 def test_a_generation_config_out_of_range_is_a_config_error() -> None:
@@ -58,6 +63,45 @@ def test_a_seed_is_concrete_and_differs_when_none_is_given() -> None:
         ({"stop": ("x" * 257,)}, "stop[0]"),
         ({"stop": ("x",), "detokenize": False}, "stop"),
         ({"stop_token_ids": (1,) * 1025}, "stop_token_ids"),
+        ({"n": 129}, "n"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"allowed_token_ids": range(65_537)}, "allowed_token_ids"),
+        ({"bad_words": ("a", "")}, "bad_words[1]"),
+        ({"bad_words": ("x" * 257,)}, "bad_words[0]"),
+        ({"bad_words": ("x",) * 257}, "bad_words"),
+        ({"bad_word_token_ids": ((1,), ())}, "bad_word_token_ids[1]"),
+        ({"bad_word_token_ids": ((1,) * 257,)}, "bad_word_token_ids[0]"),
+        ({"bad_word_token_ids": ((1,),) * 257}, "bad_word_token_ids"),
+        ({"repetition_detection": RepetitionDetection(max_pattern_size=0)}, "repetition_detection.max_pattern_size"),
+        ({"repetition_detection": RepetitionDetection(max_pattern_size=1001)}, "repetition_detection.max_pattern_size"),
+        (
+            {"repetition_detection": RepetitionDetection(max_pattern_size=2, min_pattern_size=3)},
+            "repetition_detection.max_pattern_size",
+        ),
+        (
+            {"repetition_detection": RepetitionDetection(max_pattern_size=2, min_pattern_size=0)},
+            "repetition_detection.min_pattern_size",
+        ),
+        (
+            {"repetition_detection": RepetitionDetection(max_pattern_size=2, min_count=1)},
+            "repetition_detection.min_count",
+        ),
+        ({"structured_output": StructuredOutput()}, "structured_output"),
+        ({"structured_output": StructuredOutput(regex="a", json_object=True)}, "structured_output"),
+        ({"structured_output": StructuredOutput(grammar="")}, "structured_output.grammar"),
+        ({"structured_output": StructuredOutput(choice=("a", ""))}, "structured_output.choice"),
+        ({"structured_output": StructuredOutput(regex="x" * 262_145)}, "structured_output.regex"),
+        ({"structured_output": StructuredOutput(choice=("x" * 262_144, "y"))}, "structured_output.choice"),
     ],
 )
 def test_values_out_of_range_are_refused_naming_the_field(given: dict[str, Any], field: str) -> None:
@@ -73,13 +117,34 @@ def test_values_out_of_range_are_refused_naming_the_field(given: dict[str, Any],
         {"temperature": 100.0, "top_p": 1.0, "top_k": 0, "min_p": 1.0},
         {"max_tokens": 1, "min_tokens": 1},
         {"stop": ("x" * 256,) * 64},
+        {"n": 128, "temperature": 0.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
+        {"logprobs": -1, "prompt_logprobs": 0},
+        {"logit_bias": dict.fromkeys(range(1024), -100.0), "allowed_token_ids": range(65_536)},
+        {"bad_words": ("x" * 256,) * 256, "bad_word_token_ids": ((1,) * 256,)},
+        {"repetition_detection": RepetitionDetection(max_pattern_size=1000, min_pattern_size=1000, min_count=2)},
+        {"structured_output": StructuredOutput(json_object=True)},
+        {"structured_output": StructuredOutput(json_schema="x" * 262_144)},
     ],
 )
 def test_values_at_the_limit_are_taken(given: dict[str, Any]) -> None:
     sampling.resolve(given, {}, LIMITS)
 
 
-def test_stop_token_ids_outside_the_vocabulary_are_refused() -> None:
-    params = sampling.resolve({"stop_token_ids": (5, 300)}, {}, LIMITS)
-    with pytest.raises(InvalidArgument, match=r"stop_token_ids\[1\] is 300; it must be below the vocabulary size, 256"):
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_token_ids_outside_the_vocabulary_are_refused(name: str) -> None:
+    params = sampling.resolve({name: (5, 300)}, {}, LIMITS)
+    with pytest.raises(InvalidArgument, match=rf"{name}\[1\] is 300; it must be below the vocabulary size, 256"):
+        sampling.check_vocabulary(params, 256)
+
+
+def test_a_logit_bias_outside_the_vocabulary_is_refused() -> None:
+    params = sampling.resolve({"logit_bias": {5: 1.0, 256: 1.0}}, {}, LIMITS)
+    with pytest.raises(InvalidArgument, match="logit_bias is given for token id 256"):
+        sampling.check_vocabulary(params, 256)
+
+
+def test_a_bad_sequence_outside_the_vocabulary_is_refused() -> None:
+    params = sampling.resolve({"bad_word_token_ids": ((1, 2), (256, 3))}, {}, LIMITS)
+    with pytest.raises(InvalidArgument, match=r"bad_word_token_ids\[1\] is 256"):
         sampling.check_vocabulary(params, 256)

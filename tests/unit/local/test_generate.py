@@ -6,9 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.common.v1 import sampling_pb2
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
 from penstock_common.rpc.server import RpcServer
@@ -52,6 +55,82 @@ async def test_only_the_given_settings_are_sent(server: Server) -> None:
     (request,) = server.inference.requests
     assert request.model == "m"
     assert {field.name for field, _ in request.sampling_params.ListFields()} == {"temperature", "stop"}
+
+
+async def test_several_outputs_are_numbered_in_their_order(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await generate(GenerateOptions(prompt="one two", address=server.address, sampling={"n": 3})) == 0
+    out, err = capsys.readouterr()
+    assert out == "[1] one two\n[2] one two\n[3] one two\n"
+    assert err.startswith("[3 outputs: 3 length · 2 prompt tokens (1 cached) · 6 new tokens · ")
+
+
+async def test_log_probabilities_are_a_table_on_standard_error(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await generate(GenerateOptions(prompt="one two", address=server.address, sampling={"logprobs": 1}))
+    out, err = capsys.readouterr()
+    assert out == "one two\n"
+    assert err.splitlines()[:3] == [
+        "token   logprob  rank  likeliest",
+        "'one'   -0.0000     1  ' likely' 0.00",
+        "' two'  -1.0000     2  ' likely' 0.00",
+    ]
+
+
+async def test_the_table_of_each_of_several_outputs_has_its_number(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await generate(GenerateOptions(prompt="one", address=server.address, sampling={"n": 2, "logprobs": 0}))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith(("[1]", "[2]"))] == ["[1]", "[2]"]
+
+
+@pytest.fixture
+def folder_with_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has a file ``schema.json``."""
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    monkeypatch.chdir(tmp_path)
+
+
+async def sent(server: Server, *flags: str) -> sampling_pb2.SamplingParams:
+    """What the command asks the server for."""
+    assert await asyncio.to_thread(main, ["generate", "x", "--address", server.address, *flags]) == 0
+    return server.inference.requests[-1].sampling_params
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        (
+            ["--n", "2", "--logprobs", "3", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"],
+            {"n": 2, "logprobs": 3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        ),
+        (["--repetition-penalty", "1.25"], {"repetition_penalty": 1.25}),
+        (["--json"], {"structured_output": {"json_object": True}}),
+        (["--json-schema", ' {"type": "null"}'], {"structured_output": {"json_schema": ' {"type": "null"}'}}),
+        (["--json-schema", "schema.json"], {"structured_output": {"json_schema": '{"type": "object"}'}}),
+        (["--regex", "a+"], {"structured_output": {"regex": "a+"}}),
+        (["--choice", "a", "--choice", "b"], {"structured_output": {"choice": {"options": ["a", "b"]}}}),
+        (["--grammar", "root ::= [ab]"], {"structured_output": {"grammar": "root ::= [ab]"}}),
+        (["--grammar", "schema.json"], {"structured_output": {"grammar": '{"type": "object"}'}}),
+    ],
+)
+async def test_flags_become_fields(
+    server: Server, flags: list[str], want: dict[str, Any], folder_with_schema: None
+) -> None:
+    assert await sent(server, *flags) == sampling_pb2.SamplingParams(max_tokens=256, **want)
+
+
+def test_a_schema_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--json-schema", "nowhere.json"]) == 2
+    assert "--json-schema: cannot read 'nowhere.json': No such file" in capsys.readouterr().err
+
+
+def test_two_constraints_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        build_parser().parse_args(["generate", "x", "--json", "--regex", "a"])
+    assert exit_info.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
 
 
 async def test_an_error_of_the_server_names_the_field(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Mapping
 
-from penstock.common.v1 import finish_pb2, sampling_pb2, stats_pb2
+from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
+from penstock_common.rpc.outputs import logprobs_to_proto
 from penstock_common.rpc.sampling import refuse_set, set_fields
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.processing.request import Finish, GenerateRequest, RequestOutput, Usage
 
@@ -54,10 +56,21 @@ def generate_request(
 
 def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:
     """The message for a piece of output."""
-    message = pb.GenerateResponse(request_id=request_id, text=output.text, token_ids=output.token_ids)
+    message = pb.GenerateResponse(
+        request_id=request_id,
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=_logprobs(output.logprobs),
+        prompt_logprobs=_logprobs(output.prompt_logprobs),
+    )
     if output.finish is not None:
         _add_finish(message, output.finish)
     return message
+
+
+def _logprobs(logprobs: Logprobs | None) -> logprobs_pb2.Logprobs | None:
+    return None if logprobs is None else logprobs_to_proto(logprobs)
 
 
 def _add_finish(message: pb.GenerateResponse, finish: Finish) -> None:

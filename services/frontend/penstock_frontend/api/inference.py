@@ -34,8 +34,6 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._llm.generate(converted, live):
-            if output.finish is not None:
-                self._llm.release(live)  # before the client can know that the id is free again
             yield convert.generate_response(output, live.request_id)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

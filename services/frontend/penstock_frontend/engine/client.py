@@ -53,8 +53,8 @@ class EngineClient(Protocol):
     async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
         """Wait for an engine, until ``deadline`` (Unix seconds) at most. Raises Unavailable or DeadlineExceeded."""
 
-    def add(self, request: EngineCoreRequest) -> str:
-        """Route a request and start it. Returns the engine's key. Raises Unavailable when no engine takes it."""
+    def add(self, *requests: EngineCoreRequest) -> str:
+        """Start requests that belong together on one engine. Returns its key. Raises Unavailable when none takes them."""
 
     def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
         """End requests of an engine; nothing more comes of them."""
@@ -153,14 +153,15 @@ class GrpcEngineClient:
                 raise DeadlineExceeded("the deadline passed while no engine took requests") from None
             raise Unavailable(f"no engine took requests within {self._wait_timeout:g} s", retry_after=1.0) from None
 
-    def add(self, request: EngineCoreRequest) -> str:
+    def add(self, *requests: EngineCoreRequest) -> str:
         """See EngineClient."""
-        key = self._router.pick(self._candidates(), rank=request.data_parallel_rank)
+        key = self._router.pick(self._candidates(), rank=requests[0].data_parallel_rank, count=len(requests))
         session = self._session(key)
         if session is None:
             raise Internal(f"the router picked {key}, which has no session")
-        # The choice of the rank is made: for the engine there is none.
-        session.add(msgspec.structs.replace(request, data_parallel_rank=None, current_wave=self._view.current_wave))
+        for request in requests:
+            # The choice of the rank is made: for the engine there is none.
+            session.add(msgspec.structs.replace(request, data_parallel_rank=None, current_wave=self._view.current_wave))
         return key
 
     def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:

@@ -60,8 +60,8 @@ class Router:
         """The copy of an engine's counts."""
         return self._loads.setdefault(key, Load())
 
-    def pick(self, candidates: Sequence[Candidate], *, rank: int | None = None) -> str:
-        """The key of the engine for the next request, which is counted as waiting there from now on.
+    def pick(self, candidates: Sequence[Candidate], *, rank: int | None = None, count: int = 1) -> str:
+        """The key of the engine for the next ``count`` requests, which are counted as waiting there from now on.
 
         Raises Unavailable when no engine takes requests, InvalidArgument when there is no engine of that rank.
         """
@@ -72,7 +72,7 @@ class Router:
         turn = self._turn % len(usable)
         rotated = usable[turn:] + usable[:turn]
         chosen = min(rotated, key=lambda c: self.load(c.key).score)
-        self.load(chosen.key).waiting += 1
+        self.load(chosen.key).waiting += count
         return chosen.key
 
 

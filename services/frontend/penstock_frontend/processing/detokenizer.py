@@ -21,13 +21,25 @@ class IncrementalDetokenizer:
     kept as context, and what lies behind it is returned once it does not end in U+FFFD. What was returned is never
     changed. The text of all calls together is what decoding all tokens at once gives, for decoders that work byte by
     byte (byte-level BPE).
+
+    Decoders that put a space between any two tokens (word pieces) put one between special tokens too, unless
+    ``spaces_between_special_tokens`` is False. Others never do.
     """
 
-    __slots__ = ("_decode", "_known", "_read", "_skipped", "_window")
+    __slots__ = ("_after_special", "_decode", "_joined", "_known", "_read", "_skipped", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._decode = tokenizer.decode
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._joined = frozenset() if spaces_between_special_tokens else tokenizer.special_ids - self._skipped
+        self._after_special = False
         tail = prompt_token_ids[-_CONTEXT_TOKENS:]
         self._window = [token for token in tail if token not in self._skipped]
         self._read = len(self._window)
@@ -42,15 +54,22 @@ class IncrementalDetokenizer:
         """The text that this token settles; ``""`` for a skipped special token and in the middle of a character."""
         if token_id in self._skipped:
             return ""
+        if not self._joined:
+            return self._grow(token_id)
+        after_special, self._after_special = self._after_special, token_id in self._joined
+        text = self._grow(token_id)
+        return text.removeprefix(" ") if after_special and self._after_special else text
+
+    def flush(self) -> str:
+        """What was held back, at the end of the output: an unfinished character comes out as U+FFFD."""
+        return self._settle(self._decode(self._window)) if self.pending else ""
+
+    def _grow(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             return self._settle(text)
         return self._split_pending(text) if len(self._window) - self._read > _MAX_PENDING else ""
-
-    def flush(self) -> str:
-        """What was held back, at the end of the output: an unfinished character comes out as U+FFFD."""
-        return self._settle(self._decode(self._window)) if self.pending else ""
 
     def _settle(self, text: str) -> str:
         new = text[len(self._known) :]

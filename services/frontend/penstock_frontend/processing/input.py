@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock_common.errors import InvalidArgument, NotFound, nearest
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -60,6 +62,8 @@ class InputProcessor:
                 f"cache_salt has {salt_size} bytes; the limit is {self._limits.max_cache_salt_bytes}",
                 field="cache_salt",
             )
+        if params.bad_words:
+            params = await self._with_bad_words(params)
         arrival_time = time.time()
         return EngineCoreRequest(
             # Unique even where a client uses an id again.
@@ -102,6 +106,16 @@ class InputProcessor:
             raise InvalidArgument(
                 f"{field} has {len(prompt)} {what}; the limit is {self._limits.max_prompt_length}", field=field
             )
+
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The same with the token ids of the bad words, each alone and behind a space."""
+        tokenized = await self._tokenizer.encode_all([form for word in params.bad_words for form in (word, f" {word}")])
+        for index, token_ids in enumerate(tokenized):
+            if not token_ids:
+                field = f"sampling_params.bad_words[{index // 2}]"
+                raise InvalidArgument(f"{field} is {params.bad_words[index // 2]!r}, which has no tokens", field=field)
+        unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
+        return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
 
     async def _prompt(self, request: GenerateRequest, params: SamplingParams) -> list[int]:
         prompt = request.prompt

@@ -10,6 +10,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.logprobs import LogprobsReader
 from penstock_frontend.processing.output_text import OutputText
 from penstock_frontend.processing.request import Finish, Usage
 from penstock_frontend.processing.tokenizer import Tokenizer
@@ -20,14 +21,20 @@ class EngineFaultError(Exception):
 
 
 class RequestState:
-    """One request from acceptance to its end. ``engine``: key of the engine it runs on, ``""`` before it is routed."""
+    """One sequence from acceptance to its end. ``engine``: key of the engine it runs on, ``""`` before it is routed.
+
+    ``index``: which of its call's sequences it is; ``collector``: where its outputs go, shared by all of them.
+    """
 
     __slots__ = (
         "attempt",
         "collector",
         "engine",
         "external_id",
+        "index",
+        "logprobs",
         "num_cached",
+        "num_nans",
         "num_prompt",
         "num_received",
         "request_id",
@@ -35,7 +42,9 @@ class RequestState:
         "text",
     )
 
-    def __init__(self, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: EngineCoreRequest, tokenizer: Tokenizer, collector: OutputCollector, index: int = 0
+    ) -> None:
         params = request.sampling_params
         self.request_id = request.request_id
         self.external_id = request.external_request_id
@@ -43,11 +52,19 @@ class RequestState:
         self.engine = ""
         self.num_prompt = len(request.prompt_token_ids)
         self.num_cached = 0
+        self.num_nans = 0
         self.num_received = 0
         self.started = time.monotonic()
-        self.collector = OutputCollector(params.output_kind, params.stream_interval)
+        self.collector = collector
+        self.index = index
+        self.logprobs = LogprobsReader(tokenizer, params, self.num_prompt)
         self.text = OutputText(
-            IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            IncrementalDetokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
             if params.detokenize
             else None,
             stops=params.stop,
@@ -76,11 +93,13 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._states)
 
-    def add(self, request: EngineCoreRequest) -> RequestState:
-        """Follow a request from now on."""
-        state = RequestState(request, self._tokenizer)
-        self._states[state.request_id] = state
-        return state
+    def add(self, *requests: EngineCoreRequest) -> list[RequestState]:
+        """Follow the sequences of one call from now on; their outputs go to one collector, under their index."""
+        params = requests[0].sampling_params
+        collector = OutputCollector(params.output_kind, params.stream_interval, len(requests))
+        states = [RequestState(request, self._tokenizer, collector, index) for index, request in enumerate(requests)]
+        self._states.update((state.request_id, state) for state in states)
+        return states
 
     def remove(self, state: RequestState) -> bool:
         """Stop following a request. Returns whether it had not ended yet."""
@@ -130,7 +149,12 @@ class OutputProcessor:
         if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fail(state, _failure(output))
             return True
-        token_ids = self._new_tokens(state, output)
+        repeated = _num_repeated(state, output)
+        token_ids = output.new_token_ids[repeated:] if repeated else output.new_token_ids
+        logprobs = state.logprobs.read(output.new_logprobs, len(output.new_token_ids), num_repeated=repeated)
+        prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
+        if output.num_nans_in_logits:
+            self._report_nans(state, output.num_nans_in_logits)
         if output.prefill_stats is not None:
             state.num_cached = output.prefill_stats.num_cached_tokens
         if token_ids:
@@ -140,6 +164,7 @@ class OutputProcessor:
             self._metrics.tokens(len(token_ids))
         delta = state.text.add(
             token_ids,
+            logprobs=logprobs,
             ended=output.finish_reason is not None,
             stop_token=output.finish_reason is FinishReason.STOP,
         )
@@ -148,24 +173,32 @@ class OutputProcessor:
         elif output.finish_reason is not None:
             finish = Finish(output.finish_reason, output.stop_reason, state.usage())
         else:
-            state.collector.put(delta)
+            state.collector.put(delta, index=state.index, prompt_logprobs=prompt_logprobs)
             return False
         del self._states[state.request_id]
         self._metrics.finished(state.started, finish.reason)
-        state.collector.put(delta, finish)
+        state.collector.put(delta, finish, index=state.index, prompt_logprobs=prompt_logprobs)
         return True
 
-    def _new_tokens(self, state: RequestState, output: EngineCoreOutput) -> Sequence[int]:
-        repeated = state.num_received - output.offset
-        if repeated < 0:
-            raise EngineFaultError(
-                f"output of request {state.external_id} goes on at token {output.offset}, not {state.num_received}"
-            )
-        return output.new_token_ids[repeated:] if repeated else output.new_token_ids
+    def _report_nans(self, state: RequestState, count: int) -> None:
+        self._metrics.nans(count)
+        if state.num_nans == 0:
+            get_logger().warning("NaN logits: the tokens of this request mean nothing", request=state.external_id)
+        state.num_nans += count
 
     def _fail(self, state: RequestState, error: RequestFailed) -> None:
         del self._states[state.request_id]
         state.collector.fail(error)
+
+
+def _num_repeated(state: RequestState, output: EngineCoreOutput) -> int:
+    """How many of an output's first tokens came before. Raises EngineFaultError when some are missing instead."""
+    repeated = state.num_received - output.offset
+    if repeated < 0:
+        raise EngineFaultError(
+            f"output of request {state.external_id} goes on at token {output.offset}, not {state.num_received}"
+        )
+    return repeated
 
 
 def _failure(output: EngineCoreOutput) -> RequestFailed:

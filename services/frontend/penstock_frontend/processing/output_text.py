@@ -4,16 +4,21 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.stop_strings import StopMatcher
 
 
 class TextDelta(NamedTuple):
-    """What became final: text and the tokens that carry it. ``stop``: the stop string that ended the output, or ``""``."""
+    """What became final: text and the tokens that carry it. ``stop``: the stop string that ended the output, or ``""``.
+
+    ``logprobs`` has one position per token; None without tokens, or when log-probabilities were not asked for.
+    """
 
     text: str = ""
     token_ids: Sequence[int] = ()
     stop: str = ""
+    logprobs: Logprobs | None = None
 
 
 class OutputText:
@@ -22,6 +27,7 @@ class OutputText:
     Text is released once no stop string can swallow it any more, a token once all of its text is released. So the pieces
     of a stream joined together are the text of the whole output. A stop string cuts both: of the tokens those remain
     whose text ends before the cut, or all up to the one that completed the stop string when it is included.
+    Log-probabilities go with their tokens.
     """
 
     __slots__ = (
@@ -29,6 +35,7 @@ class OutputText:
         "_ends",
         "_include_stop",
         "_length",
+        "_logprobs",
         "_min_tokens",
         "_released",
         "_stops",
@@ -52,21 +59,32 @@ class OutputText:
         self._min_tokens = min_tokens
         self._text = ""  # held back
         self._tokens: deque[int] = deque()  # held back
+        self._logprobs: Logprobs | None = None  # of the held tokens, and of those that are still to be looked at
         self._ends: deque[int] = deque()  # where the text of the held tokens ends, as far as it is settled
         self._length = 0  # of all text so far
         self._released = 0  # of it
         self.num_tokens = 0
         """Output tokens so far, those of a stop string included."""
 
-    def add(self, token_ids: Sequence[int], *, ended: bool = False, stop_token: bool = False) -> TextDelta:
-        """Take the next tokens. ``ended``: there are no more; ``stop_token``: the last of them stopped the output.
+    def add(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logprobs: Logprobs | None = None,
+        ended: bool = False,
+        stop_token: bool = False,
+    ) -> TextDelta:
+        """Take the next tokens and their log-probabilities, which are kept and must not be changed afterwards.
+
+        ``ended``: there are no more; ``stop_token``: the last of them stopped the output.
 
         The token that stopped an output is one of its tokens; its text is shown only with ``include_stop``.
         Tokens after a stop string are dropped.
         """
         if self._detokenizer is None:
             self.num_tokens += len(token_ids)
-            return TextDelta(token_ids=token_ids)
+            return TextDelta(token_ids=token_ids, logprobs=logprobs)
+        self._keep(logprobs)
         detokenizer = self._detokenizer
         silent = stop_token and not self._include_stop
         last = len(token_ids) - 1
@@ -96,8 +114,8 @@ class OutputText:
             return None
         end = before + match.end
         if self._include_stop:
-            delta = self._release(end)
-            return TextDelta(delta.text, [*delta.token_ids, *self._tokens], match.stop)
+            self._ends = deque([end] * len(self._tokens))
+            return self._release(end)._replace(stop=match.stop)
         return self._release(end - len(match.stop))._replace(stop=match.stop)
 
     def _release(self, upto: int) -> TextDelta:
@@ -108,4 +126,17 @@ class OutputText:
         while self._ends and self._ends[0] <= upto:
             self._ends.popleft()
             tokens.append(self._tokens.popleft())
-        return TextDelta(text, tokens)
+        return TextDelta(text, tokens, logprobs=self._take_logprobs(len(tokens)))
+
+    def _keep(self, logprobs: Logprobs | None) -> None:
+        if self._logprobs is None:
+            self._logprobs = logprobs
+        elif logprobs is not None:
+            self._logprobs.extend(logprobs)
+
+    def _take_logprobs(self, count: int) -> Logprobs | None:
+        held = self._logprobs
+        if held is None or count == 0:
+            return None
+        self._logprobs = held.slice(count, len(held)) if len(held) > count else None
+        return held.slice(0, count) if len(held) > count else held

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 
 
@@ -44,8 +45,15 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of an output, or all of it, as the output kind says. ``finish`` is set on the last one."""
+    """A piece of one of the n sequences, or all of it, as the output kind says. ``finish`` is set on its last one.
 
+    ``logprobs``: as many positions as ``token_ids``; None when they were not asked for, or there are no tokens.
+    ``prompt_logprobs``: on the first piece of sequence 0, position i belongs to prompt token i + 1.
+    """
+
+    index: int = 0
     text: str
     token_ids: Sequence[int]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     finish: Finish | None = None

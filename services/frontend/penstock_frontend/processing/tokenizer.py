@@ -36,6 +36,8 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._texts: dict[int, str] = {}
+        self._anchor = self._find_anchor()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
         """Tokenize ``text``."""
@@ -45,6 +47,26 @@ class Tokenizer:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
+    def text_of(self, token_id: int) -> str:
+        """What a token adds to a text behind another token: its leading space, which decoding it alone may lose, is there.
+
+        U+FFFD for a part of a character, the name of a special token, ``""`` for an id without a token.
+        """
+        text = self._texts.get(token_id)
+        if text is None:
+            before, joined = self.decode(self._anchor), self.decode([*self._anchor, token_id])
+            text = joined.removeprefix(before) if joined.startswith(before) else self.decode([token_id])
+            self._texts[token_id] = text
+        return text
+
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens around it."""
+
+        def encode() -> list[list[int]]:
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole sequence, decoded off the event loop."""
         kept = [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
@@ -53,6 +75,14 @@ class Tokenizer:
     def close(self) -> None:
         """End the thread pool; texts not begun yet are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _find_anchor(self) -> list[int]:
+        """A token to put before others: a letter or digit of its own, so that nothing joins with it; or no token."""
+        for token in "0123456789abcdefghijklmnopqrstuvwxyz":
+            token_id = self._backend.token_to_id(token)
+            if token_id is not None and self.decode([token_id]) == token:
+                return [token_id]
+        return []
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoded:
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)

@@ -6,11 +6,13 @@ from typing import Any, Self
 import grpc
 import msgspec
 
-from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.errors import PenstockError
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 
 
@@ -27,13 +29,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one message of an output stream brought: new text, and on the last one how it ended.
+    """What one message of an output stream brought: new text of one sequence, and on its last one how it ended.
 
     ``stopped_at`` is the stop string or stop token id that was met, None when it was the model's own end of text.
+    ``logprobs``: as many positions as there are new tokens; None unless they were asked for.
     """
 
     text: str
     num_tokens: int
+    index: int = 0
+    logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     stopped_at: str | int | None = None
     usage: Usage | None = None
@@ -67,7 +72,7 @@ class InferenceClient:
     async def generate(
         self, prompt: str, *, model: str = "", deadline: float | None = None, **sampling: Any
     ) -> AsyncIterator[Piece]:
-        """Continue ``prompt``, piece by piece.
+        """Continue ``prompt``, piece by piece; with ``n`` > 1 the sequences come interleaved.
 
         ``sampling``: fields of SamplingParams; what is absent the server decides. ``deadline``: seconds from now.
 
@@ -109,6 +114,12 @@ def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in known and value is not None}
 
 
+def _logprobs(message: logprobs_pb2.Logprobs) -> Logprobs:
+    logprobs = logprobs_from_proto(message)
+    logprobs.tokens = list(message.tokens)
+    return logprobs
+
+
 def _piece(response: messages_pb2.GenerateResponse) -> Piece:
     finished = response.finish_reason != finish_pb2.FINISH_REASON_UNSPECIFIED
     which = response.stop_reason.WhichOneof("reason")
@@ -120,6 +131,8 @@ def _piece(response: messages_pb2.GenerateResponse) -> Piece:
     return Piece(
         text=response.text,
         num_tokens=len(response.token_ids),
+        index=response.index,
+        logprobs=_logprobs(response.logprobs) if response.HasField("logprobs") else None,
         finish_reason=FinishReason(response.finish_reason) if finished else None,
         stopped_at=getattr(response.stop_reason, which) if which else None,
         usage=usage if finished else None,

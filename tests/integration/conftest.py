@@ -1,0 +1,40 @@
+"""A frontend's model directory, and engines without a model to put behind it."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.small_tokenizers import byte_level, save_model
+
+VOCAB = byte_level().get_vocab_size()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a frontend reads of a model."""
+    return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    """An engine that steps by itself."""
+    async with FakeEngine(vocab_size=VOCAB) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def manual() -> AsyncIterator[FakeEngine]:
+    """An engine that steps when told to."""
+    async with FakeEngine(vocab_size=VOCAB, manual=True) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def frontend(engine: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
+    """A frontend that serves, in front of ``engine``."""
+    async with FrontendServer(model, engines=[engine.address]) as frontend:
+        await frontend.until_health(serving=True)
+        yield frontend
