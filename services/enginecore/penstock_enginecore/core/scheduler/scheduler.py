@@ -34,7 +34,11 @@ class DefaultScheduler(Scheduler):
         self._wall_clock = context.wall_clock
         self._eos_token_ids = context.eos_token_ids
         _check_limits(config.enable_chunked_prefill, config.max_num_batched_tokens, context.kv_cache.max_model_len)
-        self.kv_cache = KVCacheManager(context.kv_cache, enable_prefix_caching=context.enable_prefix_caching)
+        self.kv_cache = KVCacheManager(
+            context.kv_cache,
+            enable_prefix_caching=context.enable_prefix_caching,
+            enable_kv_events=context.enable_kv_events,
+        )
         self._watermark_blocks = int(config.watermark * self.kv_cache.pool.num_usable_blocks)
         # Each running request needs a token of every step's budget.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -111,7 +115,7 @@ class DefaultScheduler(Scheduler):
         self._schedule_running(output)
         if not output.preempted_request_ids:
             self._schedule_waiting(output)
-        output.num_common_prefix_blocks = (self.kv_cache.num_common_prefix_blocks(self._running),)
+        output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running)
         output.finished_request_ids, self._finished_keys = self._finished_keys, []
         if output.total_num_scheduled_tokens:
             self._step_counter += 1
@@ -144,11 +148,13 @@ class DefaultScheduler(Scheduler):
             budget -= num_new_tokens
             cached.request_ids.append(request.key)
             cached.num_computed_tokens.append(request.num_computed_tokens)
-            cached.new_block_ids.append((new_block_ids,) if new_block_ids else None)
+            cached.new_block_ids.append(new_block_ids or None)
             index += 1
         output.total_num_scheduled_tokens = self._config.max_num_batched_tokens - budget
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> list[int] | None:
+    def _allocate_or_preempt(
+        self, request: Request, num_new_tokens: int, output: SchedulerOutput
+    ) -> tuple[list[int], ...] | None:
         """New block ids for a running request, or None when it lost its own blocks."""
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self._running[-1]
@@ -211,7 +217,7 @@ class DefaultScheduler(Scheduler):
                 token_ids=request.all_token_ids.copy(),
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=num_computed,
-                block_ids=(self.kv_cache.block_ids(request),),
+                block_ids=self.kv_cache.block_ids(request),
                 sampling_params=request.sampling_params,
             )
         )
@@ -236,6 +242,7 @@ class DefaultScheduler(Scheduler):
         sampled = dict(zip(model_output.request_ids, model_output.sampled_token_ids, strict=True))
         nans = model_output.num_nans_in_logits
         requests, eos_token_ids, block_size = self._requests.by_key, self._eos_token_ids, self.kv_cache.block_size
+        has_windows = self.kv_cache.has_windows
         any_finished = False
         for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = requests.get(key)
@@ -245,6 +252,8 @@ class DefaultScheduler(Scheduler):
             request.num_computed_tokens = computed = before + num_tokens
             if computed // block_size != before // block_size:
                 self.kv_cache.cache_blocks(request)
+            if has_windows:
+                self.kv_cache.free_out_of_window(request, computed)
             if not (new_token_ids := sampled[key]):
                 continue
             new_token_ids, finished = append_tokens(request, new_token_ids, eos_token_ids)
