@@ -65,10 +65,15 @@ _CONFIGS = {
 ARCHITECTURES = tuple(_CONFIGS)
 
 
-def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0) -> PreTrainedModel:
-    """Write a checkpoint to ``directory`` and return the model, in float32 with transformers' own attention."""
+def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """Write a checkpoint to ``directory`` and return the model, in float32 with transformers' own attention.
+
+    ``overrides``: fields of the configuration that are to be different.
+    """
     torch.manual_seed(seed)
     config = tiny_config(architecture)
+    for name, value in overrides.items():
+        setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
