@@ -6,10 +6,12 @@ tokens is an exact test failure, whatever the batch, the chunking and the preemp
 The executor keeps what real workers keep and nothing more: per request the tokens, the block table and the number of
 computed tokens. It also keeps a KV cache of prefix hashes: computing position p of a request writes a hash of its first
 p + 1 tokens into the slot of p, and before each step every position that counts as computed must hold the right hash.
-A block handed to two requests, reused too early or cached wrongly therefore fails at once.
+A block handed to two requests, reused too early or cached wrongly therefore fails at once. With several groups of
+layers each has a block table and writes hashes of its own, and where a group has a window only the positions that later
+queries see must hold them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,11 +60,10 @@ class _State:
     """What a worker remembers of a request."""
 
     def __init__(self, new: NewRequestData) -> None:
-        assert len(new.block_ids) == 1, "one KV cache group"
         self.token_ids = list(new.token_ids)
         self.num_prompt_tokens = new.num_prompt_tokens
         self.num_computed_tokens = new.num_computed_tokens
-        self.block_ids = list(new.block_ids[0])
+        self.block_ids = [list(table) for table in new.block_ids]
         self.params: SamplingParams = new.sampling_params
         self.prefix_hashes: list[int] = []
 
@@ -83,6 +84,7 @@ class FakeExecutor:
     ``fail_at_step`` n raises RuntimeError in the n-th step, counting from 0. ``check_kv`` False skips the check of the
     KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
     ``unhurried``: a step's results count as not there yet until somebody waits for them.
+    ``windows``: the sliding window of each layer.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class FakeExecutor:
         fail_at_step: int | None = None,
         check_kv: bool = True,
         unhurried: bool = False,
+        windows: tuple[int | None, ...] = (None, None),
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -108,9 +111,10 @@ class FakeExecutor:
         self._block_size = block_size
         self._available_memory = available_memory
         self._check_kv = check_kv
+        self._windows = windows
         self._config: KVCacheConfig | None = None
         self._states: dict[str, _State] = {}
-        self._kv: dict[int, int] = {}
+        self._kv: dict[int, tuple[int, int]] = {}
         self._pending: SchedulerOutput | None = None
         self._unhurried = unhurried
         self.rpcs: list[tuple[str, list[Any]]] = []
@@ -128,8 +132,8 @@ class FakeExecutor:
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         assert self._loaded, "load_model comes first"
-        spec = KVCacheSpec(block_size=self._block_size, num_kv_heads=1, head_size=4, head_size_v=4, dtype_size=2)
-        return {"layer.0": spec, "layer.1": spec}
+        size = {"block_size": self._block_size, "num_kv_heads": 1, "head_size": 4, "head_size_v": 4, "dtype_size": 2}
+        return {f"layer.{i}": KVCacheSpec(**size, sliding_window=window) for i, window in enumerate(self._windows)}
 
     def available_kv_cache_memory(self) -> int:
         return self._available_memory
@@ -182,6 +186,7 @@ class FakeExecutor:
             assert new.request_id not in self._states, f"{new.request_id} is known already"
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
             assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token is left to compute"
+            assert len(new.block_ids) == len(self._config.groups)
             self._states[new.request_id] = _State(new)
         cached = step.cached_requests
         for key, num_computed, blocks in zip(
@@ -189,7 +194,9 @@ class FakeExecutor:
         ):
             state = self._states[key]
             assert state.num_computed_tokens == num_computed, f"{key}: scheduler and worker disagree"
-            state.block_ids.extend(blocks[0] if blocks else [])
+            assert blocks is None or len(blocks) == len(state.block_ids)
+            for table, ids in zip(state.block_ids, blocks or (), strict=False):
+                table.extend(ids)
 
     def _check_totals(self, step: SchedulerOutput) -> None:
         named = [r.request_id for r in step.new_requests] + step.cached_requests.request_ids
@@ -200,19 +207,21 @@ class FakeExecutor:
             end = state.num_computed_tokens + count
             assert count > 0
             assert end <= len(state.token_ids), f"{key}: {end} of {len(state.token_ids)} tokens scheduled"
-            assert end <= len(state.block_ids) * self._block_size, f"{key}: blocks do not cover the tokens"
+            for table in state.block_ids:
+                assert end <= len(table) * self._block_size, f"{key}: blocks do not cover the tokens"
             assert end <= self._config.max_model_len
 
     def _check_sharing(self) -> None:
         """A block in two tables holds the same prefix in both, at the same place."""
-        owners: dict[int, tuple[int, _State]] = {}
+        owners: dict[int, tuple[tuple[int, int], _State]] = {}
         for state in self._states.values():
-            assert len(set(state.block_ids)) == len(state.block_ids), "a block twice in one table"
-            for place, block_id in enumerate(state.block_ids):
+            held = list(self._held(state))
+            assert len({block_id for _, block_id in held}) == len(held), "a block twice in one request's tables"
+            for place, block_id in held:
                 assert NULL_BLOCK_ID < block_id < self._config.num_blocks
                 if block_id in owners:
                     other_place, other = owners[block_id]
-                    end = (place + 1) * self._block_size
+                    end = (place[1] + 1) * self._block_size
                     assert place == other_place, f"block {block_id} at two places"
                     assert len(state.token_ids) >= end, f"block {block_id} shared before it is full"
                     assert state.token_ids[:end] == other.token_ids[:end], f"block {block_id}: two prefixes"
@@ -222,13 +231,23 @@ class FakeExecutor:
     def _check_contents(self, step: SchedulerOutput) -> None:
         for key in step.num_scheduled_tokens:
             state = self._states[key]
-            for position in range(state.num_computed_tokens):
-                assert self._kv.get(self._slot(state, position)) == state.prefix_hash(position), (
-                    f"{key}: position {position} counts as computed but its slot holds something else"
-                )
+            for number, group in enumerate(self._config.groups):
+                for position in range(group.first_key(state.num_computed_tokens), state.num_computed_tokens):
+                    assert self._kv.get(self._slot(state, number, position)) == (number, state.prefix_hash(position)), (
+                        f"{key}: position {position} counts as computed but its slot in group {number} holds "
+                        "something else"
+                    )
 
-    def _slot(self, state: _State, position: int) -> int:
-        return state.block_ids[position // self._block_size] * self._block_size + position % self._block_size
+    def _held(self, state: _State) -> Iterator[tuple[tuple[int, int], int]]:
+        """Group, place and id of the blocks that later queries see. A worker is not told when others are freed."""
+        for number, group in enumerate(self._config.groups):
+            first = group.first_key(state.num_computed_tokens) // self._block_size
+            for place, block_id in enumerate(state.block_ids[number][first:], first):
+                yield (number, place), block_id
+
+    def _slot(self, state: _State, group: int, position: int) -> int:
+        block_id = state.block_ids[group][position // self._block_size]
+        return block_id * self._block_size + position % self._block_size
 
     def _compute(self, step: SchedulerOutput) -> None:
         for key, count in step.num_scheduled_tokens.items():
@@ -236,7 +255,8 @@ class FakeExecutor:
             end = state.num_computed_tokens + count
             if self._check_kv:
                 for position in range(state.num_computed_tokens, end):
-                    self._kv[self._slot(state, position)] = state.prefix_hash(position)
+                    for group in range(len(state.block_ids)):
+                        self._kv[self._slot(state, group, position)] = group, state.prefix_hash(position)
             state.num_computed_tokens = end
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarBitmask | None) -> ModelRunnerOutput:

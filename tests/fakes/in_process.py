@@ -1,6 +1,6 @@
 """Drive a real EngineCore from a test, step by step, in the test's own thread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,12 @@ class Run(msgspec.Struct):
     stats: SchedulerStats = SchedulerStats()
 
 
-def generate(engine: EngineCore, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> Run:
+def generate(
+    engine: EngineCore,
+    requests: Sequence[tuple[str, list[int], SamplingParams]],
+    *,
+    after_step: Callable[[], None] = lambda: None,
+) -> Run:
     """Run requests (id, prompt, sampling parameters) to their ends, all queued at once."""
     run = Run()
     for request_id, prompt, params in requests:
@@ -65,4 +70,5 @@ def generate(engine: EngineCore, requests: Sequence[tuple[str, list[int], Sampli
                 run.tokens[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     run.finish_reasons[output.request_id] = output.finish_reason
+        after_step()
     return run

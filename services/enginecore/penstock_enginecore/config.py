@@ -56,6 +56,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Without ``kv_cache_memory`` the pool takes what ``memory_utilization`` leaves after the model on a GPU, and a quarter
     of the free memory, 4 GiB at most, on a CPU. ``num_blocks`` fixes the pool and is meant for tests.
+    ``enable_kv_events``: tell frontends which prefixes have become reusable and which no longer are.
     """
 
     block_size: int = 16
@@ -63,6 +64,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_utilization: float = 0.9
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
+    enable_kv_events: bool = False
 
     def __post_init__(self) -> None:
         check_range("cache.block_size", self.block_size, low=1, high=1024)

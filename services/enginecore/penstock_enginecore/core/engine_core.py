@@ -73,6 +73,7 @@ class EngineCore:
                 config=config.scheduler,
                 kv_cache=self.kv_cache_config,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
+                enable_kv_events=config.cache.enable_kv_events,
                 eos_token_ids=executor.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
@@ -91,10 +92,13 @@ class EngineCore:
             config.cache,
             requested_max_model_len=config.model.max_model_len,
             model_max_len=executor.model_max_len,
+            max_tokens_in_flight=config.scheduler.max_num_batched_tokens,
         )
         tokens = (sized.num_blocks - 1) * sized.block_size
+        groups = len(sized.groups)
+        use = f"{tokens} tokens in all" if groups == 1 else f"shared by {groups} groups of layers"
         progress(
-            f"KV cache: {sized.num_blocks} blocks of {sized.block_size} tokens, {tokens} tokens in all; "
+            f"KV cache: {sized.num_blocks} blocks of {sized.block_size} tokens, {use}; "
             f"sequences of up to {sized.max_model_len} tokens"
         )
         return sized

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray, KVCache, StepPlan, create_backend
+from penstock_enginecore.core.kv_cache.grouping import PlaneWidth, plane_widths
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
@@ -55,9 +56,12 @@ class ModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
         num_slots = config.num_blocks * config.block_size
-        groups = {name: group for group, layers in enumerate(config.groups) for name in layers.layer_names}
+        widths = plane_widths(self._specs, config.groups)
+        planes = [self._new_plane(width, config.block_size, num_slots) for width in widths]
+        # Layer i of every group lives in plane i.
+        places = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
         self._layers = {
-            module: LayerCache(self._new_cache(spec, config.block_size, num_slots), groups[name])
+            module: LayerCache(_layer_cache(spec, *planes[places[name][0]]), group=places[name][1])
             for name, module, spec in self._attention_modules()
         }
         self._batch = InputBatch(
@@ -96,8 +100,9 @@ class ModelRunner:
             block_size=length,
         )
         layers = {
-            module: LayerCache(self._new_cache(spec, length, len(starts) * length), group=0)
+            module: LayerCache(_layer_cache(spec, *self._new_plane(width, length, len(starts) * length)), group=0)
             for _, module, spec in self._attention_modules()
+            for width in [PlaneWidth(spec.key_width, spec.value_width)]
         }
         with use_context(StepContext(self._backend, layers, [StepPlan(metadata, self._device)])):
             logits = self._logits(np.zeros_like(positions), positions, np.arange(num_seqs) % num_tokens)
@@ -144,15 +149,16 @@ class ModelRunner:
         for name, spec in self._specs.items():
             yield name, modules[name], spec
 
-    def _new_cache(self, spec: KVCacheSpec, block_size: int, num_slots: int) -> KVCache:
-        """Only the null block is cleared: other slots are written before they are read."""
+    def _new_plane(self, width: PlaneWidth, block_size: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[num_slots, width]``. Only the null block is cleared: other slots are written before they
+        are read.
+        """
         keys, values = (
-            torch.empty(num_slots, spec.num_kv_heads * size, dtype=self._model.dtype, device=self._device)
-            for size in (spec.head_size, spec.head_size_v)
+            torch.empty(num_slots, numbers, dtype=self._model.dtype, device=self._device) for numbers in width
         )
         keys[:block_size] = 0
         values[:block_size] = 0
-        return KVCache(keys, values, spec.num_kv_heads)
+        return keys, values
 
     def _logits(self, token_ids: IntArray, positions: IntArray, indices: IntArray) -> torch.Tensor:
         """Logits ``[len(indices), vocab]`` at ``indices`` of the flat batch."""
@@ -166,3 +172,8 @@ class ModelRunner:
 
     def _to_device(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _layer_cache(spec: KVCacheSpec, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
+    """A layer's view of its plane, which may be wider than the layer."""
+    return KVCache(keys[:, : spec.key_width], values[:, : spec.value_width], spec.num_kv_heads)

@@ -43,12 +43,23 @@ class EngineMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.25]),
         prefix_caching=st.sampled_from([True, True, False]),
         chunked=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([(None, None), (None, 1), (6, None, None), (5, 5), (3, 9)]),
         policy=st.sampled_from(["fcfs", "priority"]),
         async_scheduling=st.booleans(),
         max_concurrent_batches=st.integers(1, 3),
     )
     def start(
-        self, num_blocks, block_size, budget, max_num_seqs, threshold, watermark, prefix_caching, chunked, **config
+        self,
+        num_blocks,
+        block_size,
+        budget,
+        max_num_seqs,
+        threshold,
+        watermark,
+        prefix_caching,
+        chunked,
+        windows,
+        **config,
     ):
         self.clock = FakeClock()
         self.budget = budget if chunked else 64
@@ -60,13 +71,14 @@ class EngineMachine(RuleBasedStateMachine):
             model_max_len=48,
             available_memory=0,
             unhurried=True,
+            windows=windows,
         )
         self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
         self.engine = make_engine(
             executor,
             self.clock,
             self.grammars,
-            num_blocks=num_blocks,
+            num_blocks=1 + (num_blocks - 1) * len(set(windows)),
             block_size=block_size,
             prefix_caching=prefix_caching,
             max_num_batched_tokens=self.budget,
@@ -178,10 +190,9 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         manager = self.engine.scheduler.kv_cache
-        tables = manager._blocks.values()
         references = {}
-        for table in tables:
-            for block in table:
+        for tables in manager._blocks.values():
+            for block in (block for table in tables for block in table if block is not manager.pool.null_block):
                 references[block.block_id] = references.get(block.block_id, 0) + 1
         assert [block.ref_count for block in manager.pool.blocks] == [
             references.get(block.block_id, 0) for block in manager.pool.blocks

@@ -2,21 +2,30 @@
 
 import logging
 
+import msgspec
 import pytest
 
 from penstock_common.config import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
+from penstock_enginecore.core.kv_cache.grouping import MAX_GROUPS
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
-from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.kv_cache.spec import KVCacheGroup, KVCacheSpec
 
 SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)
 SPECS = {"layer.0": SPEC, "layer.1": SPEC}
 BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
 
 
-def size(available=100 * BLOCK_BYTES, *, specs=SPECS, requested=None, model=4096, **cache):
-    return size_kv_cache(specs, available, CacheConfig(**cache), requested_max_model_len=requested, model_max_len=model)
+def size(available=100 * BLOCK_BYTES, *, specs=SPECS, requested=None, model=4096, in_flight=32, **cache):
+    return size_kv_cache(
+        specs,
+        available,
+        CacheConfig(**cache),
+        requested_max_model_len=requested,
+        model_max_len=model,
+        max_tokens_in_flight=in_flight,
+    )
 
 
 def test_all_memory_becomes_blocks_of_one_group_of_all_layers():
@@ -71,11 +80,83 @@ def test_less_than_one_usable_block_says_what_to_change(available):
         size(available)
 
 
-def test_sliding_window_layers_get_full_allocation():
-    window = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4, sliding_window=64)
-    config = size(specs={"a": SPEC, "b": window})
-    assert config.num_blocks == 100
-    assert config.groups[0].sliding_window is None
+def with_window(window=None, chunk=None, **sizes):
+    return msgspec.structs.replace(SPEC, sliding_window=window, attention_chunk=chunk, **sizes)
+
+
+def layers(*specs):
+    return {f"layer.{i}": spec for i, spec in enumerate(specs)}
+
+
+def test_each_kind_of_layer_is_a_group_and_groups_share_memory():
+    config = size(20 * BLOCK_BYTES, specs=layers(SPEC, with_window(64), SPEC, with_window(64)))
+    assert [group.layer_names for group in config.groups] == [("layer.0", "layer.2"), ("layer.1", "layer.3")]
+    assert [group.sliding_window for group in config.groups] == [None, 64]
+    assert config.num_blocks == 20  # each of two layers, though there are four
+
+
+def test_a_windowed_group_holds_the_keys_of_the_tokens_in_flight_and_a_block_more():
+    config = size(specs=layers(SPEC, with_window(64)), in_flight=33)
+    assert [group.max_blocks for group in config.groups] == [None, 7]
+
+
+def test_the_longest_sequence_counts_windows_once():
+    # 7 of 19 usable blocks hold the window and the tokens in flight.
+    assert size(0, specs=layers(SPEC, with_window(64)), in_flight=33, num_blocks=20).max_model_len == 12 * 16
+
+
+def test_a_model_of_windows_alone_serves_its_own_length_in_a_small_pool():
+    assert size(0, specs=layers(with_window(64)), in_flight=33, num_blocks=8).max_model_len == 4096
+    assert size(0, specs=layers(with_window(64)), in_flight=33, num_blocks=7).max_model_len == 6 * 16
+
+
+def test_a_requested_length_with_windows_says_what_to_change_and_that_helps():
+    specs = layers(SPEC, with_window(64))
+    with pytest.raises(ConfigError, match="the KV cache holds 48 tokens") as e:
+        size(0, specs=specs, requested=1000, num_blocks=8)
+    advised = parse_bytes(str(e.value).rsplit(" ", 1)[-1])
+    assert size(0, specs=specs, requested=1000, kv_cache_memory=advised).max_model_len == 1000
+
+
+def test_a_window_that_no_sequence_leaves_is_none():
+    assert size(specs=layers(SPEC, with_window(500)), model=500).groups == (
+        KVCacheGroup(layer_names=("layer.0", "layer.1")),
+    )
+
+
+def test_chunked_attention_is_a_kind_of_its_own():
+    config = size(specs=layers(SPEC, with_window(64), with_window(chunk=64)))
+    assert [(group.sliding_window, group.attention_chunk) for group in config.groups] == [
+        (None, None),
+        (64, None),
+        (None, 64),
+    ]
+    assert config.groups[2].max_blocks == config.groups[1].max_blocks == 7
+
+
+def test_a_kind_of_many_layers_is_cut_into_groups_as_large_as_the_others():
+    config = size(specs=layers(*[with_window(64)] * 20, *[SPEC] * 4))
+    assert [(len(group.layer_names), group.sliding_window) for group in config.groups] == [(4, 64)] * 5 + [(4, None)]
+    assert {name for group in config.groups for name in group.layer_names} == set(layers(*range(24)))
+
+
+def test_there_are_never_more_groups_than_a_step_can_bear():
+    config = size(specs=layers(*[with_window(64)] * 60, SPEC))
+    assert 2 < len(config.groups) <= MAX_GROUPS
+
+
+def test_memory_that_layers_of_different_heads_share_fits_the_wider():
+    wide = with_window(64, num_kv_heads=4)
+    config = size(30 * BLOCK_BYTES, specs=layers(SPEC, wide))
+    assert len(config.groups) == 2
+    assert config.num_blocks == 30  # as wide as two layers of SPEC
+
+
+def test_layers_too_different_to_share_get_full_allocation():
+    huge = with_window(num_kv_heads=200)
+    config = size(specs=layers(huge, *[with_window(2048)] * 3), available=10_000 * BLOCK_BYTES)
+    assert [len(group.layer_names) for group in config.groups] == [4]
+    assert not config.groups[0].is_windowed
 
 
 def test_layers_of_different_sizes_share_the_pool():

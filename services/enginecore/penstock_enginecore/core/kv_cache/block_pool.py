@@ -2,22 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 
+from penstock_enginecore.core.kv_cache.events import KvEventLog
+
 NULL_BLOCK_ID = 0
-"""Never handed out: padding in block tables points at it."""
+"""Never handed out: padding in block tables points at it, and so do places whose block has left the window."""
 
 
 class KVCacheBlock:
     """One block of the pool. A free block that still has a hash can be found and used again.
 
-    ``prev`` and ``next`` link the free list and are None while the block is in use.
+    ``group`` says whose keys and values a block with a hash holds. ``prev`` and ``next`` link the free list and are None
+    while the block is in use.
     """
 
-    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
+    __slots__ = ("block_hash", "block_id", "group", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
+        self.group = 0
         self.prev: KVCacheBlock | None = None
         self.next: KVCacheBlock | None = None
 
@@ -74,17 +78,20 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """Hands out blocks and finds cached ones by hash.
+    """Hands out blocks and finds cached ones by hash and group. ``null_block`` fills places of tables that hold nothing.
 
+    Groups share the blocks but not their content: equal prefixes have equal hashes in each of them.
     Of several blocks with the same content only the first is findable; the others are plain blocks.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1, events: KvEventLog | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 2: block 0 is the null block")
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
         self._free = FreeBlockQueue(self.blocks[1:])
-        self._by_hash: dict[bytes, KVCacheBlock] = {}
+        self._by_hash: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
+        self._events = events
 
     @property
     def num_usable_blocks(self) -> int:
@@ -101,9 +108,9 @@ class BlockPool:
         """Fraction of the blocks in use, in [0, 1]."""
         return 1.0 - len(self._free) / self.num_usable_blocks
 
-    def get(self, block_hash: bytes) -> KVCacheBlock | None:
+    def get(self, block_hash: bytes, group: int = 0) -> KVCacheBlock | None:
         """The block with this content, or None."""
-        return self._by_hash.get(block_hash)
+        return self._by_hash[group].get(block_hash)
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` blocks, least recently used first; what they held is forgotten."""
@@ -113,26 +120,35 @@ class BlockPool:
         for _ in range(count):
             block = self._free.popleft()
             if block.block_hash is not None:
-                del self._by_hash[block.block_hash]
-                block.block_hash = None
+                self._evict(block, block.block_hash)
             block.ref_count = 1
             taken.append(block)
         return taken
 
+    def _evict(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        del self._by_hash[block.group][block_hash]
+        block.block_hash = None
+        if self._events is not None and block.group == self._events.group:
+            self._events.removed(block_hash)
+
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add one reference to each block; a free one leaves the free list."""
+        """Add one reference to each block, the null block excepted; a free one leaves the free list."""
         for block in blocks:
+            if block is self.null_block:
+                continue
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give back one reference to each block of a sequence, in the sequence's order.
+        """Give back one reference to each block of a sequence, in the sequence's order. Null blocks are passed over.
 
         The end of a sequence is reused before its beginning, which more prompts share; blocks that cannot be found
         again are reused before all others.
         """
         for block in reversed(blocks):
+            if block is self.null_block:
+                continue
             if block.ref_count < 1:
                 raise RuntimeError(f"{block!r} is freed more often than it was taken")
             block.ref_count -= 1
@@ -142,19 +158,26 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Make a full, computed block findable, unless a block with the same content is."""
+    def cache(self, block: KVCacheBlock, block_hash: bytes, group: int = 0) -> bool:
+        """Make a full, computed block findable, unless a block with the same content is. Says whether it did."""
         if block.block_hash is not None:
             raise RuntimeError(f"{block!r} is cached already")
-        if block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block
-            block.block_hash = block_hash
+        by_hash = self._by_hash[group]
+        if block_hash in by_hash:
+            return False
+        by_hash[block_hash] = block
+        block.block_hash = block_hash
+        block.group = group
+        return True
 
     def forget(self) -> bool:
         """Forget all cached content. Returns False, and does nothing, while a block is in use."""
         if len(self._free) != self.num_usable_blocks:
             return False
-        for block in self._by_hash.values():
-            block.block_hash = None
-        self._by_hash.clear()
+        for by_hash in self._by_hash:
+            for block in by_hash.values():
+                block.block_hash = None
+            by_hash.clear()
+        if self._events is not None:
+            self._events.cleared()
         return True

@@ -6,17 +6,14 @@ prefix it ends.
 
 import msgspec
 
+from penstock_common.types.kv_events import KvCacheEvent
 from penstock_enginecore.core.kv_cache.block_hash import BlockHasher
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
+from penstock_enginecore.core.kv_cache.events import KvEventLog
+from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
+from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Request
-
-
-class ComputedBlocks(msgspec.Struct, frozen=True):
-    """Cached blocks a request can start from, and the tokens it need not compute."""
-
-    blocks: tuple[KVCacheBlock, ...] = ()
-    num_tokens: int = 0
 
 
 class PrefixCacheStats(msgspec.Struct):
@@ -26,31 +23,41 @@ class PrefixCacheStats(msgspec.Struct):
     hits: int = 0
 
 
-NOTHING_COMPUTED = ComputedBlocks()
-
-
 class KVCacheManager:
     """Allocates blocks to requests.
 
-    Only full blocks whose tokens are final and computed become findable, so ``cache_blocks`` is called after a step.
+    A request has a block table per group of layers, all of them equally long: block i of each holds the same tokens. In
+    groups with a window, ``free_out_of_window`` gives back the blocks at the beginning that no later query sees and puts
+    the null block in their places. ``has_windows`` says whether there are such groups.
+
+    Only full blocks whose tokens are final and computed become findable, so ``cache_blocks`` is called after a step, and
+    ``free_out_of_window`` after that.
 
     When every token of a request is cached, the last one is computed again, because its logits are needed. Its keys and
     values are written into the last, possibly shared, block: the same numbers up to floating-point rounding, in a slot
     whose readers all have the same prefix. That costs one token instead of one block.
     """
 
-    def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool) -> None:
+    def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool, enable_kv_events: bool = False) -> None:
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self._groups = groups = config.groups
+        self._windows = [(number, group) for number, group in enumerate(groups) if group.is_windowed]
+        self.has_windows = bool(self._windows)
+        full = [number for number, group in enumerate(groups) if not group.is_windowed]
+        self._events = KvEventLog(config.block_size, group=full[0] if full else 0) if enable_kv_events else None
+        self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
         self._enabled = enable_prefix_caching
         self._hasher = BlockHasher(config.block_size)
-        self._blocks: dict[str, list[KVCacheBlock]] = {}
+        self._nothing_computed = ComputedBlocks(tuple([] for _ in groups))
+        self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._num_cached: dict[str, int] = {}
+        self._num_left: dict[str, list[int]] = {}
+        """Blocks of each windowed group that have left its window."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens fill or begin."""
-        return -(-num_tokens // self.block_size)
+        """The most blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""
+        return num_blocks_for(self._groups, -(-num_tokens // self.block_size))
 
     def hash_prompt(self, request: Request) -> None:
         """Hash the request's full blocks ahead of scheduling. Touches the request alone: any thread may call it."""
@@ -58,34 +65,29 @@ class KVCacheManager:
             self._hasher.extend(request, request.num_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The longest cached prefix, leaving at least the last token to compute."""
+        """The longest prefix cached in every group, leaving at least the last token to compute."""
         if not self._enabled or request.skip_reading_prefix_cache:
-            return NOTHING_COMPUTED
+            return self._nothing_computed
         self._hasher.extend(request, request.num_tokens)
-        blocks = []
-        for block_hash in request.block_hashes:
-            block = self.pool.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        if not blocks:
-            return NOTHING_COMPUTED
-        num_tokens = min(len(blocks) * self.block_size, request.num_tokens - 1)
-        return ComputedBlocks(tuple(blocks), num_tokens)
+        return find_computed_blocks(self.pool, self._groups, request.block_hashes, self.block_size, request.num_tokens)
 
-    def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
+    def allocate_slots(self, request: Request, num_new_tokens: int) -> tuple[list[int], ...] | None:
         """Blocks for the next ``num_new_tokens`` tokens of a running request.
 
-        Returns the ids of the blocks added, often none, or None when there are not enough.
+        Returns the ids of the blocks added, a list per group, or an empty tuple when none was needed, which is often, or
+        None when there are not enough.
         """
-        blocks = self._blocks[request.key]
-        missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(blocks)
+        tables = self._blocks[request.key]
+        missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
         if missing <= 0:
-            return []
-        if missing > self.pool.num_free_blocks:
+            return ()
+        if missing * len(tables) > self.pool.num_free_blocks:
             return None
-        new = self.pool.allocate(missing)
-        blocks.extend(new)
+        return tuple([self._extend(table, missing) for table in tables])
+
+    def _extend(self, table: list[KVCacheBlock], count: int) -> list[int]:
+        new = self.pool.allocate(count)
+        table.extend(new)
         return [block.block_id for block in new]
 
     def admit(self, request: Request, computed: ComputedBlocks, num_new_tokens: int, *, reserve: int) -> bool:
@@ -93,21 +95,27 @@ class KVCacheManager:
 
         Returns False, and does nothing, unless ``reserve`` blocks stay free.
         """
-        missing = self.num_blocks_for(computed.num_tokens + num_new_tokens) - len(computed.blocks)
-        revived = sum(block.ref_count == 0 for block in computed.blocks)
-        if missing + revived + reserve > self.pool.num_free_blocks:
+        pool = self.pool
+        missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
+        revived = sum(
+            block.ref_count == 0 and block is not pool.null_block for blocks in computed.blocks for block in blocks
+        )
+        if missing * len(self._groups) + revived + reserve > pool.num_free_blocks:
             return False
-        self.pool.touch(computed.blocks)
-        self._blocks[request.key] = [*computed.blocks, *self.pool.allocate(missing)]
-        self._num_cached[request.key] = len(computed.blocks)
+        for blocks in computed.blocks:
+            pool.touch(blocks)
+        self._blocks[request.key] = tuple([[*blocks, *pool.allocate(missing)] for blocks in computed.blocks])
+        self._num_cached[request.key] = computed.num_blocks
+        if self.has_windows:
+            self._num_left[request.key] = [0] * len(self._windows)
         if request.num_preemptions == 0 and self._enabled:
             self.prefix_stats.queries += request.num_tokens
             self.prefix_stats.hits += computed.num_tokens
         return True
 
-    def block_ids(self, request: Request) -> list[int]:
-        """The request's block table."""
-        return [block.block_id for block in self._blocks[request.key]]
+    def block_ids(self, request: Request) -> tuple[list[int], ...]:
+        """The request's block table in each group; 0 is the null block."""
+        return tuple([[block.block_id for block in table] for table in self._blocks[request.key]])
 
     def cache_blocks(self, request: Request) -> None:
         """Make the full blocks among the tokens that are processed findable."""
@@ -118,24 +126,55 @@ class KVCacheManager:
         if full <= first:
             return
         self._hasher.extend(request, full * self.block_size)
-        blocks = self._blocks[request.key]
-        for index in range(first, full):
-            self.pool.cache(blocks[index], request.block_hashes[index])
+        hashes, pool, events = request.block_hashes, self.pool, self._events
+        for group, table in enumerate(self._blocks[request.key]):
+            stored = [
+                index
+                for index in range(first, full)
+                if table[index] is not pool.null_block and pool.cache(table[index], hashes[index], group)
+            ]
+            if events is not None and group == events.group:
+                events.stored(request, stored)
         self._num_cached[request.key] = full
+
+    def free_out_of_window(self, request: Request, num_processed_tokens: int) -> None:
+        """Give back the blocks that queries from position ``num_processed_tokens`` on do not see.
+
+        That is safe when every step that computes an earlier position has been launched: a device runs its steps in
+        order, so those have read the blocks by the time another request's step writes them. The caller passes the tokens
+        of steps that are processed, which is safer still: computed blocks are findable by then, and drafted tokens that
+        were taken back do not count. Workers keep the old ids in their tables; attention does not read beyond a window.
+        """
+        left = self._num_left[request.key]
+        tables = self._blocks[request.key]
+        for i, (number, group) in enumerate(self._windows):
+            first = group.first_key(num_processed_tokens) // self.block_size
+            if first > left[i]:
+                table = tables[number]
+                blocks = table[left[i] : first]
+                table[left[i] : left[i] + len(blocks)] = [self.pool.null_block] * len(blocks)
+                left[i] += len(blocks)
+                self.pool.free(blocks)
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request. Their content stays findable until they are used for something else."""
         self._num_cached.pop(request.key, None)
-        blocks = self._blocks.pop(request.key, None)
-        if blocks:
-            self.pool.free(blocks)
+        self._num_left.pop(request.key, None)
+        for table in self._blocks.pop(request.key, ()):
+            self.pool.free(table)
 
-    def num_common_prefix_blocks(self, running: list[Request]) -> int:
-        """Computed blocks that every running request has at its start."""
+    def num_common_prefix_blocks(self, running: list[Request]) -> tuple[int, ...]:
+        """Computed blocks that every running request has at its start, per group; 0 for groups with a window."""
+        return tuple(
+            [
+                0 if group.is_windowed or not running else self._num_common(running, number)
+                for number, group in enumerate(self._groups)
+            ]
+        )
+
+    def _num_common(self, running: list[Request], number: int) -> int:
         count = 0
-        if not running:
-            return 0
-        for block in self._blocks[running[0].key]:
+        for block in self._blocks[running[0].key][number]:
             if block.ref_count != len(running):
                 break
             count += 1
@@ -146,3 +185,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False, and does nothing, while a request holds blocks."""
         return self.pool.forget()
+
+    def take_events(self) -> list[KvCacheEvent]:
+        """Changes of the prefix cache since the last call, in order; none unless events are enabled."""
+        return [] if self._events is None else self._events.take()

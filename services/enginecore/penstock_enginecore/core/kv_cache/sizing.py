@@ -1,10 +1,12 @@
 """How many KV cache blocks there are, and how long a sequence they can hold."""
 
+import bisect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
+from penstock_enginecore.core.kv_cache.grouping import block_bytes, group_layers
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 
 logger = logging.getLogger(__name__)
@@ -20,28 +22,55 @@ def size_kv_cache(
     *,
     requested_max_model_len: int | None,
     model_max_len: int,
+    max_tokens_in_flight: int,
 ) -> KVCacheConfig:
     """The pool that fits, and the longest sequence it serves.
 
-    All layers form one group; sliding-window layers get full allocation and mask the window in attention. Without a
-    requested length, ``max_model_len`` is the model's own, lowered to what one sequence alone in the pool can use.
-    Lengths are in tokens. Raises ConfigError with the numbers when a requested length, or not even a block, fits.
+    ``max_tokens_in_flight``: tokens that may be scheduled and not yet processed at once, a step's budget times the steps
+    in flight. A request keeps the blocks of their windows. Without a requested length, ``max_model_len`` is the model's
+    own, lowered to what one sequence alone in the pool can use. Lengths are in tokens. Raises ConfigError with the
+    numbers when a requested length, or not even a block, fits.
     """
-    block_size = _common_block_size(specs)
-    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    num_blocks = cache.num_blocks or (cache.kv_cache_memory or available_bytes) // block_bytes
-    fits = max(num_blocks - 1, 0) * block_size  # block 0 is the null block
+    pool = _Pool(specs, requested_max_model_len or model_max_len, max_tokens_in_flight)
+    num_blocks = cache.num_blocks or (cache.kv_cache_memory or available_bytes) // pool.block_bytes
+    fits = pool.longest(num_blocks)
     if fits < MIN_MODEL_LEN:
         raise ConfigError(
-            f"the KV cache has room for {num_blocks} blocks of {block_bytes} bytes, one of them reserved; "
-            f"set cache.kv_cache_memory to at least {_size(2 * block_bytes)}, or free memory for the engine"
+            f"the KV cache has room for {num_blocks} blocks of {pool.block_bytes} bytes, one of them reserved; "
+            f"set cache.kv_cache_memory to at least {pool.size_for(MIN_MODEL_LEN)}, or free memory for the engine"
         )
     return KVCacheConfig(
         num_blocks=num_blocks,
-        block_size=block_size,
-        groups=(KVCacheGroup(layer_names=tuple(specs)),),
-        max_model_len=_max_model_len(requested_max_model_len, model_max_len, fits, block_size, block_bytes),
+        block_size=pool.block_size,
+        groups=pool.groups,
+        max_model_len=_max_model_len(requested_max_model_len, model_max_len, fits, pool),
     )
+
+
+def num_blocks_for(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
+    """The most blocks, over all groups, that a sequence filling ``num_blocks`` blocks holds at once."""
+    return sum(group.num_blocks_for(num_blocks) for group in groups)
+
+
+class _Pool:
+    """A pool whose number of blocks is still open."""
+
+    def __init__(self, specs: Mapping[str, KVCacheSpec], max_len: int, max_tokens_in_flight: int) -> None:
+        self.block_size = _common_block_size(specs)
+        self.groups = group_layers(specs, max_len=max_len, max_tokens_in_flight=max_tokens_in_flight)
+        self.block_bytes = block_bytes(specs, self.groups)
+        self._most = -(-max_len // self.block_size)
+
+    def longest(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence, in whole blocks and no longer than asked for, beside the null block."""
+        lengths = range(self._most + 1)
+        count = bisect.bisect_right(lengths, num_blocks - 1, key=lambda n: num_blocks_for(self.groups, n))
+        return max(count - 1, 0) * self.block_size
+
+    def size_for(self, num_tokens: int) -> str:
+        """Memory that holds a sequence of so many tokens."""
+        num_blocks = num_blocks_for(self.groups, -(-num_tokens // self.block_size)) + 1
+        return _size(num_blocks * self.block_bytes)
 
 
 def _common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
@@ -53,7 +82,7 @@ def _common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
     return sizes.pop()
 
 
-def _max_model_len(requested: int | None, model_max_len: int, fits: int, block_size: int, block_bytes: int) -> int:
+def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _Pool) -> int:
     if requested is None:
         if fits < model_max_len:
             logger.warning(
@@ -61,7 +90,7 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, block_s
                 "cache.kv_cache_memory of %s would hold the full length",
                 model_max_len,
                 fits,
-                _size(_bytes_for(model_max_len, block_size, block_bytes)),
+                pool.size_for(model_max_len),
             )
         return min(model_max_len, fits)
     if requested > model_max_len:
@@ -71,13 +100,9 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, block_s
     if requested > fits:
         raise ConfigError(
             f"model.max_model_len is {requested}, but the KV cache holds {fits} tokens; lower model.max_model_len to "
-            f"{fits} or set cache.kv_cache_memory to at least {_size(_bytes_for(requested, block_size, block_bytes))}"
+            f"{fits} or set cache.kv_cache_memory to at least {pool.size_for(requested)}"
         )
     return requested
-
-
-def _bytes_for(num_tokens: int, block_size: int, block_bytes: int) -> int:
-    return (-(-num_tokens // block_size) + 1) * block_bytes
 
 
 def _size(num_bytes: int) -> str:

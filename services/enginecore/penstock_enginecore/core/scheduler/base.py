@@ -25,6 +25,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     config: SchedulerConfig
     kv_cache: KVCacheConfig
     enable_prefix_caching: bool
+    enable_kv_events: bool = False
     eos_token_ids: frozenset[int]
     supports_chunked_prefill: bool = True
     monotonic_clock: Clock

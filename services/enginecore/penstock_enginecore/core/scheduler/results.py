@@ -26,7 +26,7 @@ class StepResults:
         Requests that ended while the step ran, or lost their blocks since it was scheduled, get nothing.
         """
         sampled = dict(zip(results.request_ids, results.sampled_token_ids, strict=True))
-        block_size = self._kv_cache.block_size
+        block_size, has_windows = self._kv_cache.block_size, self._kv_cache.has_windows
         finished = []
         for key, num_tokens in step.num_scheduled_tokens.items():
             request = requests.get(key)
@@ -36,6 +36,8 @@ class StepResults:
             request.num_processed_tokens = after = before + num_tokens
             if after // block_size != before // block_size:
                 self._kv_cache.cache_blocks(request)
+            if has_windows:
+                self._kv_cache.free_out_of_window(request, after)
             if self._advance(request, sampled[key], results):
                 finished.append(request)
         return finished

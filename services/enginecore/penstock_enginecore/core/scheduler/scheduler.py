@@ -43,7 +43,11 @@ class DefaultScheduler(Scheduler):
         self._eos_token_ids = context.eos_token_ids
         self._chunked = config.enable_chunked_prefill and context.supports_chunked_prefill
         _check_limits(self._chunked, config.max_num_batched_tokens, context.kv_cache.max_model_len)
-        self.kv_cache = KVCacheManager(context.kv_cache, enable_prefix_caching=context.enable_prefix_caching)
+        self.kv_cache = KVCacheManager(
+            context.kv_cache,
+            enable_prefix_caching=context.enable_prefix_caching,
+            enable_kv_events=context.enable_kv_events,
+        )
         self._watermark_blocks = int(config.watermark * self.kv_cache.pool.num_usable_blocks)
         # Each running request needs a token of every step's budget.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -153,7 +157,7 @@ class DefaultScheduler(Scheduler):
             self._schedule_running(output)
             if self._num_preemptions == had_preempted:
                 self._schedule_waiting(output)
-            output.num_common_prefix_blocks = (self.kv_cache.num_common_prefix_blocks(self._running),)
+            output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running)
             self._advance(output)
         output.finished_request_ids, self._finished_keys = self._finished_keys, []
         return output
@@ -200,7 +204,7 @@ class DefaultScheduler(Scheduler):
             output.total_num_scheduled_tokens += num_new_tokens
             cached.request_ids.append(request.key)
             cached.num_computed_tokens.append(request.num_computed_tokens)
-            cached.new_block_ids.append((new_block_ids,) if new_block_ids else None)
+            cached.new_block_ids.append(new_block_ids or None)
 
     def _budget_left(self, output: SchedulerOutput) -> int:
         return self._config.max_num_batched_tokens - output.total_num_scheduled_tokens
@@ -211,7 +215,9 @@ class DefaultScheduler(Scheduler):
             return 0
         return len(request.all_token_ids) + placeholders - request.num_computed_tokens
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> list[int] | None:
+    def _allocate_or_preempt(
+        self, request: Request, num_new_tokens: int, output: SchedulerOutput
+    ) -> tuple[list[int], ...] | None:
         """New block ids for a running request, or None when it lost its own blocks."""
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             if len(self._running) == 1:
@@ -278,7 +284,7 @@ class DefaultScheduler(Scheduler):
                 token_ids=request.all_token_ids.copy(),
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=num_computed,
-                block_ids=(self.kv_cache.block_ids(request),),
+                block_ids=self.kv_cache.block_ids(request),
                 sampling_params=request.sampling_params,
                 pooling_params=request.pooling_params,
                 second_text_start=request.second_text_start,
@@ -330,7 +336,7 @@ class DefaultScheduler(Scheduler):
 
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call."""
-        return []
+        return self.kv_cache.take_events()
 
     # What others may ask.
 

@@ -1,0 +1,92 @@
+"""Which layers share a block table, and which share memory.
+
+Memory is made of *planes*. Plane i holds layer i of every group: a block id is owned by one group at a time, so the
+others leave that block's part of the plane alone. A block therefore takes as many planes as the largest group has
+layers, and groups of equal size waste nothing. (The idea is vLLM's hybrid KV cache manager.)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from penstock_enginecore.core.kv_cache.spec import KVCacheGroup, KVCacheSpec
+
+MAX_GROUPS = 8
+"""Each group costs a block table and a plan of its attention in every step."""
+
+
+class PlaneWidth(NamedTuple):
+    """Numbers that a token takes in a plane: as many as in the widest layer that lives there."""
+
+    keys: int
+    values: int
+
+
+def plane_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[PlaneWidth]:
+    """The width of each plane. Layers whose heads differ may share one; the narrower leaves the rest unused."""
+    count = max(len(group.layer_names) for group in groups)
+    planes = []
+    for i in range(count):
+        layers = [specs[group.layer_names[i]] for group in groups if i < len(group.layer_names)]
+        planes.append(PlaneWidth(max(s.key_width for s in layers), max(s.value_width for s in layers)))
+    return planes
+
+
+def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> int:
+    """Bytes of one block in all planes."""
+    block_size = max(spec.block_size for spec in specs.values())
+    dtype_size = max(spec.dtype_size for spec in specs.values())
+    return block_size * dtype_size * sum(p.keys + p.values for p in plane_widths(specs, groups))
+
+
+def group_layers(
+    specs: Mapping[str, KVCacheSpec], *, max_len: int, max_tokens_in_flight: int
+) -> tuple[KVCacheGroup, ...]:
+    """The groups in which a decoding sequence of ``max_len`` tokens takes the least memory; of equals, the fewest.
+
+    There is a group per kind of layer (its window), and where one kind has many more layers than another, as many
+    groups as make their sizes similar: four full layers beside twenty windowed ones become one group and five. One
+    group without a window is the last resort: it is chosen where windows save nothing, or where layers differ so much
+    in size that sharing planes costs more than windows save.
+    """
+    block_size = max(spec.block_size for spec in specs.values())
+    kinds: dict[tuple[int | None, int | None], list[str]] = {}
+    for name, spec in specs.items():
+        kinds.setdefault((_below(spec.sliding_window, max_len), _below(spec.attention_chunk, max_len)), []).append(name)
+    best: tuple[KVCacheGroup, ...] = (KVCacheGroup(layer_names=tuple(specs)),)
+    best_cost = _cost(specs, best, max_len, block_size)
+    for size in range(max(len(names) for names in kinds.values()), 0, -1):
+        groups = tuple(
+            KVCacheGroup(
+                layer_names=tuple(names[i : i + size]),
+                sliding_window=window,
+                attention_chunk=chunk,
+                max_blocks=_max_blocks(window, chunk, max_tokens_in_flight, block_size),
+            )
+            for (window, chunk), names in kinds.items()
+            for i in range(0, len(names), size)
+        )
+        cost = _cost(specs, groups, max_len, block_size)
+        if len(groups) <= MAX_GROUPS and cost < best_cost:
+            best, best_cost = groups, cost
+    return best
+
+
+def _below(span: int | None, max_len: int) -> int | None:
+    """A window that no sequence leaves is none."""
+    return None if span is None or span >= max_len else span
+
+
+def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_len: int, block_size: int) -> int:
+    """Bytes that a sequence of ``max_len`` tokens holds between two steps that compute a token each."""
+    full = -(-max_len // block_size)
+    blocks = 0
+    for group in groups:
+        window = _max_blocks(group.sliding_window, group.attention_chunk, 1, block_size)
+        blocks += full if window is None else min(full, window)
+    return blocks * block_bytes(specs, groups)
+
+
+def _max_blocks(window: int | None, chunk: int | None, max_tokens_in_flight: int, block_size: int) -> int | None:
+    """Blocks of the keys that ``max_tokens_in_flight`` consecutive queries see, wherever they stand."""
+    spans = [span for span in (window, chunk) if span is not None]
+    return -(-(min(spans) - 1 + max_tokens_in_flight) // block_size) + 1 if spans else None
