@@ -6,6 +6,7 @@ import sys
 from penstock_common.config import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_common.logging import configure
+from penstock_common.process import name_process
 from penstock_coordinator.app import serve
 from penstock_coordinator.config import CoordinatorConfig
 
@@ -19,6 +20,7 @@ def main() -> int:
             description="Penstock's coordinator: members and their load.",
         )
         configure(config.log, service="coordinator")
+        name_process("coordinator")
         asyncio.run(serve(config))
     except ConfigError as e:
         print(f"penstock-coordinator: {e}", file=sys.stderr)

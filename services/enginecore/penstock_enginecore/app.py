@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from penstock_common.logging import configure, get_logger
 from penstock_common.metrics import MetricsServer
+from penstock_common.process import name_process
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
@@ -31,6 +32,7 @@ def run(config: EngineCoreConfig, make_executor: Callable[[EngineCoreConfig], Ex
     A signal while loading ends the process at once: there is nothing to drain.
     """
     configure(config.log, service="enginecore")
+    name_process("enginecore", config.engine_id)
     started = time.monotonic()
     load_plugins(config.plugins)
     io = IoThread(config)

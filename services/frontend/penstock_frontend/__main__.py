@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from penstock_common.config import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_common.logging import configure
+from penstock_common.process import name_process
 from penstock_frontend.app import run
 from penstock_frontend.config import FrontendConfig
 
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             FrontendConfig, prog="penstock_frontend", description="The public APIs of Penstock.", argv=argv
         )
         configure(config.log, service="frontend")
+        name_process("frontend", config.frontend_id)
         with contextlib.suppress(KeyboardInterrupt):  # during start-up; later the signal is handled
             asyncio.run(run(config))
     except ConfigError as e:
