@@ -15,6 +15,16 @@ from penstock_enginecore.core.structured_output.json_types import SchemaError
 from penstock_enginecore.core.structured_output.regex import RegexError, whole
 
 FIELD = "sampling_params.structured_output"
+_MAX_TAG_DEPTH = 64
+_NAMES_TOKENS = "constraints speak of text, not of tokens"
+_REFUSED_FORMATS = {
+    "qwen_xml_parameter": "JSON is the only style of schemas",
+    "token": _NAMES_TOKENS,
+    "exclude_token": _NAMES_TOKENS,
+    "any_tokens": _NAMES_TOKENS,
+    "token_triggered_tags": _NAMES_TOKENS,
+    "token_dispatch": _NAMES_TOKENS,
+}
 MAX_CHOICES = 10_000
 """Options of a choice."""
 
@@ -138,6 +148,3 @@ def _tag_regex(part: dict[str, Any], path: str) -> str:
         return _regex(part["pattern"])
     except RegexError as e:
         raise SchemaError(f"{path}/pattern", str(e)) from None
-
-
-_MAX_TAG_DEPTH = 64

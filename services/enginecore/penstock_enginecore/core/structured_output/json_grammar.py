@@ -1,6 +1,6 @@
-"""The rules that every grammar of JSON texts shares.
+r"""The rules that every grammar of JSON texts shares.
 
-Each string has one spelling: what need not be escaped is not, and ``\\u`` escapes do not exist. So two spellings cannot name
+Each string has one spelling: what need not be escaped is not, and ``\u`` escapes do not exist. So two spellings cannot name
 the same key. Between tokens stands nothing, one space, or a line break with an indentation: enough for every usual layout,
 and bounded, so that a model cannot fill its output with blanks. The lengths of numbers are bounded for the same reason.
 """

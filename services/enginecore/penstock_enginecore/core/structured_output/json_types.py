@@ -47,7 +47,7 @@ def fits(value: Any, kind: str) -> bool:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | Decimal):
         return kind == "number" or (kind == "integer" and value == int(value))
-    return kind == {dict: "object", list: "array", str: "string"}[type(value)]
+    return kind == ("object" if isinstance(value, dict) else "array" if isinstance(value, list) else "string")
 
 
 class SchemaTypes:
