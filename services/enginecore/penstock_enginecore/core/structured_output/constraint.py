@@ -124,10 +124,8 @@ def _rewritten(part: Any, path: str, depth: int) -> Any:
         return {"type": "grammar", "grammar": _tag_schema(part, path)}
     if kind == "regex":
         return {"type": "grammar", "grammar": _tag_regex(part, path)}
-    if kind == "qwen_xml_parameter":
-        raise SchemaError(
-            path, "has type 'qwen_xml_parameter', which is not supported; JSON is the only style of schemas"
-        )
+    if kind in _REFUSED_FORMATS:
+        raise SchemaError(f"{path}/type", f"is {kind!r}, which is not supported: {_REFUSED_FORMATS[kind]}")
     return {key: _rewritten(value, f"{path}/{key}", depth + 1) for key, value in part.items()}
 
 
