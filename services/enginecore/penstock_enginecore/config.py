@@ -119,6 +119,26 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_range("executor.num_threads", self.num_threads, low=0, high=1024)
 
 
+class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constrained decoding. ``compile_timeout``: seconds a constraint may take to compile. ``compile_memory``: bytes it may
+    take in the compiling process, on top of what that process needs itself. ``max_constraint_bytes``: size of a constraint's
+    text. ``cache_size``: how many compiled constraints are kept.
+    """
+
+    backend: Literal["xgrammar"] = "xgrammar"
+    compile_timeout: float = 10.0
+    compile_memory: ByteSize = 1024 * 1024 * 1024
+    max_constraint_bytes: ByteSize = 256 * 1024
+    cache_size: int = 256
+
+    def __post_init__(self) -> None:
+        check_choice("structured_output.backend", self.backend, ("xgrammar",))
+        check_range("structured_output.compile_timeout", self.compile_timeout, low=0.1, high=600)
+        check_range("structured_output.compile_memory", self.compile_memory, low=64 * 1024 * 1024)
+        check_range("structured_output.max_constraint_bytes", self.max_constraint_bytes, low=1, high=16 * 1024 * 1024)
+        check_range("structured_output.cache_size", self.cache_size, low=1, high=100_000)
+
+
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where to register. An empty ``address`` runs the engine without a coordinator.
 
@@ -164,6 +184,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    structured_output: StructuredOutputConfig = StructuredOutputConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)
     metrics: MetricsConfig = MetricsConfig()

@@ -1,0 +1,148 @@
+"""Constraints of requests: what is refused, and what is compiled for those that are not."""
+
+import json
+from decimal import Decimal
+from typing import Any, Literal
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.structured_output.charset import literal
+from penstock_enginecore.core.structured_output.json_grammar import Rules
+from penstock_enginecore.core.structured_output.json_schema import parse, schema_grammar
+from penstock_enginecore.core.structured_output.json_types import SchemaError
+from penstock_enginecore.core.structured_output.regex import RegexError, whole
+
+FIELD = "sampling_params.structured_output"
+_MAX_TAG_DEPTH = 64
+_NAMES_TOKENS = "constraints speak of text, not of tokens"
+_REFUSED_FORMATS = {
+    "qwen_xml_parameter": "JSON is the only style of schemas",
+    "token": _NAMES_TOKENS,
+    "exclude_token": _NAMES_TOKENS,
+    "any_tokens": _NAMES_TOKENS,
+    "token_triggered_tags": _NAMES_TOKENS,
+    "token_dispatch": _NAMES_TOKENS,
+}
+MAX_CHOICES = 10_000
+"""Options of a choice."""
+
+
+class GrammarSource(msgspec.Struct, frozen=True):
+    """What the compiler is given: a grammar with a ``root`` rule, or a structural tag as JSON."""
+
+    kind: Literal["grammar", "structural_tag"]
+    text: str
+
+
+def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
+    """Raise InvalidArgument for a constraint that is malformed, larger than ``max_bytes`` of UTF-8, or says what cannot be
+    enforced. A ``grammar`` is read by the compiler, and so is the outer form of a ``structural_tag``.
+    """
+    grammar_source(constraint, max_bytes)
+
+
+def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSource:
+    """What to compile for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
+    try:
+        kind, value = constraint.constraint
+    except ValueError as e:
+        raise InvalidArgument(f"{FIELD}: {e}", field=FIELD) from None
+    field = f"{FIELD}.{kind}"
+    try:
+        size = sum(len(option.encode()) for option in value) if kind == "choice" else len(str(value).encode())
+        if size > max_bytes:
+            raise InvalidArgument(f"{field} has {size} bytes; the limit is {max_bytes}", field=field)
+        if kind == "structural_tag":
+            return GrammarSource("structural_tag", _structural_tag(value))
+        return GrammarSource("grammar", _GRAMMARS[kind](value))
+    except (SchemaError, RegexError) as e:
+        raise InvalidArgument(f"{field}: {e}", field=field) from None
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{field} holds half of a surrogate pair, which is no character", field=field) from None
+
+
+def _choice(options: tuple[str, ...]) -> str:
+    if len(options) > MAX_CHOICES:
+        raise SchemaError("", f"has {len(options)} options; the limit is {MAX_CHOICES}")
+    if "" in options:
+        raise SchemaError("", f"option {options.index('')} is empty")
+    return "root ::= " + " | ".join(literal(option) for option in dict.fromkeys(options)) + "\n"
+
+
+def _regex(pattern: str) -> str:
+    return f"root ::= {whole(pattern)}\n"
+
+
+def _json_schema(text: str) -> str:
+    return schema_grammar(parse(text))
+
+
+def _json_object(_value: bool) -> str:
+    return Rules().text("object")
+
+
+def _grammar(text: str) -> str:
+    if not text.strip():
+        raise SchemaError("", "is empty")
+    return text
+
+
+_GRAMMARS: dict[str, Any] = {
+    "choice": _choice,
+    "regex": _regex,
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "grammar": _grammar,
+}
+
+
+def _structural_tag(text: str) -> str:
+    """The tag with its JSON schemas and regular expressions written as grammars, so that they mean what they mean
+    elsewhere.
+    """
+    tag = parse(text)
+    if not isinstance(tag, dict) or "format" not in tag:
+        raise SchemaError("", 'must be a JSON object: {"type": "structural_tag", "format": {...}}')
+    return json.dumps(_rewritten(tag, "#", 0), default=_plain)
+
+
+def _plain(value: Decimal) -> int | float:
+    return int(value) if value == int(value) else float(value)
+
+
+def _rewritten(part: Any, path: str, depth: int) -> Any:
+    if depth > _MAX_TAG_DEPTH:
+        raise SchemaError(path, f"nests more than {_MAX_TAG_DEPTH} deep")
+    if isinstance(part, list):
+        return [_rewritten(item, f"{path}/{i}", depth + 1) for i, item in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind == "json_schema":
+        return {"type": "grammar", "grammar": _tag_schema(part, path)}
+    if kind == "regex":
+        return {"type": "grammar", "grammar": _tag_regex(part, path)}
+    if kind in _REFUSED_FORMATS:
+        raise SchemaError(f"{path}/type", f"is {kind!r}, which is not supported: {_REFUSED_FORMATS[kind]}")
+    return {key: _rewritten(value, f"{path}/{key}", depth + 1) for key, value in part.items()}
+
+
+def _tag_schema(part: dict[str, Any], path: str) -> str:
+    for key, value in part.items():
+        if key not in ("type", "json_schema") and (key, value) != ("style", "json"):
+            raise SchemaError(f"{path}/{key}", f"is {value!r}, which is not supported beside a JSON schema")
+    try:
+        return schema_grammar(part.get("json_schema"))
+    except SchemaError as e:
+        raise SchemaError(f"{path}/json_schema", str(e)) from None
+
+
+def _tag_regex(part: dict[str, Any], path: str) -> str:
+    if not isinstance(part.get("pattern"), str) or set(part) - {"type", "pattern"}:
+        raise SchemaError(path, "must hold type and pattern, a string, and nothing else")
+    try:
+        return _regex(part["pattern"])
+    except RegexError as e:
+        raise SchemaError(f"{path}/pattern", str(e)) from None

@@ -1,0 +1,360 @@
+"""JSON schemas as grammars.
+
+The grammar's sentences are JSON texts that the schema accepts; what it cannot enforce is refused by keyword and place, never
+ignored. Narrower than the schema it may be: properties come in the schema's order, an object that declares properties has
+no others unless ``additionalProperties`` says so, numbers and blanks are bounded in length.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from penstock_enginecore.core.structured_output import number
+from penstock_enginecore.core.structured_output.formats import FORMATS
+from penstock_enginecore.core.structured_output.json_grammar import SEPARATOR, Rules, json_literal, other_strings
+from penstock_enginecore.core.structured_output.json_types import KEYWORDS, TYPES, Schema, SchemaError, SchemaTypes
+from penstock_enginecore.core.structured_output.regex import MAX_REPEAT, RegexError, in_json_string
+
+MAX_DEPTH = 64
+"""How deeply schemas may nest."""
+MAX_EXPONENT = 300
+"""Largest power of ten of a number."""
+MAX_REFS = 1000
+"""How many different places ``$ref`` may point to."""
+MAX_KEY = 256
+"""Characters of a property's name."""
+
+
+def parse(text: str) -> Any:
+    """The JSON value in ``text``, fractions as Decimal. Raises SchemaError."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(text, parse_float=_fraction, parse_constant=refuse)
+    except RecursionError:
+        raise SchemaError("", f"nests more than {MAX_DEPTH} deep") from None
+    except ValueError as e:
+        raise SchemaError("", f"is not valid JSON: {e}") from None
+    return value
+
+
+def _fraction(text: str) -> Decimal:
+    value = Decimal(text)
+    if abs(value.adjusted()) > MAX_EXPONENT:
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return value
+
+
+def schema_grammar(schema: Any) -> str:
+    """The grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts. Raises SchemaError."""
+    converter = _Converter(schema)
+    root = converter.convert(schema, "#", 0)
+    converter.finish()
+    return converter.rules.text(root)
+
+
+class _Converter:
+    """Writes rules for a schema and, once each, for the places its ``$ref`` point to."""
+
+    def __init__(self, root: Any) -> None:
+        self.rules = Rules()
+        self.types = SchemaTypes(root)
+        self.refs: dict[str, str] = {}
+        self.pending: list[str] = []
+        self.apart: list[tuple[list[tuple[int, Any]], str]] = []
+
+    def finish(self) -> None:
+        """Convert what was referred to, and what that refers to."""
+        while self.pending:
+            pointer = self.pending.pop()
+            self.rules.add(self.convert(self.types.resolve(pointer), pointer, 0), self.refs[pointer])
+        for branches, path in self.apart:
+            self.types.check_apart(branches, path)
+        self.types.check_finite(self.refs)
+
+    def convert(self, schema: Any, path: str, depth: int) -> str:
+        """An expression for the values that ``schema`` accepts."""
+        if depth > MAX_DEPTH:
+            raise SchemaError(path, f"nests more than {MAX_DEPTH} deep")
+        if schema is True:
+            return "any"
+        if schema is False:
+            raise SchemaError(path, "is false: no value is allowed there")
+        keywords = self.types.keywords(schema, path)
+        for name, convert in _COMBINED.items():
+            if name in keywords:
+                return convert(self, keywords, path, depth)
+        options = []
+        for kind in self.types.declared(keywords, path):
+            mine = {k: v for k, v in keywords.items() if k in KEYWORDS[kind]}
+            options.append(_TYPED[kind](self, mine, path, depth))
+        return self.rules.add(" | ".join(options)) if len(options) > 1 else options[0] if options else "any"
+
+    def ref(self, keywords: Schema, path: str, _depth: int) -> str:
+        pointer = self.types.pointer(keywords["$ref"], path)
+        self.types.alone(keywords, "$ref", path)
+        self.types.resolve(pointer, path)
+        if pointer not in self.refs:
+            if len(self.refs) >= MAX_REFS:
+                raise SchemaError(path, f"there are more than {MAX_REFS} different $ref")
+            self.refs[pointer] = self.rules.name()
+            self.pending.append(pointer)
+        return self.refs[pointer]
+
+    def values(self, keywords: Schema, path: str, _depth: int) -> str:
+        try:
+            return self.rules.add(" | ".join(json_literal(value) for value in self.types.values(keywords, path)))
+        except ValueError as e:
+            raise (
+                e if isinstance(e, SchemaError) else SchemaError(path, f"holds a value that cannot be written: {e}")
+            ) from None
+
+    def any_of(self, keywords: Schema, path: str, depth: int) -> str:
+        name = next(name for name in ("anyOf", "oneOf", "allOf") if name in keywords)
+        self.types.alone(keywords, name, path)
+        branches = self.types.branches(keywords, name, path)
+        if name == "oneOf":
+            self.apart.append((branches, path))
+        options = [self.convert(branch, f"{path}/{name}/{i}", depth + 1) for i, branch in branches]
+        return options[0] if len(options) == 1 else self.rules.add(" | ".join(options))
+
+    def number(self, keywords: Schema, path: str, _depth: int) -> str:
+        return self.bounded(keywords, path, "number", number.number_range)
+
+    def integer(self, keywords: Schema, path: str, _depth: int) -> str:
+        if keywords.get("multipleOf", 1) != 1:
+            raise SchemaError(f"{path}/multipleOf", "is not supported")
+        return self.bounded(keywords, path, "integer", number.integer_range)
+
+    def bounded(self, keywords: Schema, path: str, name: str, write: Callable[..., str]) -> str:
+        if "multipleOf" in keywords and name == "number":
+            raise SchemaError(f"{path}/multipleOf", "is not supported")
+        low, above = _bound(keywords, "minimum", "exclusiveMinimum", path, max)
+        high, below = _bound(keywords, "maximum", "exclusiveMaximum", path, min)
+        if low is None and high is None:
+            return name
+        try:
+            return self.rules.add(write(low, high, above=above, below=below))
+        except ValueError as e:
+            raise SchemaError(path, f"cannot be fulfilled: {e}") from None
+
+    def string(self, keywords: Schema, path: str, _depth: int) -> str:
+        given = [name for name in ("pattern", "format") if name in keywords]
+        low, high = _count(keywords, "minLength", path), _count(keywords, "maxLength", path)
+        sized = low > 0 or high is not None
+        if len(given) + sized > 1:
+            names = " and ".join([*given, *(k for k in ("minLength", "maxLength") if k in keywords)])
+            raise SchemaError(path, f"has {names}; only one of pattern, format and lengths can be honoured")
+        if given:
+            return self.matching(keywords[given[0]], f"{path}/{given[0]}")
+        if not sized:
+            return "string"
+        _in_order(low, high, "Length", path)
+        return self.rules.add(f'"\\"" char{{{low},{"" if high is None else high}}} "\\""')
+
+    def matching(self, pattern: Any, path: str) -> str:
+        """A string that the regular expression or the format at ``path`` matches."""
+        if not isinstance(pattern, str):
+            raise SchemaError(path, "must be a string")
+        if path.endswith("/format"):
+            if pattern not in FORMATS:
+                raise SchemaError(path, f"is {pattern!r}; supported: {', '.join(FORMATS)}")
+            pattern = FORMATS[pattern]
+        try:
+            return self.rules.add(f'"\\"" {in_json_string(pattern)} "\\""')
+        except RegexError as e:
+            raise SchemaError(path, f"cannot be honoured: {e}") from None
+
+    def boolean(self, _keywords: Schema, _path: str, _depth: int) -> str:
+        return "boolean"
+
+    def null(self, _keywords: Schema, _path: str, _depth: int) -> str:
+        return "null"
+
+    def array(self, keywords: Schema, path: str, depth: int) -> str:
+        items = keywords.get("items", True)
+        low, high = _count(keywords, "minItems", path), _count(keywords, "maxItems", path)
+        _in_order(low, high, "Items", path)
+        prefix = keywords.get("prefixItems", [])
+        if isinstance(items, list) or not isinstance(prefix, list):
+            raise SchemaError(
+                f"{path}/items", "must be one schema; write the schemas of a tuple as a list in prefixItems"
+            )
+        places = [self.convert(s, f"{path}/prefixItems/{i}", depth + 1) for i, s in enumerate(prefix[:high])]
+        if items is False:
+            high = len(places) if high is None else min(high, len(places))
+            if low > high:
+                raise SchemaError(f"{path}/minItems", f"is {low}; only {high} items are allowed")
+        rest = "" if items is False else self.convert(items, f"{path}/items", depth + 1)
+        if not places and low == 0 and high is None and rest == "any":
+            return "array"
+        return self.rules.add(f'"[" ws {_sequence(places, rest, low, high)}"]"')
+
+    def object(self, keywords: Schema, path: str, depth: int) -> str:
+        properties = dict(_mapping(keywords, "properties", path))
+        more = keywords.get("additionalProperties", "properties" not in keywords)
+        for name in _names(keywords, path):
+            if name not in properties:
+                if keywords.get("additionalProperties") is False:
+                    raise SchemaError(f"{path}/required", f"names {name!r}, which additionalProperties forbids")
+                properties[name] = keywords.get("additionalProperties", True)
+        if "patternProperties" in keywords:
+            return self.pattern_object(keywords, properties, path, depth)
+        if not properties:
+            return self.map("string", more, keywords, path, depth)
+        self.check_counts(keywords, len(properties), more, path)
+        required = set(keywords.get("required", ()))
+        members = []
+        for name, schema in properties.items():
+            if schema is False and name not in required:
+                continue
+            if len(name) > MAX_KEY:
+                raise SchemaError(path, f"has a property of {len(name)} characters; the limit is {MAX_KEY}")
+            value = self.convert(schema, f"{path}/properties/{_escaped(name)}", depth + 1)
+            members.append((self.member(self.key(name, path), value), name in required))
+        extra = ""
+        if more is not False:
+            value = self.convert(more, f"{path}/additionalProperties", depth + 1)
+            extra = self.rules.add(self.member(other_strings(self.rules, [*properties]), value))
+        return self.rules.add(f'"{{" ws {self.members(members, extra)} "}}"')
+
+    def key(self, name: str, path: str) -> str:
+        try:
+            return json_literal(name)
+        except ValueError:
+            raise SchemaError(path, f"has the property {name!r}, which cannot be written") from None
+
+    def check_counts(self, keywords: Schema, declared: int, more: Any, path: str) -> None:
+        """Refuse counts that the members of an object do not keep by themselves."""
+        low, high = _count(keywords, "minProperties", path), _count(keywords, "maxProperties", path)
+        if low > len(keywords.get("required", ())):
+            raise SchemaError(
+                f"{path}/minProperties", f"is {low}; it is only honoured up to the number of required properties"
+            )
+        if high is not None and (more is not False or high < declared):
+            raise SchemaError(f"{path}/maxProperties", "is not supported beside properties")
+
+    def member(self, key: str, value: str) -> str:
+        return f'{key} ws ":" ws {value}'
+
+    def members(self, members: list[tuple[str, bool]], extra: str) -> str:
+        """Members in order, each optional unless required, then any number of ``extra`` ones, and blanks at the end.
+
+        Two rules per member: what may follow once something was written, and what may come first.
+        """
+        after = self.rules.add(f"({SEPARATOR} {extra})* ws" if extra else "ws")
+        first = self.rules.add(f"({extra} {after})?" if extra else '""')
+        for member, required in reversed(members):
+            begun = f"{member} {after}"
+            first = self.rules.add(begun if required else f"{begun} | {first}")
+            after = self.rules.add(f"({SEPARATOR} {member}){'' if required else '?'} {after}")
+        return first
+
+    def pattern_object(self, keywords: Schema, properties: dict[str, Any], path: str, depth: int) -> str:
+        """One pattern alone: keys that match it, and no others."""
+        patterns = _mapping(keywords, "patternProperties", path)
+        if len(patterns) != 1 or properties or keywords.get("additionalProperties", False) is not False:
+            raise SchemaError(
+                f"{path}/patternProperties", "is only supported with one pattern, no properties and no additional ones"
+            )
+        (pattern, schema), *_ = patterns.items()
+        place = f"{path}/patternProperties/{_escaped(pattern)}"
+        return self.map(self.matching(pattern, place), schema, keywords, path, depth)
+
+    def map(self, key: str, value: Any, keywords: Schema, path: str, depth: int) -> str:
+        """Any number of members with such keys and values. The same key may come twice, so no least number is kept."""
+        if _count(keywords, "minProperties", path):
+            raise SchemaError(f"{path}/minProperties", "is not supported without required properties")
+        high = _count(keywords, "maxProperties", path)
+        if value is False or high == 0:
+            return '"{" ws "}"'
+        written = self.convert(value, f"{path}/additionalProperties", depth + 1)
+        if (key, written, high) == ("string", "any", None):
+            return "object"
+        member = self.rules.add(self.member(key, written))
+        return self.rules.add(f'"{{" ws {_sequence([], member, 0, high)}"}}"')
+
+
+_Convert = Callable[[_Converter, Schema, str, int], str]
+_COMBINED: dict[str, _Convert] = {
+    "$ref": _Converter.ref,
+    "const": _Converter.values,
+    "enum": _Converter.values,
+    "anyOf": _Converter.any_of,
+    "oneOf": _Converter.any_of,
+    "allOf": _Converter.any_of,
+}
+_TYPED: dict[str, _Convert] = {kind: getattr(_Converter, kind) for kind in TYPES}
+
+
+def _sequence(places: list[str], rest: str, low: int, high: int | None) -> str:
+    """Items with separators, ``places`` first, then ``rest`` (``""``: nothing); ``low`` to ``high`` in all; then blanks."""
+    expression = ""
+    if rest and (high is None or high > len(places)):
+        least = max(low - len(places), 0)
+        most = "" if high is None else high - len(places)
+        if places:
+            expression = f"({SEPARATOR} {rest}){{{least},{most}}} "
+        else:
+            follow = f"{rest} ({SEPARATOR} {rest}){{{max(least - 1, 0)},{'' if high is None else high - 1}}} ws"
+            return f"{follow} " if least else f"({follow})? "
+    for i, place in reversed(list(enumerate(places))):
+        written = f"{SEPARATOR} {place}" if i else place
+        expression = f"{written} {expression}" + ("" if i else "ws ")
+        expression = expression if i < low else f"({expression})? "
+    return expression
+
+
+def _bound(
+    keywords: Schema, name: str, exclusive: str, path: str, pick: Callable[[Decimal, Decimal], Decimal]
+) -> tuple[Decimal | None, bool]:
+    bounds = {}
+    for keyword in (name, exclusive):
+        if keyword in keywords:
+            value = keywords[keyword]
+            if isinstance(value, bool) or not isinstance(value, int | Decimal) or len(str(int(value))) > 30:
+                raise SchemaError(f"{path}/{keyword}", "must be a number of at most 30 digits")
+            bounds[keyword] = Decimal(value)
+    if not bounds:
+        return None, False
+    both = [*bounds.values()]
+    bound = pick(both[0], both[-1])
+    return bound, bounds.get(exclusive) == bound
+
+
+def _count(keywords: Schema, name: str, path: str) -> Any:
+    """The count, 0 for an unset least one, None for an unset greatest one."""
+    value = keywords.get(name, 0 if name.startswith("min") else None)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | Decimal) or value != int(value) or value < 0:
+        raise SchemaError(f"{path}/{name}", f"is {value}; it must be a whole number of at least 0")
+    if value > MAX_REPEAT:
+        raise SchemaError(f"{path}/{name}", f"is {value}; the limit is {MAX_REPEAT}")
+    return int(value)
+
+
+def _in_order(low: int, high: int | None, what: str, path: str) -> None:
+    if high is not None and low > high:
+        raise SchemaError(path, f"has min{what} {low} above max{what} {high}")
+
+
+def _mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
+    value = keywords.get(name, {})
+    if not isinstance(value, dict):
+        raise SchemaError(f"{path}/{name}", "must be an object")
+    return value
+
+
+def _names(keywords: Schema, path: str) -> list[str]:
+    names = keywords.get("required", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SchemaError(f"{path}/required", "must be a list of strings")
+    return names
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,297 @@
+"""Regular expressions as expressions of a grammar.
+
+The dialect is what ECMA-262, and so JSON schema, has in common with most others: alternation, groups, character classes,
+greedy and lazy repetition, and anchors at either end. What cannot be said in a grammar (lookaround, back references, word
+boundaries) is refused by name and place, never ignored.
+"""
+
+from dataclasses import dataclass
+
+from penstock_enginecore.core.structured_output.charset import ANY, CharSet, as_json, as_text
+
+MAX_REPEAT = 65_536
+"""The largest bound of a repetition."""
+MAX_DEPTH = 64
+"""How deeply groups may nest."""
+
+_DIGIT = CharSet.of("0123456789")
+_WORD = _DIGIT | CharSet([(ord("a"), ord("z")), (ord("A"), ord("Z")), (ord("_"), ord("_"))])
+_SPACE = CharSet.of(" \t\n\r\f\v\u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff") | CharSet([(0x2000, 0x200A)])
+_CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE, "D": ~_DIGIT, "W": ~_WORD, "S": ~_SPACE}
+_DOT = ANY - CharSet.of("\n\r\u2028\u2029")
+_CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+_HEX = {"x": 2, "u": 4}
+_REFUSED_ESCAPES = {
+    "b": "a word boundary",
+    "B": "a word boundary",
+    "p": "a Unicode property",
+    "P": "a Unicode property",
+}
+_REFUSED_GROUPS = {
+    "=": "a lookahead",
+    "!": "a lookahead",
+    "<=": "a lookbehind",
+    "<!": "a lookbehind",
+    ">": "an atomic group",
+}
+
+
+class RegexError(ValueError):
+    """The expression is malformed, or says what cannot be honoured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """``^`` or ``$``, at ``position`` of the expression."""
+
+    start: bool
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """``item`` from ``low`` to ``high`` times; ``high`` None is without end."""
+
+    item: "Node"
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One of several sequences."""
+
+    options: tuple[tuple["Node", ...], ...]
+
+
+Node = CharSet | Anchor | Repeat | Group
+
+
+def whole(pattern: str) -> str:
+    """The expression for texts that ``pattern`` matches from end to end. Raises RegexError."""
+    return _emit_options(_Parser(pattern).parse(), in_json=False, search=False)
+
+
+def in_json_string(pattern: str) -> str:
+    """The expression for what may stand between the quotes of a JSON string in which ``pattern`` matches somewhere, as
+    JSON schema has it. Raises RegexError.
+    """
+    return _emit_options(_Parser(pattern).parse(), in_json=True, search=True)
+
+
+def _emit_options(group: Group, *, in_json: bool, search: bool) -> str:
+    """Each alternative of the outermost level has anchors of its own; a group that is all of one is looked into."""
+    options = []
+    for sequence in group.options:
+        if len(sequence) == 1 and isinstance(sequence[0], Group):
+            options.append(_emit_options(sequence[0], in_json=in_json, search=search))
+            continue
+        starts = bool(sequence) and isinstance(sequence[0], Anchor) and sequence[0].start
+        inner = sequence[1:] if starts else sequence
+        ends = bool(inner) and isinstance(inner[-1], Anchor) and not inner[-1].start
+        inner = inner[:-1] if ends else inner
+        if (starts or ends) and len(inner) == 1 and isinstance(inner[0], Group) and not (search and starts != ends):
+            options.append(_emit_options(inner[0], in_json=in_json, search=False))
+            continue
+        anything = (as_json if in_json else as_text)(ANY) + "*"
+        before, after = search and not starts, search and not ends
+        body = _emit_sequence(inner, in_json)
+        options.append(" ".join([anything] * before + [body] + [anything] * after))
+    return f"({' | '.join(options)})"
+
+
+def _emit_sequence(sequence: tuple[Node, ...], in_json: bool) -> str:
+    return " ".join(_emit(node, in_json) for node in sequence) or '""'
+
+
+def _emit(node: Node, in_json: bool) -> str:
+    if isinstance(node, CharSet):
+        if expression := (as_json if in_json else as_text)(node) if node else "":
+            return expression
+        raise RegexError("a character class matches no character that can be written here")
+    if isinstance(node, Anchor):
+        raise RegexError(f"{'^' if node.start else '$'} at position {node.position} is not at an end of the expression")
+    if isinstance(node, Repeat):
+        if node.high == 0:
+            return '""'
+        high = "" if node.high is None else node.high
+        return f"({_emit(node.item, in_json)}){{{node.low},{high}}}"
+    return f"({' | '.join(_emit_sequence(option, in_json) for option in node.options)})"
+
+
+class _Parser:
+    """Recursive descent over ``text``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.depth = 0
+
+    def parse(self) -> Group:
+        group = self.group()
+        if self.position < len(self.text):
+            raise self.error("unbalanced )")
+        return group
+
+    def error(self, what: str, at: int | None = None) -> RegexError:
+        return RegexError(f"{what} at position {self.position if at is None else at}")
+
+    def peek(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def take(self, what: str = "") -> bool:
+        if not what or not self.text.startswith(what, self.position):
+            return False
+        self.position += len(what)
+        return True
+
+    def next(self, inside: str) -> str:
+        if self.position >= len(self.text):
+            raise self.error(f"{inside} is not finished")
+        self.position += 1
+        return self.text[self.position - 1]
+
+    def group(self) -> Group:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self.error(f"groups nest more than {MAX_DEPTH} deep")
+        options = [self.sequence()]
+        while self.take("|"):
+            options.append(self.sequence())
+        self.depth -= 1
+        return Group(tuple(options))
+
+    def sequence(self) -> tuple[Node, ...]:
+        nodes: list[Node] = []
+        while self.peek() and self.peek() not in "|)":
+            nodes.append(self.repeated(self.atom()))
+        return tuple(nodes)
+
+    def atom(self) -> Node:
+        at = self.position
+        character = self.next("the expression")
+        if character == "(":
+            return self.parentheses(at)
+        if character == "[":
+            return self.bracket(at)
+        if character == ".":
+            return _DOT
+        if character in "^$":
+            return Anchor(character == "^", at)
+        if character == "\\":
+            return self.escape(at)
+        if character in "*+?":
+            raise self.error(f"{character} repeats nothing", at)
+        if character == "{" and (self.peek().isdigit() or self.peek() == ","):
+            raise self.error("{ repeats nothing or has no lower bound", at)
+        return CharSet.of(character)
+
+    def parentheses(self, at: int) -> Group:
+        if self.take("?"):
+            for sign, name in _REFUSED_GROUPS.items():
+                if self.text.startswith(sign, self.position):
+                    raise self.error(f"{name}, which is not supported,", at)
+            if not self.take(":"):
+                self.group_name(at)
+        group = self.group()
+        if not self.take(")"):
+            raise self.error("( is not closed", at)
+        return group
+
+    def group_name(self, at: int) -> None:
+        end = self.text.find(">", self.position)
+        if not (self.take("P<") or self.take("<")) or end < 0 or not self.text[self.position : end].isidentifier():
+            raise self.error("a kind of group that is not supported", at)
+        self.position = end + 1
+
+    def repeated(self, item: Node) -> Node:
+        at = self.position
+        bounds = self.bounds()
+        if bounds is None:
+            return item
+        low, high = bounds
+        if isinstance(item, Anchor):
+            raise self.error("an anchor is repeated", at)
+        if max(low, high or 0) > MAX_REPEAT:
+            raise self.error(f"a repetition of more than {MAX_REPEAT}", at)
+        if high is not None and high < low:
+            raise self.error("a repetition whose bounds are out of order", at)
+        self.take("?")  # lazy: the same texts match
+        if self.peek() in ("*", "+", "?") or (self.peek() == "{" and self.bounds() is not None):
+            raise self.error("a repetition of a repetition", at)
+        return Repeat(item, low, high)
+
+    def bounds(self) -> tuple[int, int | None] | None:
+        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self.take(sign):
+                return bounds
+        end = self.text.find("}", self.position)
+        if self.peek() != "{" or end < 0:
+            return None
+        low, comma, high = self.text[self.position + 1 : end].partition(",")
+        if not _number(low) or not (high == "" or _number(high)):
+            return None
+        self.position = end + 1
+        return int(low), int(high) if high else None if comma else int(low)
+
+    def bracket(self, at: int) -> CharSet:
+        negated = self.take("^")
+        found = CharSet(())
+        while not self.take("]"):
+            low = self.class_item()
+            if self.peek() == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
+                dash = self.position
+                self.position += 1
+                low = self.span(low, self.class_item(), dash)
+            found |= low
+        found = ~found if negated else found
+        if not found:
+            raise self.error("a character class that matches nothing", at)
+        return found
+
+    def class_item(self) -> CharSet:
+        at = self.position
+        character = self.next("a character class")
+        if character == "\\":
+            return CharSet.of("\b") if self.take("b") else CharSet.of("-") if self.take("-") else self.escape(at)
+        if character == "[" and self.peek() in (":", "=", "."):
+            raise self.error("a POSIX character class, which is not supported,", at)
+        return CharSet.of(character)
+
+    def span(self, low: CharSet, high: CharSet, at: int) -> CharSet:
+        ends = (*low.ranges, *high.ranges)
+        if len(ends) != 2 or any(first != last for first, last in ends) or ends[1][0] < ends[0][0]:
+            raise self.error("a range whose ends are not two characters in order", at)
+        return CharSet([(ends[0][0], ends[1][0])])
+
+    def escape(self, at: int) -> CharSet:
+        character = self.next("an escape")
+        if character in _CLASSES:
+            return _CLASSES[character]
+        if character in _CONTROL:
+            return CharSet.of(_CONTROL[character])
+        if character == "0" and not self.peek().isdigit():
+            return CharSet.of("\0")
+        if character in _HEX:
+            return self.code_point(_HEX[character], at)
+        if character.isdigit() or character == "k":
+            raise self.error("a back reference, which is not supported,", at)
+        if character in _REFUSED_ESCAPES:
+            raise self.error(f"{_REFUSED_ESCAPES[character]}, which is not supported,", at)
+        if character.isalnum():
+            raise self.error(f"the escape \\{character}, which is not known,", at)
+        return CharSet.of(character)
+
+    def code_point(self, digits: int, at: int) -> CharSet:
+        text = self.text[self.position : self.position + digits]
+        self.position += len(text)
+        if len(text) < digits or any(c not in "0123456789abcdefABCDEF" for c in text):
+            raise self.error(f"an escape without its {digits} hexadecimal digits", at)
+        found = CharSet.of(chr(int(text, 16)))
+        if not found:
+            raise self.error("half of a surrogate pair", at)
+        return found
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9

@@ -1,0 +1,119 @@
+"""Compiles constraints inside the child process. Nothing here runs in the engine."""
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xgrammar
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.structured_output.base import bitmask_words
+from penstock_enginecore.core.structured_output.constraint import FIELD, grammar_source
+from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+
+_PR_SET_PDEATHSIG = 1
+_OUT_OF_MEMORY = ("bad_alloc", "std::length_error", "cannot allocate")
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """``text``: the compiled grammar, serialized, or why there is none. ``memory``: it took more than its share."""
+
+    kind: Literal["ready", "compiled", "refused", "memory"]
+    text: str = ""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to compile. ``max_bytes`` bounds the size of the constraint's text."""
+
+    constraint: StructuredOutput
+    max_bytes: int
+
+
+Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
+
+
+def main(connection: Connection, tokenizer: str, memory: int) -> None:
+    """Answer each Job on ``connection`` with a Reply until it is closed. ``memory`` is in bytes above what is in use when
+    the first Job may come.
+    """
+    _detach()
+    info = xgrammar.TokenizerInfo.deserialize_json(tokenizer)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    compile_constraint(compiler, Job(StructuredOutput(choice=("warm",)), 1024))
+    limit_memory(memory)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
+    connection.send_bytes(encoder.encode(Reply("ready")))
+    while True:
+        try:
+            job = decoder.decode(connection.recv_bytes())
+        except EOFError:
+            return
+        reply = answer(compiler, job)
+        connection.send_bytes(encoder.encode(reply))
+        if reply.kind == "memory":
+            return  # what is left of the heap is not worth keeping
+
+
+def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
+    """Compile one constraint."""
+    try:
+        return Reply("compiled", compile_constraint(compiler, job).serialize_json())
+    except InvalidArgument as e:
+        return Reply("refused", e.message)
+    except MemoryError:
+        return Reply("memory")
+    except RuntimeError as e:  # xgrammar's own, with the place in its sources in front
+        if any(sign in str(e) for sign in _OUT_OF_MEMORY):
+            return Reply("memory")
+        kind, _ = job.constraint.constraint
+        return Reply("refused", f"{FIELD}.{kind} cannot be compiled: {_reason(str(e))}")
+
+
+def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar.CompiledGrammar:
+    """Translate and compile. Raises InvalidArgument for what is refused, RuntimeError for what xgrammar cannot read."""
+    source = grammar_source(job.constraint, job.max_bytes)
+    if source.kind == "structural_tag":
+        compiled = compiler.compile_structural_tag(source.text)
+    else:
+        compiled = compiler.compile_grammar(source.text)
+    vocab_size = compiled.tokenizer_info.vocab_size
+    row = np.zeros(bitmask_words(vocab_size), np.int32)
+    XgrammarGrammar(compiled, vocab_size).fill(row)
+    if not row.any():
+        kind, _ = job.constraint.constraint
+        raise InvalidArgument(f"{FIELD}.{kind} allows no output that this model can write", field=f"{FIELD}.{kind}")
+    return compiled
+
+
+def limit_memory(headroom: int) -> None:
+    """Let this process's address space grow by ``headroom`` bytes and no more."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + headroom
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _detach() -> None:
+    """Die with the engine, leave Ctrl-C to it, and keep its terminal clean."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _reason(text: str) -> str:
+    """The message of an error of xgrammar's, without the time, the file and the check in front."""
+    message = text.strip().split("\n", 1)[0]
+    return re.sub(r"^(\[[0-9:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?", "", message)

@@ -1,0 +1,131 @@
+"""The child process that compiles: started when needed, kept warm, killed when a constraint takes too much."""
+
+import multiprocessing
+import threading
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import msgspec
+
+from penstock_common.errors import Internal, InvalidArgument, Unavailable
+from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.config import StructuredOutputConfig
+from penstock_enginecore.core.structured_output.constraint import FIELD
+from penstock_enginecore.structured_output import compiler
+
+LIMIT = "COMPILE_LIMIT"
+"""Reason of an InvalidArgument for a constraint that took too much time or memory."""
+_START_TIMEOUT = 120.0
+"""Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
+_JOIN_TIMEOUT = 10.0
+
+
+class CompileProcess:
+    """``compile`` belongs to one thread, which must outlive the process; ``close`` may be called from any."""
+
+    def __init__(self, config: StructuredOutputConfig, tokenizer: str) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: SpawnProcess | None = None
+        self._connection: Connection | None = None
+        self._decoder = msgspec.msgpack.Decoder(compiler.Reply)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that is running, if any."""
+        return self._process.pid if self._process is not None else None
+
+    def compile(self, constraint: StructuredOutput) -> str:
+        """The compiled grammar, serialized. Raises InvalidArgument for a constraint that cannot be compiled within the
+        limits, Unavailable when closed meanwhile, Internal when the process fails otherwise.
+        """
+        kind, _ = constraint.constraint
+        field = f"{FIELD}.{kind}"
+        connection = self._started()
+        job = compiler.Job(constraint, self._config.max_constraint_bytes)
+        try:
+            connection.send_bytes(msgspec.msgpack.encode(job))
+            reply = self._receive(connection, self._config.compile_timeout)
+        except (EOFError, OSError):
+            code = self._stop()
+            self._raise_if_closed()
+            # The library ends its process where it cannot report an error: out of memory or of stack.
+            raise self._over(field, f"ended the compiling process (exit code {code}); it may use", "memory") from None
+        if reply is None:
+            self._stop()
+            self._raise_if_closed()
+            raise self._over(field, "takes too long to compile;", "timeout")
+        if reply.kind == "memory":
+            self._stop()
+            raise self._over(field, "takes too much memory to compile;", "memory")
+        if reply.kind == "refused":
+            raise InvalidArgument(reply.text, field=field)
+        return reply.text
+
+    def close(self) -> None:
+        """Kill the process. Idempotent; what is being compiled fails as Unavailable."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+            process.join(_JOIN_TIMEOUT)
+
+    def _over(self, field: str, what: str, limit: str) -> InvalidArgument:
+        value = self._config.compile_timeout if limit == "timeout" else self._config.compile_memory
+        unit = "seconds" if limit == "timeout" else "bytes"
+        return InvalidArgument(
+            f"{field} {what} the limit is {value} {unit} (structured_output.compile_{limit})", field=field, reason=LIMIT
+        )
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise Unavailable("the engine is stopping", field=FIELD)
+
+    def _started(self) -> Connection:
+        """The connection to a process that is ready."""
+        if self._process is not None and self._connection is not None and self._process.is_alive():
+            return self._connection
+        self._stop()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=compiler.main,
+            args=(theirs, self._tokenizer, self._config.compile_memory),
+            name="penstock-compile",
+            daemon=True,
+        )
+        with self._lock:
+            self._raise_if_closed()
+            process.start()
+            self._process, self._connection = process, ours
+        theirs.close()
+        try:
+            ready = self._receive(ours, _START_TIMEOUT)
+        except (EOFError, OSError):
+            ready = None
+        if ready is None or ready.kind != "ready":
+            code = self._stop()
+            self._raise_if_closed()
+            raise Internal(f"the process that compiles constraints did not start (exit code {code})", field=FIELD)
+        return ours
+
+    def _receive(self, connection: Connection, timeout: float) -> compiler.Reply | None:
+        """The next reply; None after ``timeout`` seconds. Raises EOFError when the process has ended."""
+        return self._decoder.decode(connection.recv_bytes()) if connection.poll(timeout) else None
+
+    def _stop(self) -> int | None:
+        """Kill the process, if there is one. Returns its exit code; if it had ended by itself, its own."""
+        process, connection = self._process, self._connection
+        if process is None:
+            return None
+        if connection is not None:
+            connection.close()
+        process.join(0.2)
+        process.kill()
+        process.join(_JOIN_TIMEOUT)
+        code = process.exitcode
+        self._process = self._connection = None
+        return code
