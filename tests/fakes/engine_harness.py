@@ -59,7 +59,7 @@ def make_engine(
     config_struct = make_config(**config)
     executor = executor or FakeExecutor(block_size=config_struct.cache.block_size)
     clocks = {"monotonic_clock": clock, "wall_clock": clock} if clock else {}
-    make_grammars = (lambda *_: grammars) if grammars else None
+    make_grammars = (lambda *_, **__: grammars) if grammars else None
     return EngineCore(config_struct, executor, progress=lambda line: None, make_grammars=make_grammars, **clocks)
 
 

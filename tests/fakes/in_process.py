@@ -19,6 +19,7 @@ from penstock_enginecore.config import (
 )
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.structured_output.factory import make_grammar_backend
 
 CLIENT = "test"
 
@@ -39,7 +40,7 @@ def build_engine(
         executor=ExecutorConfig(num_threads=1),
         profiler=ProfilerConfig(**(profiler or {})),
     )
-    return EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
+    return EngineCore(config, UniprocExecutor(config), make_grammars=make_grammar_backend, progress=lambda line: None)
 
 
 class Run(msgspec.Struct):

@@ -15,11 +15,11 @@ def main() -> int:
     """Exit code: 0 after a requested stop, 2 for a wrong configuration, 1 when loading or a step failed."""
     try:
         config = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
-        from penstock_enginecore.executor.factory import (
-            make_executor,
-        )  # torch is imported here, after flags are checked
+        # torch is imported here, after flags are checked
+        from penstock_enginecore.executor.factory import make_executor
+        from penstock_enginecore.structured_output.factory import make_grammar_backend
 
-        run(config, make_executor)
+        run(config, make_executor, make_grammar_backend)
     except ConfigError as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.signals import signals_handled
+from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.metrics import engine_registry
 from penstock_enginecore.plugins import load_plugins
@@ -25,7 +26,11 @@ log = get_logger()
 CAPABILITIES = ("generate", "prefix_caching", "chunked_prefill")
 
 
-def run(config: EngineCoreConfig, make_executor: Callable[[EngineCoreConfig], Executor]) -> None:
+def run(
+    config: EngineCoreConfig,
+    make_executor: Callable[[EngineCoreConfig], Executor],
+    make_grammars: GrammarBackendFactory | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT has been carried out.
 
     The port answers while the model loads (health: NOT_SERVING). Raises ConfigError, ModelLoadError, or what killed the loop.
@@ -39,7 +44,7 @@ def run(config: EngineCoreConfig, make_executor: Callable[[EngineCoreConfig], Ex
     io.start()
     try:
         executor = make_executor(config)
-        engine = EngineCore(config, executor, progress=log.info)
+        engine = EngineCore(config, executor, make_grammars=make_grammars, progress=log.info)
         try:
             serve(config, engine, io, started)
         finally:

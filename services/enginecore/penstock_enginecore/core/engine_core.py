@@ -24,7 +24,12 @@ from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
-from penstock_enginecore.core.structured_output.base import GrammarBackend, GrammarFactory, bitmask_words
+from penstock_enginecore.core.structured_output.base import (
+    GrammarBackend,
+    GrammarBackendFactory,
+    GrammarFactory,
+    bitmask_words,
+)
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.executor.base import Executor, Progress
@@ -42,8 +47,9 @@ class EngineCore:
     All methods belong to the busy loop's thread, except ``preprocess``. Building one loads the model: it may take
     minutes. Raises ModelLoadError or ConfigError when the engine cannot start.
 
-    ``grammars`` compiles the constraints of structured output; without it they are refused. ``wake`` is called, on any thread,
-    when a compiled constraint lets a waiting request go on: whoever waits for work should call ``step``.
+    ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused. ``wake`` is
+    called, on any thread, when a compiled constraint lets a waiting request go on: whoever waits for work should call
+    ``step``.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class EngineCore:
         config: EngineCoreConfig,
         executor: Executor,
         *,
-        make_grammars: Callable[[EngineCoreConfig, int, frozenset[int]], GrammarBackend] | None = None,
+        make_grammars: GrammarBackendFactory | None = None,
         progress: Progress = logger.info,
         monotonic_clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
@@ -67,7 +73,9 @@ class EngineCore:
         executor.load_model(progress)
         self.kv_cache_config = self._size_kv_cache(progress)
         self.vocab_size = executor.vocab_size
-        self._grammars = make_grammars(config, self.vocab_size, executor.eos_token_ids) if make_grammars else None
+        self._grammars: GrammarBackend | None = None
+        if make_grammars is not None:
+            self._grammars = make_grammars(config, vocab_size=self.vocab_size, eos_token_ids=executor.eos_token_ids)
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=config.scheduler,

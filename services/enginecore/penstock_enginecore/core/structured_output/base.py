@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.config import EngineCoreConfig
 
 BITS = 32
 """Tokens per word of a bitmask."""
@@ -45,6 +46,13 @@ class GrammarBackend(Protocol):
 
     def shutdown(self) -> None:
         """End what is running. Idempotent."""
+
+
+class GrammarBackendFactory(Protocol):
+    """Makes the backend for a loaded model. Must return at once: what takes time happens at the first constraint."""
+
+    def __call__(self, config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
+        """The backend that ``config`` names, for a model with ``vocab_size`` tokens."""
 
 
 def bitmask_words(vocab_size: int) -> int:
