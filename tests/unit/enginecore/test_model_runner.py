@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -86,6 +87,34 @@ def test_groups_of_layers_have_block_tables_of_their_own(path: Path) -> None:
     together = decode(make_executor(path), ([1, 2, 3, 4, 5],))
     apart = decode(make_executor(path, num_groups=2), ([1, 2, 3, 4, 5], [30, 7, 22, 9, 11]))
     assert apart == together
+
+
+def test_layers_of_different_groups_share_memory(path: Path) -> None:
+    apart = make_executor(path, num_groups=2)._worker.runner._layers.values()
+    together = make_executor(path)._worker.runner._layers.values()
+    assert len({layer.cache.keys.data_ptr() for layer in apart}) == 1
+    assert len({layer.cache.keys.data_ptr() for layer in together}) == len(together)
+
+
+def test_layers_of_different_heads_share_memory_as_wide_as_the_wider(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(path)
+    runner = executor._worker.runner
+    narrow, wide = runner._specs
+    spec = msgspec.structs.replace(runner._specs[wide], num_kv_heads=3)
+    monkeypatch.setitem(runner._specs, wide, spec)
+    groups = tuple(KVCacheGroup(layer_names=(name,)) for name in (narrow, wide))
+    executor.initialize_kv_cache(KVCacheConfig(num_blocks=4, block_size=4, groups=groups, max_model_len=8))
+    small, large = (layer.cache for layer in runner._layers.values())
+    slots = torch.tensor([5, 9])
+    for cache, heads in ((large, 3), (small, 2)):
+        keys = torch.randn(2, heads, spec.head_size)
+        cache.write(slots, keys, keys + 1)
+        read = cache.gather(slots)
+        assert torch.equal(read[0], keys)
+        assert torch.equal(read[1], keys + 1)
+    assert small.keys.data_ptr() == large.keys.data_ptr()
 
 
 def test_a_step_without_tokens_only_forgets(path: Path) -> None:

@@ -100,9 +100,8 @@ class ModelRunner:
             block_size=length,
         )
         layers = {
-            module: LayerCache(_layer_cache(spec, *self._new_plane(width, length, len(starts) * length)), group=0)
+            module: LayerCache(_layer_cache(spec, *self._new_plane(spec, length, len(starts) * length)), group=0)
             for _, module, spec in self._attention_modules()
-            for width in [PlaneWidth(spec.key_width, spec.value_width)]
         }
         with use_context(StepContext(self._backend, layers, [StepPlan(metadata, self._device)])):
             logits = self._logits(np.zeros_like(positions), positions, np.arange(num_seqs) % num_tokens)
@@ -149,12 +148,15 @@ class ModelRunner:
         for name, spec in self._specs.items():
             yield name, modules[name], spec
 
-    def _new_plane(self, width: PlaneWidth, block_size: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[num_slots, width]``. Only the null block is cleared: other slots are written before they
+    def _new_plane(
+        self, width: PlaneWidth | KVCacheSpec, block_size: int, num_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: other slots are written before they
         are read.
         """
         keys, values = (
-            torch.empty(num_slots, numbers, dtype=self._model.dtype, device=self._device) for numbers in width
+            torch.empty(num_slots, numbers, dtype=self._model.dtype, device=self._device)
+            for numbers in (width.key_width, width.value_width)
         )
         keys[:block_size] = 0
         values[:block_size] = 0

@@ -127,3 +127,27 @@ def test_content_is_forgotten_only_while_nothing_is_in_use():
     assert pool.forget()
     assert pool.get(b"x") is None
     pool.cache(pool.allocate(1)[0], b"y")
+
+
+def test_groups_share_blocks_but_not_content():
+    pool = BlockPool(4, num_groups=2)
+    a, b = pool.allocate(2)
+    assert pool.cache(a, b"same", 0)
+    assert pool.get(b"same", 1) is None
+    assert pool.cache(b, b"same", 1)
+    assert pool.get(b"same", 0) is a
+    pool.free([a])
+    pool.free([b])
+    assert a in pool.allocate(2)
+    assert pool.get(b"same", 0) is None
+    assert pool.get(b"same", 1) is b
+
+
+def test_null_blocks_are_neither_counted_nor_freed():
+    pool = BlockPool(3)
+    [block] = pool.allocate(1)
+    pool.touch([pool.null_block, block])
+    pool.free([pool.null_block, block])
+    pool.free([pool.null_block, block, pool.null_block])
+    assert pool.null_block.ref_count == 0
+    assert pool.num_free_blocks == 2

@@ -1,9 +1,15 @@
 """Several groups of layers over one pool: windows, common prefixes of all groups, and the events routers follow."""
 
+import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.kv_cache.prefix import find_computed_blocks
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from tests.fakes.engine_harness import (
@@ -11,6 +17,7 @@ from tests.fakes.engine_harness import (
     add,
     assert_as_expected,
     assert_nothing_left,
+    make_config,
     make_engine,
     make_request,
     run_to_end,
@@ -226,6 +233,38 @@ def test_what_full_attention_lacks_may_leave_windows_nothing_to_start_from():
     assert hit(manager, range(17)).num_tokens == 4
 
 
+@settings(max_examples=400)
+@given(
+    groups=st.lists(
+        st.sampled_from([FULL, window(1), window(5), window(9), chunk(6), chunk(8)]), min_size=1, max_size=4
+    ),
+    missing=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 7)), max_size=16),
+    tail=st.integers(0, 3),
+)
+# The second window cannot start after all eight blocks, the first then not after seven.
+@example(groups=[window(5), window(9)], missing={(0, 6), (1, 7)}, tail=1)
+def test_a_hit_is_the_longest_prefix_that_every_group_can_start_from(groups, missing, tail):
+    num_tokens = 8 * 4 + tail
+    hashes = [bytes([index]) for index in range(8)]
+    pool = BlockPool(len(groups) * 8 + 1, len(groups))
+    for number in range(len(groups)):
+        for index in range(8):
+            if (number, index) not in missing:
+                pool.cache(pool.allocate(1)[0], hashes[index], number)
+
+    def can_start(group, number, length):
+        first = group.first_key(min(length * 4, num_tokens - 1)) // 4
+        return all((number, index) not in missing for index in range(first, length))
+
+    longest = max(
+        length for length in range(9) if all(can_start(group, number, length) for number, group in enumerate(groups))
+    )
+    computed = find_computed_blocks(pool, groups, hashes, 4, num_tokens)
+    assert computed.num_blocks == longest
+    assert computed.num_tokens == min(longest * 4, num_tokens - 1)
+    assert [len(table) for table in computed.blocks] == [longest] * len(groups)
+
+
 def test_equal_prefixes_share_blocks_in_each_group():
     manager = make_manager(FULL, window(9))
     first, second = start(manager, range(12)), start(manager, [*range(12), 1])
@@ -310,6 +349,15 @@ def test_events_are_off_unless_asked_for():
     manager = make_manager(FULL)
     start(manager, range(8))
     assert manager.take_events() == []
+
+
+def test_an_engine_records_events_when_configured_to():
+    config = make_config()
+    for enabled in (True, False):
+        cache = msgspec.structs.replace(config.cache, enable_kv_events=enabled)
+        engine = EngineCore(msgspec.structs.replace(config, cache=cache), FakeExecutor(), progress=lambda line: None)
+        run_to_end(engine, make_request(12))
+        assert bool(engine.scheduler.kv_cache.take_events()) is enabled
 
 
 # Through the engine. The fake executor checks what every window holds.

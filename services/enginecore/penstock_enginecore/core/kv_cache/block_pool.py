@@ -112,6 +112,17 @@ class BlockPool:
         """The block with this content, or None."""
         return self._by_hash[group].get(block_hash)
 
+    def get_run(self, block_hashes: Iterable[bytes], group: int = 0) -> list[KVCacheBlock]:
+        """The blocks with these contents, up to the first that is not there."""
+        by_hash = self._by_hash[group]
+        blocks = []
+        for block_hash in block_hashes:
+            block = by_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` blocks, least recently used first; what they held is forgotten."""
         if count > len(self._free):
@@ -131,10 +142,16 @@ class BlockPool:
         if self._events is not None and block.group == self._events.group:
             self._events.removed(block_hash)
 
+    def num_free_among(self, tables: Iterable[Iterable[KVCacheBlock]]) -> int:
+        """Blocks, the null block excepted, that would leave the free list if they were touched."""
+        null = self.null_block
+        return sum(block.ref_count == 0 and block is not null for blocks in tables for block in blocks)
+
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add one reference to each block, the null block excepted; a free one leaves the free list."""
+        null = self.null_block
         for block in blocks:
-            if block is self.null_block:
+            if block is null:
                 continue
             if block.ref_count == 0:
                 self._free.remove(block)
@@ -146,8 +163,9 @@ class BlockPool:
         The end of a sequence is reused before its beginning, which more prompts share; blocks that cannot be found
         again are reused before all others.
         """
+        null = self.null_block
         for block in reversed(blocks):
-            if block is self.null_block:
+            if block is null:
                 continue
             if block.ref_count < 1:
                 raise RuntimeError(f"{block!r} is freed more often than it was taken")

@@ -17,8 +17,8 @@ MAX_GROUPS = 8
 class PlaneWidth(NamedTuple):
     """Numbers that a token takes in a plane: as many as in the widest layer that lives there."""
 
-    keys: int
-    values: int
+    key_width: int
+    value_width: int
 
 
 def plane_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[PlaneWidth]:
@@ -35,7 +35,7 @@ def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]
     """Bytes of one block in all planes."""
     block_size = max(spec.block_size for spec in specs.values())
     dtype_size = max(spec.dtype_size for spec in specs.values())
-    return block_size * dtype_size * sum(p.keys + p.values for p in plane_widths(specs, groups))
+    return block_size * dtype_size * sum(w.key_width + w.value_width for w in plane_widths(specs, groups))
 
 
 def group_layers(

@@ -97,9 +97,7 @@ class KVCacheManager:
         """
         pool = self.pool
         missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
-        revived = sum(
-            block.ref_count == 0 and block is not pool.null_block for blocks in computed.blocks for block in blocks
-        )
+        revived = pool.num_free_among(computed.blocks)
         if missing * len(self._groups) + revived + reserve > pool.num_free_blocks:
             return False
         for blocks in computed.blocks:

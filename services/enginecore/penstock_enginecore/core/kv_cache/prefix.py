@@ -32,10 +32,11 @@ def find_computed_blocks(
     after the prefix sees. What one group lacks shortens the prefix for all of them, and a shorter prefix ends in other
     windows: so until nobody shortens it any more.
     """
-    length = len(hashes)
+    from_start: dict[int, list[KVCacheBlock]] = {}
     for number, group in enumerate(groups):
         if not group.is_windowed:
-            length = _cached_from_start(pool, number, hashes, length)
+            from_start[number] = pool.get_run(hashes, number)
+    length = min((len(blocks) for blocks in from_start.values()), default=len(hashes))
     windowed = [(number, group) for number, group in enumerate(groups) if group.is_windowed]
     before = -1
     while length and length != before:
@@ -44,9 +45,11 @@ def find_computed_blocks(
             length = _cached_at_end(pool, number, group, hashes, length, block_size, num_tokens)
     tables = []
     for number, group in enumerate(groups):
-        first = _first_block(group, length, block_size, num_tokens)
-        found = [pool.get(block_hash, number) for block_hash in hashes[first:length]]
-        tables.append([pool.null_block] * first + [block for block in found if block is not None])
+        if number in from_start:
+            tables.append(from_start[number][:length])
+        else:
+            first = _first_block(group, length, block_size, num_tokens)
+            tables.append([pool.null_block] * first + pool.get_run(hashes[first:length], number))
     return ComputedBlocks(tuple(tables), min(length * block_size, num_tokens - 1))
 
 
@@ -56,14 +59,7 @@ def _first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: 
     That query is the last token when everything is cached: it is computed again, and its keys and values are written
     again into the last block, which therefore is always among those needed.
     """
-    return group.first_key(min(length * block_size, num_tokens - 1)) // block_size if group.is_windowed else 0
-
-
-def _cached_from_start(pool: BlockPool, number: int, hashes: Sequence[bytes], length: int) -> int:
-    for index in range(length):
-        if pool.get(hashes[index], number) is None:
-            return index
-    return length
+    return group.first_key(min(length * block_size, num_tokens - 1)) // block_size
 
 
 def _cached_at_end(
