@@ -25,7 +25,7 @@ VALUES: list[Any] = ["x", "zwei\n", '"', 1, -2.5, 1e30, True, None, [1, "a"], {"
 def random_schema(rng: random.Random, depth: int = 0) -> Any:
     """A schema that some value fulfils."""
     leaves = [_string, _integer, _number, _enum, _const, lambda _: {"type": "boolean"}, lambda _: {"type": "null"}]
-    nested = [_object, _object, _array, _any_of] if depth < 3 else []
+    nested = [_object, _object, _array, _any_of] if depth < 2 else []
     write = rng.choice(nested if depth == 0 else leaves + nested)
     return write(rng) if write in leaves else write(rng, depth)
 

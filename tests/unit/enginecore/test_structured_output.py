@@ -70,7 +70,7 @@ def test_whatever_a_model_samples_its_schema_accepts_it(backend: XgrammarBackend
     for seed in range(20 * block, 20 * block + 20):
         schema = random_schema(random.Random(seed))
         validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
-        for output in outputs(backend, model, 2, json_schema=json.dumps(schema)):
+        for output in outputs(backend, model, 1, json_schema=json.dumps(schema)):
             validator.validate(json.loads(output))
 
 
@@ -201,7 +201,7 @@ def test_what_the_library_cannot_read_is_refused_with_its_reason(backend: Xgramm
 
 def test_a_constraint_that_allows_no_output_is_refused(backend: XgrammarBackend):
     with pytest.raises(InvalidArgument, match="structured_output.grammar allows no output"):
-        compiled(backend, grammar='root ::= again\nagain ::= "a" again\n')
+        compiled(backend, grammar='root ::= again\nagain ::= again "a"\n')
 
 
 def test_what_check_refuses_compile_refuses_too(backend: XgrammarBackend):
@@ -254,7 +254,7 @@ def test_shutdown_ends_the_process_and_what_waits():
 
 def test_the_least_recently_used_constraint_is_forgotten():
     backend = backend_with(cache_size=2)
-    a, b, c = (StructuredOutput(grammar=f"root ::= {name}") for name in "abc")  # refused, which is remembered as well
+    a, b, c = (StructuredOutput(regex=f"{name}++") for name in "abc")  # refused, which is remembered as well
     try:
         futures = {a: backend.compile(a), b: backend.compile(b)}
         assert backend.compile(a) is futures[a]
