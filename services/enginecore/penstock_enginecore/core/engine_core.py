@@ -59,7 +59,11 @@ class EngineCore:
             )
         )
         executor.initialize_kv_cache(self.kv_cache_config)
-        self._limits = RequestLimits(max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        self._limits = RequestLimits(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            max_logprobs=config.model.max_logprobs,
+        )
         self._utilities = UtilityRegistry(self)
 
     def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
