@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_enginecore.sample.blocks import block_sums, largest
+from penstock_enginecore.sample.blocks import block_sums, largest, row_chunks
 from penstock_enginecore.sample.draw import draw, draw_among
 
 _STAGES = (128, 1024)
@@ -38,8 +38,8 @@ class FilterInputs:
     top_p: torch.Tensor
     uniforms: torch.Tensor
 
-    def rows(self, rows: torch.Tensor) -> "FilterInputs":
-        """The rows ``rows``, an int64 index."""
+    def rows(self, rows: torch.Tensor | slice) -> "FilterInputs":
+        """The rows ``rows``, an int64 index or a slice."""
         return FilterInputs(
             self.logits[rows],
             self.peaks[rows],
@@ -57,37 +57,54 @@ class FilterInputs:
 
 def draw_filtered(inputs: FilterInputs) -> torch.Tensor:
     """Token ids int64 ``[rows]``."""
+    parts = row_chunks(inputs.logits)
+    if len(parts) == 1:
+        return _draw_rows(inputs)
+    return torch.cat([_draw_rows(inputs.rows(part)) for part in parts])
+
+
+def _draw_rows(inputs: FilterInputs) -> torch.Tensor:
     vocab = inputs.logits.shape[1]
     tokens = inputs.top_k.new_empty(len(inputs.logits))
-    filtered = ((inputs.top_k < vocab) | (inputs.top_p < 1) | inputs.max_distance.isfinite()).squeeze(1)
-    plain = (~filtered).nonzero().squeeze(1)
-    left = filtered.nonzero().squeeze(1)
+    has_top_k = (inputs.top_k < vocab).squeeze(1)
+    left = has_top_k | ((inputs.top_p < 1) | inputs.max_distance.isfinite()).squeeze(1)
+    plain, many = ~left, torch.zeros_like(left)
     mass = torch.full_like(inputs.top_p, torch.nan)
     for count in _STAGES:
-        now = left[(inputs.top_k[left] < count).squeeze(1) | (inputs.top_k[left] == vocab).squeeze(1)]
-        if not len(now) or count >= vocab:
-            continue
-        drawn, sure, mass[now] = _among_likeliest(_select(inputs, now), mass[now], count)
-        tokens[now[sure]] = drawn[sure]
-        unsure = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-        unsure[now[sure]] = False
-        left = left[unsure[left]]
-    for rows, draw_rows in ((plain, _from_all), (left, _from_kept)):
+        now = _numbers(left & (~has_top_k | (inputs.top_k < count).squeeze(1)))
+        if len(now) and count < vocab:
+            looked = _among_likeliest(_select(inputs, now), mass[now], count)
+            tokens[now], mass[now] = looked.token_ids, looked.mass
+            left[now], many[now] = looked.few, looked.many
+    for rows, draw_rows in ((_numbers(plain), _from_all), (_numbers(left | many), _from_kept)):
         if len(rows):
             tokens[rows] = draw_rows(_select(inputs, rows))
     return tokens
+
+
+def _numbers(rows: torch.Tensor) -> torch.Tensor:
+    return rows.nonzero().squeeze(1)
 
 
 def _select(inputs: FilterInputs, rows: torch.Tensor) -> FilterInputs:
     return inputs if len(rows) == len(inputs.logits) else inputs.rows(rows)
 
 
-def _among_likeliest(
-    inputs: FilterInputs, mass: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw from the ``count`` likeliest tokens. Returns token ids, whether they hold all the filters keep, and ``mass``,
-    completed: the weight of all tokens that pass min_p and top_k, where these are not among the likeliest; NaN is unknown.
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What a look at the likeliest tokens gave, per row. ``token_ids`` mean nothing where the filters may keep tokens that
+    were not looked at: ``few``, if the last stage may do, or ``many``. ``mass`` ``[rows, 1]``: weight of all tokens that
+    pass min_p and top_k, NaN where nobody asked.
     """
+
+    token_ids: torch.Tensor
+    few: torch.Tensor
+    many: torch.Tensor
+    mass: torch.Tensor
+
+
+def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _Looked:
+    """Draw from the ``count`` likeliest tokens."""
     values, token_ids = largest(inputs.logits, count)
     distances = inputs.distances(values)
     weights = distances.neg().exp_()
@@ -98,9 +115,10 @@ def _among_likeliest(
     has_top_p = inputs.top_p < 1
     # What is not among the likeliest is no closer than the last of them, and weighs no more.
     last, weightless = distances[:, -1:], weights[:, -1:] == 0
+    may_reach = torch.zeros_like(has_top_p)
     if bool(has_top_p.any()):
         inside = (limit < last) | weightless
-        unknown = (has_top_p & ~inside & mass.isnan()).squeeze(1).nonzero().squeeze(1)
+        unknown = _numbers((has_top_p & ~inside & mass.isnan()).squeeze(1))
         if len(unknown):
             mass = mass.index_put((unknown,), _mass(_select(inputs, unknown), limit[unknown]))
         covered = weights.cumsum(dim=-1, dtype=torch.float64)
@@ -109,8 +127,11 @@ def _among_likeliest(
         position = (covered < wanted).sum(dim=-1, keepdim=True)
         reached = torch.minimum(limit, distances.gather(1, position.clamp(max=count - 1)))
         limit = torch.where(has_top_p & (position < count), reached, limit)
+        may_reach = has_top_p & (covered[:, -1:] + (_STAGES[-1] - count) * weights[:, -1:] >= wanted)
     drawn = draw_among(token_ids, weights * (distances <= limit), inputs.uniforms)
-    return drawn, ((limit < last) | weightless).squeeze(1), mass
+    unsure = ~((limit < last) | weightless)
+    few, many = unsure & may_reach, unsure & ~may_reach
+    return _Looked(drawn, few.squeeze(1), many.squeeze(1), mass)
 
 
 def _mass(inputs: FilterInputs, limit: torch.Tensor) -> torch.Tensor:
@@ -135,13 +156,15 @@ def _from_kept(inputs: FilterInputs) -> torch.Tensor:
     vocab = inputs.logits.shape[1]
     distances = inputs.distances(inputs.logits)
     limit = inputs.max_distance.clone()
-    for row in (inputs.top_k < vocab).squeeze(1).nonzero().squeeze(1).tolist():
+    for row in _numbers((inputs.top_k < vocab).squeeze(1)).tolist():
         kth = distances[row].topk(int(inputs.top_k[row]), largest=False).values[-1]
         limit[row] = torch.minimum(limit[row], kth)
     weights, mass = _kept_weights(distances, limit)
-    for row in (inputs.top_p < 1).squeeze(1).nonzero().squeeze(1).tolist():
+    with_top_p = _numbers((inputs.top_p < 1).squeeze(1)).tolist()
+    for row in with_top_p:
         limit[row] = _reach(distances[row], weights[row], limit[row], inputs.top_p[row] * mass[row])
-    weights.mul_(distances <= limit)
+    if with_top_p:
+        weights.mul_(distances <= limit)
     return draw(weights, inputs.uniforms)
 
 
@@ -159,9 +182,10 @@ def _reach(distances: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor, 
     covered = torch.bincount(keys, weights=weights.double(), minlength=_KEYS).cumsum(0)
     key = torch.searchsorted(covered, wanted).clamp_(max=_KEYS - 1)
     before = torch.where(key > 0, covered[(key - 1).clamp_(min=0)], 0.0)
-    inside, order = distances[keys == key].sort()
-    if not len(inside):
+    same = _numbers(keys == key)
+    if not len(same):
         return limit
-    covered = before + weights[keys == key][order].cumsum(0, dtype=torch.float64)
+    inside, order = distances[same].sort()
+    covered = before + weights[same[order]].cumsum(0, dtype=torch.float64)
     position = torch.searchsorted(covered, wanted).clamp_(max=len(inside) - 1)
     return torch.minimum(limit, inside[position])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_enginecore.sample.blocks import largest
+from penstock_enginecore.sample.blocks import largest, row_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,12 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> To
 
     A rank is 1 plus the number of tokens that are strictly likelier.
     """
+    parts = [_part(logits[part], chosen[part, None], count) for part in row_chunks(logits)]
+    return TokenLogprobs(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
+
+
+def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = logits.float()
-    chosen = chosen[:, None]
     chosen_logits = logits.gather(1, chosen)
     rank = (logits > chosen_logits).sum(dim=-1, keepdim=True) + 1
     token_ids, values, ranks = chosen, chosen_logits, rank
@@ -39,8 +43,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> To
         token_ids = torch.cat([token_ids, columns], dim=1)
         values = torch.cat([values, likeliest], dim=1)
         ranks = torch.cat([ranks, _ranks(likeliest)], dim=1)
-    logprobs = values - logits.logsumexp(dim=-1, keepdim=True)
-    return TokenLogprobs(token_ids.cpu(), logprobs.cpu(), ranks.cpu())
+    return token_ids, values - logits.logsumexp(dim=-1, keepdim=True), ranks
 
 
 def _ranks(descending: torch.Tensor) -> torch.Tensor:
