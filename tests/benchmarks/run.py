@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import load, scheduler_step
+from tests.benchmarks import load, sampling, scheduler_step
 from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
 from tests.benchmarks.load import Load, Result, Stream
 from tests.benchmarks.processes import engine, frontend
@@ -84,6 +84,20 @@ def scheduler_table() -> tuple[Table, dict[str, float]]:
     return made, numbers
 
 
+def sampling_table() -> tuple[Table, dict[str, dict[str, float]]]:
+    """The sampler, milliseconds per step."""
+    made = Table(title=f"sampler per step of {sampling.ROWS} rows, {sampling.VOCAB} tokens; median ms")
+    made.add_column("feature")
+    columns = [f"{kind}, {threads} thread{'s'[: threads - 1]}" for threads in (1, 2) for kind in sampling.DISTRIBUTIONS]
+    for column in columns:
+        made.add_column(column, justify="right")
+    numbers = {}
+    for (name, one), (_, two) in zip(sampling.measure(threads=1), list(sampling.measure(threads=2)), strict=True):
+        numbers[name] = dict(zip(columns, (*one.values(), *two.values()), strict=True))
+        made.add_row(name, *(f"{milliseconds:.1f}" for milliseconds in numbers[name].values()))
+    return made, numbers
+
+
 def main() -> int:
     """Print the tables, and write them as JSON where ``--json`` says."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
@@ -93,19 +107,27 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64, help="output length in tokens")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up; medians are taken over them")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
+    parser.add_argument("--only", choices=["scheduler", "sampling", "load"], help="measure just this part")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     args = parser.parse_args()
     loads = [
         Load(streams=n, requests=max(4, n * 2), input_len=args.input_len, output_len=args.output_len)
         for n in map(int, args.streams.split(","))
     ]
-    schedule, milliseconds = scheduler_table()
-    console.print(schedule)
-    results = asyncio.run(measure(args, loads))
-    console.print(table(results, loads))
-    if args.json:
+    numbers: dict[str, object] = {}
+    if args.only in (None, "scheduler"):
+        schedule, numbers["scheduler_ms"] = scheduler_table()
+        console.print(schedule)
+    if args.only in (None, "sampling"):
+        samples, numbers["sampling_ms"] = sampling_table()
+        console.print(samples)
+    if args.only in (None, "load"):
+        results = asyncio.run(measure(args, loads))
+        console.print(table(results, loads))
         medians = {name: {n: load.median(rows) for n, rows in by.items()} for name, by in results.items()}
-        args.json.write_text(json.dumps({"scheduler_ms": milliseconds, "load": msgspec.to_builtins(medians)}, indent=2))
+        numbers["load"] = msgspec.to_builtins(medians)
+    if args.json:
+        args.json.write_text(json.dumps(numbers, indent=2))
     return 0
 
 

@@ -29,7 +29,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ``path`` is a directory or a Hugging Face model id. ``dtype`` auto is the checkpoint's own, except that half
     precisions become float32 on a CPU without native support. ``max_model_len`` None takes the model's own limit, lowered to
-    what the KV cache can hold.
+    what the KV cache can hold. ``max_logprobs``: how many of the likeliest tokens a request may have reported per position,
+    -1 for the whole vocabulary.
     """
 
     path: str
@@ -40,10 +41,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: int | None = None
     attention_backend: str = "auto"
     trust_remote_code: bool = False
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         require("model.path", self.path)
         check_range("model.max_model_len", self.max_model_len, low=1)
+        check_range("model.max_logprobs", self.max_logprobs, low=-1, high=1_000_000)
 
     @property
     def name(self) -> str:

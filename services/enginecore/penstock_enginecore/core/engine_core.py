@@ -88,7 +88,11 @@ class EngineCore:
             )
         )
         executor.initialize_kv_cache(self.kv_cache_config)
-        self._limits = RequestLimits(max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        self._limits = RequestLimits(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            max_logprobs=config.model.max_logprobs,
+        )
         self.control = EngineControl(self)
         self.utilities = extend(UtilityRegistry(self.control), "engine")
 
@@ -100,7 +104,7 @@ class EngineCore:
             config.cache,
             requested_max_model_len=config.model.max_model_len,
             model_max_len=executor.model_max_len,
-            max_tokens_in_flight=config.scheduler.max_num_batched_tokens,
+            max_tokens_in_flight=config.scheduler.max_num_batched_tokens * self._max_batches,
         )
         tokens = (sized.num_blocks - 1) * sized.block_size
         groups = len(sized.groups)

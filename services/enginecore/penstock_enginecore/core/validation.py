@@ -2,47 +2,52 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.sampling import SamplingParams
+from penstock_common.types.sampling import RepetitionDetection, SamplingParams
 
 MAX_SEED = 2**64 - 1
 
-_NOT_SERVED_YET: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logit_bias": {},
-    "allowed_token_ids": (),
-    "bad_words": (),
-}
-"""Sampling parameters engines refuse until they serve them, with the value that means unset."""
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+_MAX_LISTED = 1024
+"""Entries of logit_bias, and sequences in bad_word_token_ids, at most."""
+_MAX_BAD_WORD_TOKENS = 1024
+_MAX_PATTERN_SIZE = 1000
+"""Tokens of a pattern that repetition detection looks for, at most: it looks at every step."""
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``."""
+    """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``, log-probabilities of at most
+    ``max_logprobs`` of the likeliest tokens, -1 for all.
+    """
 
     max_model_len: int
     vocab_size: int
+    max_logprobs: int = 20
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Raise InvalidArgument or Unimplemented, naming the field, unless the engine can serve ``request``."""
+    """Raise InvalidArgument, naming the field, unless the engine can serve ``request``. Constraints on its output, and
+    pooling parameters, are checked elsewhere.
+    """
     if not request.request_id:
         raise InvalidArgument("request_id is empty", field="request_id")
     _check_prompt(request, limits)
     _check_token_ids("prior_output_token_ids", request.prior_output_token_ids, limits.vocab_size)
-    _check_sampling(request.sampling_params, limits.vocab_size)
+    if request.pooling_params is None:
+        check_sampling(request.sampling_params, limits)
     if request.deadline is not None and not math.isfinite(request.deadline):
         raise InvalidArgument(f"deadline is {request.deadline}; it must be finite", field="deadline")
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
+    if not _INT32_MIN <= request.priority <= _INT32_MAX:
+        raise InvalidArgument(
+            f"priority is {request.priority}; it must be at least {_INT32_MIN} and at most {_INT32_MAX}",
+            field="priority",
+        )
     if request.data_parallel_rank not in (None, 0):
         raise InvalidArgument(
             f"data_parallel_rank is {request.data_parallel_rank}; this engine is rank 0 of 1",
@@ -73,19 +78,22 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         )
 
 
-def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    for name, unset in _NOT_SERVED_YET.items():
-        if (value := getattr(params, name)) != unset:
-            shown = f" is {value}; it" if isinstance(value, int | float) else ""
-            raise Unimplemented(f"sampling_params.{name}{shown} is not served yet", field=f"sampling_params.{name}")
+def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
+    """Raise InvalidArgument unless an engine with these limits can do what ``params`` say."""
+    _check_lengths(params)
+    _check_distribution(params)
+    _check_rules(params, limits.vocab_size)
+    _check_logprobs("logprobs", params.logprobs, limits)
+    _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits)
+    if params.repetition_detection is not None:
+        _check_repetition_detection(params.repetition_detection)
+
+
+def _check_lengths(params: SamplingParams) -> None:
     if params.n != 1:
         raise InvalidArgument(
             f"sampling_params.n is {params.n}; engines take one sequence per request", field=_path("n")
         )
-    _check_number("temperature", params.temperature, low=0.0)
-    _check_number("top_p", params.top_p, low=0.0, high=1.0, exclude_low=True)
-    _check_number("min_p", params.min_p, low=0.0, high=1.0)
-    _check_number("top_k", params.top_k, low=0)
     _check_number("min_tokens", params.min_tokens, low=0)
     if params.max_tokens is not None:
         _check_number("max_tokens", params.max_tokens, low=1)
@@ -94,6 +102,16 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
                 f"sampling_params.min_tokens is {params.min_tokens}; max_tokens, {params.max_tokens}, is its limit",
                 field=_path("min_tokens"),
             )
+
+
+def _check_distribution(params: SamplingParams) -> None:
+    _check_number("temperature", params.temperature, low=0.0)
+    _check_number("top_p", params.top_p, low=0.0, high=1.0, exclude_low=True)
+    _check_number("min_p", params.min_p, low=0.0, high=1.0)
+    _check_number("top_k", params.top_k, low=0)
+    _check_number("presence_penalty", params.presence_penalty, low=-2.0, high=2.0)
+    _check_number("frequency_penalty", params.frequency_penalty, low=-2.0, high=2.0)
+    _check_number("repetition_penalty", params.repetition_penalty, low=0.0, exclude_low=True)
     if params.seed is not None:
         _check_number("seed", params.seed, low=0, high=MAX_SEED)
     elif not params.greedy:
@@ -101,16 +119,82 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
             f"sampling_params.seed is unset; at temperature {params.temperature} engines need one",
             field=_path("seed"),
         )
+
+
+def _check_rules(params: SamplingParams, vocab_size: int) -> None:
     _check_token_ids(_path("stop_token_ids"), params.stop_token_ids, vocab_size)
+    _check_count("logit_bias", len(params.logit_bias), "entries")
+    _check_token_ids(_path("logit_bias"), list(params.logit_bias), vocab_size)
+    for token_id, bias in params.logit_bias.items():
+        _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0, field="logit_bias")
+    _check_token_ids(_path("allowed_token_ids"), params.allowed_token_ids, vocab_size)
+    _check_bad_words(params, vocab_size)
 
 
-def _check_number(name: str, value: float, *, low: float, high: float = math.inf, exclude_low: bool = False) -> None:
+def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
+    name, words = "bad_word_token_ids", params.bad_word_token_ids
+    if params.bad_words and not words:
+        raise InvalidArgument(
+            f"sampling_params.bad_words has {len(params.bad_words)} words and {name} is empty; engines ban token ids",
+            field=_path("bad_words"),
+        )
+    _check_count(name, len(words), "sequences")
+    for number, word in enumerate(words):
+        if not word:
+            raise InvalidArgument(
+                f"sampling_params.{name}[{number}] is empty; it must hold at least one token", field=_path(name)
+            )
+        if len(word) > _MAX_BAD_WORD_TOKENS:
+            raise InvalidArgument(
+                f"sampling_params.{name}[{number}] has {len(word)} tokens; the limit is {_MAX_BAD_WORD_TOKENS}",
+                field=_path(name),
+            )
+        _check_token_ids(_path(name), word, vocab_size)
+    banned = {word[0] for word in words if len(word) == 1}
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        raise InvalidArgument(
+            f"sampling_params.allowed_token_ids holds nothing but tokens that {name} bans; it must leave at least one",
+            field=_path("allowed_token_ids"),
+        )
+
+
+def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None:
+    if value is None:
+        return
+    high = limits.vocab_size if limits.max_logprobs < 0 else limits.max_logprobs
+    if value == -1 and high < limits.vocab_size:
+        raise InvalidArgument(
+            f"sampling_params.{name} is -1, the whole vocabulary of {limits.vocab_size} tokens; this engine reports at "
+            f"most {high}",
+            field=_path(name),
+        )
+    if value != -1:
+        _check_number(name, value, low=0, high=high)
+
+
+def _check_repetition_detection(detection: RepetitionDetection) -> None:
+    name, shortest = "repetition_detection", detection.min_pattern_size
+    _check_number(f"{name}.min_pattern_size", shortest, low=1, high=_MAX_PATTERN_SIZE)
+    _check_number(f"{name}.max_pattern_size", detection.max_pattern_size, low=shortest, high=_MAX_PATTERN_SIZE)
+    _check_number(f"{name}.min_count", detection.min_count, low=2)
+
+
+def _check_count(name: str, count: int, what: str) -> None:
+    if count > _MAX_LISTED:
+        raise InvalidArgument(
+            f"sampling_params.{name} has {count} {what}; the limit is {_MAX_LISTED}", field=_path(name)
+        )
+
+
+def _check_number(
+    name: str, value: float, *, low: float, high: float = math.inf, exclude_low: bool = False, field: str = ""
+) -> None:
     too_low = value <= low if exclude_low else value < low
     if math.isfinite(value) and not too_low and value <= high:
         return
     above = "above" if exclude_low else "at least"
     limit = f"{above} {low}" if high == math.inf else f"{above} {low} and at most {high}"
-    raise InvalidArgument(f"sampling_params.{name} is {value}; it must be {limit}", field=_path(name))
+    raise InvalidArgument(f"sampling_params.{name} is {value}; it must be {limit}", field=_path(field or name))
 
 
 def _path(name: str) -> str:

@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
 from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.request_rules import RequestRules, join_rules
+from penstock_enginecore.sample.rules import GrammarRows, LogitRules
 from penstock_enginecore.sample.sampler import SamplingInputs
 
 _INITIAL_ROWS = 16
@@ -39,6 +41,18 @@ class StepInputs:
     logits_indices: IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Prompt tokens of a request that a step can score: ``rows`` of the flat batch, whose logits predict ``token_ids``.
+    ``count``: how many of the likeliest tokens to report beside each.
+    """
+
+    request_id: str
+    rows: IntArray
+    token_ids: IntArray
+    count: int
+
+
 class InputBatch:
     """Rows of request state. ``num_groups``: KV cache groups, each with a block table of its own."""
 
@@ -60,8 +74,10 @@ class InputBatch:
         self._top_p = np.zeros(0)
         self._min_p = np.zeros(0)
         self._seed = np.zeros(0, dtype=np.uint64)
-        self._min_tokens = np.zeros(0, dtype=np.int64)
-        self._stop_ids: dict[int, tuple[int, ...]] = {}
+        # By row, of those requests only that have any.
+        self._rules: dict[int, RequestRules] = {}
+        self._logprobs: dict[int, int] = {}
+        self._prompt_logprobs: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -110,11 +126,10 @@ class InputBatch:
             logits_indices=query_start_loc[1:][sampling] - 1,
         )
 
-    def sampling_inputs(self, request_ids: Sequence[str]) -> SamplingInputs:
+    def sampling_inputs(self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None) -> SamplingInputs:
         """How to choose the next token of each request, with its draw for this output index."""
         rows = self._row_array(request_ids)
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
-        too_short = np.flatnonzero(index < self._min_tokens[rows])
         temperature = self._temperature[rows]
         drawn = temperature > 0
         uniform = np.zeros(len(rows))
@@ -125,8 +140,29 @@ class InputBatch:
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
             uniforms=uniform,
-            banned=[(int(i), self._stop_ids[int(rows[i])]) for i in too_short],
+            rules=self._logit_rules(request_ids, rows, grammar),
         )
+
+    def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
+        """Which of the requests want log-probabilities, by index, and of how many of the likeliest tokens; -1 is all."""
+        if not self._logprobs:
+            return []
+        counts = ((i, self._logprobs.get(self._rows[r])) for i, r in enumerate(request_ids))
+        return [(i, count) for i, count in counts if count is not None]
+
+    def prompt_targets(self, step: StepInputs) -> list[PromptTargets]:
+        """The prompt tokens whose log-probabilities were asked for and whose predecessors ``step`` computes."""
+        targets = []
+        starts = step.attention[0].query_start_loc if self._prompt_logprobs else ()
+        for i, request_id in enumerate(step.request_ids if self._prompt_logprobs else ()):
+            row = self._rows[request_id]
+            count = self._prompt_logprobs.get(row)
+            flat = np.arange(starts[i], starts[i + 1])
+            flat = flat[step.positions[flat] < self._num_prompt_tokens[row] - 1]
+            if count is not None and len(flat):
+                token_ids = self._token_ids[row, step.positions[flat] + 1].astype(np.int64)
+                targets.append(PromptTargets(request_id, flat, token_ids, count))
+        return targets
 
     def append_tokens(self, request_ids: Sequence[str], token_ids: IntArray) -> None:
         """Remember the sampled tokens: they are the next step's input."""
@@ -135,6 +171,25 @@ class InputBatch:
         fits = self._num_tokens[rows] < self._token_ids.shape[1]
         self._token_ids[rows[fits], self._num_tokens[rows[fits]]] = token_ids[fits]
         self._num_tokens[rows] += 1
+        if self._rules:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                if rules := self._rules.get(row):
+                    rules.append(token_id)
+
+    def _logit_rules(self, request_ids: Sequence[str], rows: IntArray, grammar: GrammarBitmask | None) -> LogitRules:
+        grammar_rows = None
+        if grammar is not None and grammar.request_ids:
+            index = {request_id: i for i, request_id in enumerate(request_ids)}
+            named = np.array([index[request_id] for request_id in grammar.request_ids], dtype=np.int64)
+            grammar_rows = GrammarRows(named, grammar.bitmask)
+        if not self._rules:
+            return LogitRules(grammar=grammar_rows)
+        found = [(i, row, rules) for i, row in enumerate(rows.tolist()) if (rules := self._rules.get(row))]
+        return join_rules([(i, rules, self._output(row)) for i, row, rules in found], grammar_rows)
+
+    def _output(self, row: int) -> npt.NDArray[np.int32]:
+        """The output tokens of a row."""
+        return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row]]
 
     def _row_array(self, request_ids: Sequence[str]) -> IntArray:
         return np.fromiter((self._rows[r] for r in request_ids), dtype=np.int64, count=len(request_ids))
@@ -162,17 +217,22 @@ class InputBatch:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seed[row] = (params.seed or 0) % 2**64
-        self._min_tokens[row] = min(params.min_tokens, _INT64_MAX)
-        if params.min_tokens > 0:
-            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos_token_ids)
-            self._stop_ids[row] = tuple(sorted(ends))
+        known = self._token_ids[row, : self._num_tokens[row]]
+        rules = RequestRules.create(params, known, int(self._num_prompt_tokens[row]), self._eos_token_ids)
+        if rules is not None:
+            self._rules[row] = rules
+        if params.logprobs is not None:
+            self._logprobs[row] = params.logprobs
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[row] = params.prompt_logprobs
 
     def _remove(self, request_id: str) -> None:
         """Forget a request; one that never ran here is none of our business."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
-            self._stop_ids.pop(row, None)
+            for of_some in (self._rules, self._logprobs, self._prompt_logprobs):
+                of_some.pop(row, None)
 
     def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
         for group, (table, ids) in enumerate(zip(self._block_tables, block_ids, strict=True)):
@@ -195,7 +255,6 @@ class InputBatch:
         self._top_p = _grown(self._top_p, new)
         self._min_p = _grown(self._min_p, new)
         self._seed = _grown(self._seed, new)
-        self._min_tokens = _grown(self._min_tokens, new)
 
 
 def _grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:

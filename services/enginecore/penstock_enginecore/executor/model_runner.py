@@ -7,13 +7,16 @@ from typing import cast
 import numpy as np
 import torch
 
+from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray, KVCache, StepPlan, create_backend
 from penstock_enginecore.core.kv_cache.grouping import PlaneWidth, plane_widths
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
+from penstock_enginecore.executor.scorer import OutputScores, PromptScorer
 from penstock_enginecore.models.attention_hook import LayerCache, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.sample.sampler import SamplingInputs, sample
@@ -25,6 +28,7 @@ class _Pending:
 
     inputs: StepInputs
     logits: torch.Tensor
+    prompt_logprobs: dict[str, Logprobs]
 
 
 class ModelRunner:
@@ -32,6 +36,8 @@ class ModelRunner:
 
     def __init__(self, model: LoadedModel, device: torch.device, attention_backend: str) -> None:
         self._model = model
+        self._head = Head(model.module)
+        self._prompt_scorer = PromptScorer(self._head, device, comes_apart=False)
         self._device = device
         self._backend = create_backend(attention_backend, device)
         self._specs: dict[str, KVCacheSpec] = {}
@@ -45,8 +51,10 @@ class ModelRunner:
         probe = ProbeContext()
         zero = np.zeros(1, dtype=np.int64)
         try:
-            with use_context(probe):
-                self._logits(zero, zero, zero)
+            with use_context(probe), self._head.capture() as states:
+                logits = self._logits(zero, zero, zero)
+            comes_apart = self._head.reproduces(states, logits)
+            self._prompt_scorer = PromptScorer(self._head, self._device, comes_apart=comes_apart)
         except Exception as e:
             name = type(self._model.module).__name__
             raise ModelLoadError(f"{name} is not supported: it fails on one token: {type(e).__name__}: {e}") from e
@@ -120,8 +128,12 @@ class ModelRunner:
         inputs = self._batch.prepare(step.num_scheduled_tokens)
         context = StepContext(self._backend, self._layers, [StepPlan(m, self._device) for m in inputs.attention])
         with use_context(context):
-            logits = self._logits(inputs.token_ids, inputs.positions, inputs.logits_indices)
-        self._pending = _Pending(inputs, logits)
+            logits, prompt_logprobs = self._prompt_scorer.run(
+                lambda rows: self._logits(inputs.token_ids, inputs.positions, rows),
+                inputs.logits_indices,
+                self._batch.prompt_targets(inputs),
+            )
+        self._pending = _Pending(inputs, logits, prompt_logprobs)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
@@ -132,16 +144,26 @@ class ModelRunner:
         request_ids = pending.inputs.request_ids
         tokens: list[list[int]] = [[] for _ in request_ids]
         num_nans: dict[str, int] = {}
+        logprobs: dict[str, Logprobs] = {}
         sampling = pending.inputs.sampling_requests
         if len(sampling):
             sampling_ids = [request_ids[i] for i in sampling]
-            sampled = sample(pending.logits, self._batch.sampling_inputs(sampling_ids))
+            inputs = self._batch.sampling_inputs(sampling_ids, grammar)
+            scores = OutputScores.of(pending.logits, self._batch.logprobs(sampling_ids), overwritten=bool(inputs.rules))
+            sampled = sample(pending.logits, inputs)
             self._batch.append_tokens(sampling_ids, sampled.token_ids)
             for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
                 tokens[i].append(token)
+            logprobs = scores.logprobs(sampling_ids, sampled.token_ids)
             if sampled.num_nans is not None:
                 num_nans = {r: n for r, n in zip(sampling_ids, sampled.num_nans.tolist(), strict=True) if n}
-        return ModelRunnerOutput(request_ids=request_ids, sampled_token_ids=tokens, num_nans_in_logits=num_nans)
+        return ModelRunnerOutput(
+            request_ids=request_ids,
+            sampled_token_ids=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=pending.prompt_logprobs,
+            num_nans_in_logits=num_nans,
+        )
 
     def _attention_modules(self) -> Iterator[tuple[str, torch.nn.Module, KVCacheSpec]]:
         modules = dict(self._model.module.named_modules())

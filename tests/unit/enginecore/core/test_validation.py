@@ -5,7 +5,8 @@ import math
 import msgspec
 import pytest
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from tests.fakes.engine_harness import make_request
@@ -13,8 +14,8 @@ from tests.fakes.engine_harness import make_request
 LIMITS = RequestLimits(max_model_len=20, vocab_size=100)
 
 
-def field_of(request, error=InvalidArgument):
-    with pytest.raises(error) as e:
+def field_of(request):
+    with pytest.raises(InvalidArgument) as e:
         validate_request(request, LIMITS)
     assert e.value.field.rsplit(".", 1)[-1] in e.value.message
     return e.value.field
@@ -70,24 +71,85 @@ def test_a_wrong_sampling_parameter_is_named(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.2),
-        ("logprobs", 0),
-        ("prompt_logprobs", 1),
-        ("logit_bias", {1: 2.0}),
-        ("allowed_token_ids", (1,)),
-        ("bad_words", ("x",)),
-        ("structured_output", StructuredOutput(regex="a")),
-        ("repetition_detection", RepetitionDetection(max_pattern_size=3)),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logprobs", -2),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("logit_bias", {100: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: math.nan}),
+        ("allowed_token_ids", (1, 100)),
+        ("bad_words", ("word",)),
+        ("bad_word_token_ids", ((),)),
+        ("bad_word_token_ids", ((1,), (2, 100))),
+        ("bad_word_token_ids", ((1,),) * 1025),
+        ("bad_word_token_ids", ((1,) * 1025,)),
     ],
 )
-def test_what_is_not_served_yet_is_refused_not_ignored(name, value):
-    assert field_of(make_request(**{name: value}), Unimplemented) == f"sampling_params.{name}"
+def test_a_wrong_rule_is_named(name, value):
+    assert field_of(make_request(**{name: value})) == f"sampling_params.{name}"
 
 
-def test_other_ranks_and_empty_ids_are_refused():
+def test_bad_words_must_leave_an_allowed_token():
+    banned = ((1,), (2,), (3, 4))
+    request = make_request(allowed_token_ids=(1, 2), bad_word_token_ids=banned)
+    assert field_of(request) == "sampling_params.allowed_token_ids"
+    validate_request(make_request(allowed_token_ids=(1, 2, 4), bad_word_token_ids=banned), LIMITS)
+
+
+def test_the_number_of_biases_is_limited():
+    limits = RequestLimits(max_model_len=20, vocab_size=5000)
+    validate_request(make_request(logit_bias=dict.fromkeys(range(1024), 1.0)), limits)
+    with pytest.raises(InvalidArgument, match=r"logit_bias has 1025 entries; the limit is 1024"):
+        validate_request(make_request(logit_bias=dict.fromkeys(range(1025), 1.0)), limits)
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("min_pattern_size", {"max_pattern_size": 3, "min_pattern_size": 0}),
+        ("max_pattern_size", {"max_pattern_size": 2, "min_pattern_size": 3}),
+        ("max_pattern_size", {"max_pattern_size": 1001}),
+        ("min_count", {"max_pattern_size": 3, "min_count": 1}),
+    ],
+)
+def test_a_wrong_part_of_repetition_detection_is_named(part, values):
+    request = make_request(repetition_detection=RepetitionDetection(**values))
+    assert field_of(request) == f"sampling_params.repetition_detection.{part}"
+
+
+def test_an_engine_that_reports_the_whole_vocabulary_takes_minus_one():
+    limits = RequestLimits(max_model_len=20, vocab_size=100, max_logprobs=-1)
+    for count in (-1, 0, 100):
+        validate_request(make_request(logprobs=count, prompt_logprobs=count), limits)
+    with pytest.raises(InvalidArgument, match=r"logprobs is 101; it must be at least 0 and at most 100"):
+        validate_request(make_request(logprobs=101), limits)
+    with pytest.raises(
+        InvalidArgument, match=r"is -1, the whole vocabulary of 100 tokens; this engine reports at most 20"
+    ):
+        validate_request(make_request(logprobs=-1), LIMITS)
+
+
+def test_sampling_parameters_of_a_pooling_request_mean_nothing():
+    request = msgspec.structs.replace(make_request(top_p=7.0), pooling_params=PoolingParams(task=PoolingTask.EMBED))
+    validate_request(request, LIMITS)
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])
+def test_priorities_are_any_int32(priority):
+    validate_request(msgspec.structs.replace(make_request(), priority=priority), LIMITS)
+
+
+def test_other_ranks_wide_priorities_and_empty_ids_are_refused():
     request = make_request()
+    assert field_of(msgspec.structs.replace(request, priority=2**31)) == "priority"
     assert field_of(msgspec.structs.replace(request, data_parallel_rank=1)) == "data_parallel_rank"
     assert field_of(msgspec.structs.replace(request, request_id="")) == "request_id"
 
@@ -113,6 +175,12 @@ def test_messages_name_the_value_and_the_limit():
         {"max_tokens": 1, "min_tokens": 1},
         {"top_k": 10**9, "min_p": 1.0, "top_p": 1e-6, "temperature": 100.0},
         {"stop": ("text",), "detokenize": False, "cache_salt": "ü"},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"logit_bias": {0: -100.0, 99: 100.0}, "allowed_token_ids": (0, 99)},
+        {"bad_words": ("word",), "bad_word_token_ids": ((99,), (1,) * 1024)},
+        {"structured_output": StructuredOutput(regex="a")},
+        {"repetition_detection": RepetitionDetection(max_pattern_size=1000, min_pattern_size=1000)},
     ],
 )
 def test_limits_themselves_are_allowed(request_args):

@@ -1,0 +1,85 @@
+"""What penalties need to know of a request: its distinct tokens and how often each was put out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_common.types.sampling import SamplingParams
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyEntries:
+    """The logits to penalize, as parallel arrays: row, token id, what to divide or multiply by, and what to subtract then."""
+
+    rows: IntArray
+    token_ids: IntArray
+    repetition: FloatArray
+    subtracted: FloatArray
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence and their counts in its output, kept up to date token by token.
+
+    Takes memory in proportion to the distinct tokens, not to the vocabulary, and a step costs as much. ``with_prompt``
+    counts the prompt's tokens in, which only the repetition penalty looks at.
+    """
+
+    def __init__(self, token_ids: IntArray, num_prompt_tokens: int, *, with_prompt: bool) -> None:
+        start = 0 if with_prompt else num_prompt_tokens
+        distinct, places = np.unique(token_ids[start:], return_inverse=True)
+        self._size = len(distinct)
+        self._token_ids = distinct.astype(np.int64)
+        output = places[num_prompt_tokens - start :]
+        self._counts = np.bincount(output, minlength=self._size).astype(np.int64)
+        self._places = dict(zip(distinct.tolist(), range(self._size), strict=True))
+
+    def append(self, token_id: int) -> None:
+        """Count an output token."""
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._places[token_id] = self._size
+            self._size += 1
+            if place >= len(self._token_ids):
+                self._token_ids = np.resize(self._token_ids, max(16, 2 * self._size))
+                self._counts = np.resize(self._counts, len(self._token_ids))
+            self._token_ids[place] = token_id
+            self._counts[place] = 0
+        self._counts[place] += 1
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The distinct tokens."""
+        return self._token_ids[: self._size]
+
+    @property
+    def counts(self) -> IntArray:
+        """How often each is in the output; 0 for one that is only in the prompt."""
+        return self._counts[: self._size]
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether any penalty does anything."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def join_penalties(by_row: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> PenaltyEntries:
+    """The entries of several rows."""
+    lengths = [len(counts.token_ids) for _, _, counts in by_row]
+
+    def repeated(values: Sequence[float], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+        return np.repeat(np.array(values, dtype=dtype), lengths)
+
+    counts = np.concatenate([counts.counts for _, _, counts in by_row])
+    frequency = repeated([params.frequency_penalty for _, params, _ in by_row], np.float64)
+    presence = repeated([params.presence_penalty for _, params, _ in by_row], np.float64)
+    return PenaltyEntries(
+        rows=repeated([row for row, _, _ in by_row], np.int64).astype(np.int64),
+        token_ids=np.concatenate([counts.token_ids for _, _, counts in by_row]),
+        repetition=repeated([params.repetition_penalty for _, params, _ in by_row], np.float32).astype(np.float32),
+        subtracted=(frequency * counts + presence * (counts > 0)).astype(np.float32),
+    )
