@@ -125,14 +125,14 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constrained decoding. ``compile_timeout``: seconds a constraint may take to compile. ``compile_memory``: bytes it may
     take in the compiling process, on top of what that process needs itself. ``max_constraint_bytes``: size of a constraint's
-    text. ``cache_size``: how many compiled constraints are kept.
+    text. ``cache_size``: how many compiled constraints are kept, of up to some 16 MB each at 128 000 tokens.
     """
 
     backend: Literal["xgrammar"] = "xgrammar"
     compile_timeout: float = 10.0
     compile_memory: ByteSize = 1024 * 1024 * 1024
     max_constraint_bytes: ByteSize = 256 * 1024
-    cache_size: int = 256
+    cache_size: int = 64
 
     def __post_init__(self) -> None:
         check_choice("structured_output.backend", self.backend, ("xgrammar",))

@@ -1,12 +1,16 @@
 """Constraints compiled by the real backend, in its real process, with the demo model's tokenizer."""
 
+import datetime as dt
+import ipaddress
 import json
 import os
 import random
 import re
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import numpy as np
@@ -27,6 +31,7 @@ VOCAB_SIZE = 2100
 """Larger than the tokenizer's 2048 tokens, and no multiple of 32."""
 EOS = frozenset({1, 5})
 TIMEOUT = 120
+CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 def backend_with(**settings: Any) -> XgrammarBackend:
@@ -65,17 +70,32 @@ def allowed(grammar: Grammar) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
-FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
-"""The formats that jsonschema checks by itself as RFC 3339 and its like say; its "time" knows no offset."""
-
-
 @pytest.mark.parametrize("block", range(10))
 def test_whatever_a_model_samples_its_schema_accepts_it(backend: XgrammarBackend, model: RandomModel, block: int):
     for seed in range(20 * block, 20 * block + 20):
         schema = random_schema(random.Random(seed))
-        validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
+        validator = jsonschema.Draft202012Validator(schema, format_checker=CHECKER)
         for output in outputs(backend, model, 1, json_schema=json.dumps(schema)):
             validator.validate(json.loads(output))
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("date-time", dt.datetime.fromisoformat),
+        ("date", dt.date.fromisoformat),
+        ("time", dt.time.fromisoformat),
+        ("uuid", uuid.UUID),
+        ("ipv4", ipaddress.IPv4Address),
+        ("ipv6", ipaddress.IPv6Address),
+        ("uri", lambda text: urlsplit(text).port),
+    ],
+)
+def test_a_format_is_what_its_readers_read(
+    backend: XgrammarBackend, model: RandomModel, name: str, read: Callable[[str], object]
+):
+    for text in outputs(backend, model, json_schema=json.dumps({"type": "string", "format": name})):
+        read(json.loads(text))
 
 
 def test_a_recursive_schema_is_followed(backend: XgrammarBackend, model: RandomModel):
@@ -215,7 +235,7 @@ def test_what_check_refuses_compile_refuses_too(backend: XgrammarBackend):
         compiled(backend, json_schema='{"not": {}}')
 
 
-def test_too_much_time_and_too_much_memory_end_one_constraint_and_no_other(capfd: pytest.CaptureFixture[str]):
+def test_too_much_time_ends_one_constraint_and_no_other():
     slow = StructuredOutput(choice=("a" * 250_000,))
     with_little_time = backend_with(compile_timeout=0.5)
     try:
@@ -228,6 +248,9 @@ def test_too_much_time_and_too_much_memory_end_one_constraint_and_no_other(capfd
         assert with_little_time.compile(slow) is not futures[0]
     finally:
         with_little_time.shutdown()
+
+
+def test_too_much_memory_ends_one_constraint_and_no_other(capfd: pytest.CaptureFixture[str]):
     rules = "".join(f'r{i} ::= [a-z]* | [b-y]{{1,50}} | ([^a] "x"){{3,90}}\n' for i in range(1500))
     large = StructuredOutput(grammar="root ::= " + " ".join(f"r{i}" for i in range(1500)) + "\n" + rules)
     with_little_memory = backend_with(compile_memory=64 * 1024**2, compile_timeout=60)

@@ -20,7 +20,7 @@ class XgrammarGrammar:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Take tokens in until one is not allowed."""
-        return all(self._matcher.accept_token(token) for token in token_ids)
+        return all(not self._matcher.is_terminated() and self._matcher.accept_token(token) for token in token_ids)
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         """Write the allowed tokens into ``row``, in place. All bits are 0 behind the vocabulary, and once terminated."""
