@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,11 +10,16 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import create_backend
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
-from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import (
+    CachedRequestData,
+    GrammarBitmask,
+    NewRequestData,
+    SchedulerOutput,
+)
 from penstock_enginecore.executor import model_runner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.models.loader import load_model
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -86,6 +92,23 @@ def test_groups_of_layers_have_block_tables_of_their_own(path: Path) -> None:
     together = decode(make_executor(path), ([1, 2, 3, 4, 5],))
     apart = decode(make_executor(path, num_groups=2), ([1, 2, 3, 4, 5], [30, 7, 22, 9, 11]))
     assert apart == together
+
+
+def test_a_grammar_decides_among_the_tokens_of_the_request_it_names(path: Path) -> None:
+    executor = make_executor(path)
+    both = prefill("a", [5, 6], ([1],), 2)
+    other = prefill("b", [5, 6], ([2],), 2)
+    executor.execute_model(
+        SchedulerOutput(
+            new_requests=both.new_requests + other.new_requests,
+            num_scheduled_tokens=both.num_scheduled_tokens | other.num_scheduled_tokens,
+        )
+    )
+    words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
+    words[0, 3] = 1 << 9
+    (free,), (constrained,) = executor.sample_tokens(GrammarBitmask(["b"], words)).result(timeout=0).sampled_token_ids
+    assert constrained == 3 * 32 + 9
+    assert free != constrained
 
 
 def test_a_step_without_tokens_only_forgets(path: Path) -> None:
