@@ -195,7 +195,7 @@ async def test_the_same_request_id_in_two_sessions_is_two_requests(servers: Serv
         ({"sampling_params": SamplingParams(temperature=float("nan"), seed=1)}, "INVALID_ARGUMENT", "temperature"),
         ({"sampling_params": SamplingParams(temperature=1.0)}, "INVALID_ARGUMENT", "seed"),
         ({"sampling_params": SamplingParams(seed=1, stop_token_ids=[VOCAB])}, "INVALID_ARGUMENT", "stop_token_ids"),
-        ({"sampling_params": SamplingParams(seed=1, logprobs=3)}, "UNIMPLEMENTED", "logprobs"),
+        ({"sampling_params": SamplingParams(seed=1, logprobs=21)}, "INVALID_ARGUMENT", "logprobs"),
         ({"data_parallel_rank": 0}, "UNIMPLEMENTED", "data_parallel_rank"),
         ({"kv_transfer_params": "{}"}, "UNIMPLEMENTED", "kv_transfer_params"),
         ({"lora": pb.LoraAdapter(name="x")}, "UNIMPLEMENTED", "lora"),

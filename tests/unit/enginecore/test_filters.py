@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock_enginecore.sample import blocks
 from penstock_enginecore.sample.blocks import largest, peak
 from penstock_enginecore.sample.draw import draw, draw_among
 from penstock_enginecore.sample.sampler import SamplingInputs, sample
@@ -61,8 +62,12 @@ def test_every_stage_gives_the_exact_token(values: dict[str, float], scale: floa
     assert sample(rows, inputs).token_ids.tolist() == [exact_token(rows[i], inputs, i) for i in range(12)]
 
 
+@pytest.mark.parametrize("rows_at_a_time", [7, 48])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_gets_the_same_token_alone_and_beside_others(threads: int) -> None:
+def test_a_row_gets_the_same_token_alone_and_beside_others(
+    threads: int, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_CPU_CHUNK", rows_at_a_time * VOCAB)
     generator = np.random.default_rng(0)
     scales = torch.from_numpy(generator.choice([0.1, 1.0, 4.0], (48, 1)))
     rows = (torch.randn(48, VOCAB, generator=torch.Generator().manual_seed(2)) * scales).float()

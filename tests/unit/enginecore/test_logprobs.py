@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock_common.types.logprobs import Logprobs
+from penstock_enginecore.sample import blocks
 from penstock_enginecore.sample.logprobs import token_logprobs
 
 VOCAB = 5000
@@ -15,7 +16,10 @@ def logits(rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [0, 1, 20, VOCAB])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_chosen_token_comes_first_and_the_likeliest_follow(count: int, dtype: torch.dtype) -> None:
+def test_the_chosen_token_comes_first_and_the_likeliest_follow(
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_CPU_CHUNK", 3 * VOCAB)
     rows = logits(4).to(dtype)
     chosen = torch.tensor([0, 17, 4999, int(rows[3].argmax())])
     scored = token_logprobs(rows, chosen, count)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -10,11 +11,16 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import create_backend
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
-from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import (
+    CachedRequestData,
+    GrammarBitmask,
+    NewRequestData,
+    SchedulerOutput,
+)
 from penstock_enginecore.executor import model_runner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.models.loader import load_model
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -115,6 +121,23 @@ def test_layers_of_different_heads_share_memory_as_wide_as_the_wider(
         assert torch.equal(read[0], keys)
         assert torch.equal(read[1], keys + 1)
     assert small.keys.data_ptr() == large.keys.data_ptr()
+
+
+def test_a_grammar_decides_among_the_tokens_of_the_request_it_names(path: Path) -> None:
+    executor = make_executor(path)
+    both = prefill("a", [5, 6], ([1],), 2)
+    other = prefill("b", [5, 6], ([2],), 2)
+    executor.execute_model(
+        SchedulerOutput(
+            new_requests=both.new_requests + other.new_requests,
+            num_scheduled_tokens=both.num_scheduled_tokens | other.num_scheduled_tokens,
+        )
+    )
+    words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
+    words[0, 3] = 1 << 9
+    (free,), (constrained,) = executor.sample_tokens(GrammarBitmask(["b"], words)).result(timeout=60).sampled_token_ids
+    assert constrained == 3 * 32 + 9
+    assert free != constrained
 
 
 def test_a_step_without_tokens_only_forgets(path: Path) -> None:
