@@ -140,8 +140,8 @@ class ModelRunner:
     def _new_plane(
         self, width: PlaneWidth | KVCacheSpec, block_size: int, num_slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: other slots are written before they
-        are read.
+        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: other
+        slots are written before they are read.
         """
         keys, values = (
             torch.empty(num_slots, numbers, dtype=self._model.dtype, device=self._device)
