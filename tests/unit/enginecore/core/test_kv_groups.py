@@ -1,29 +1,16 @@
 """Several groups of layers over one pool: windows, common prefixes of all groups, and the events routers follow."""
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.prefix import find_computed_blocks
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
-from tests.fakes.engine_harness import (
-    Transcript,
-    add,
-    assert_as_expected,
-    assert_nothing_left,
-    make_config,
-    make_engine,
-    make_request,
-    run_to_end,
-    step,
-)
-from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.engine_harness import make_request
 
 FULL = KVCacheGroup(layer_names=("full",))
 
@@ -349,61 +336,3 @@ def test_events_are_off_unless_asked_for():
     manager = make_manager(FULL)
     start(manager, range(8))
     assert manager.take_events() == []
-
-
-def test_an_engine_records_events_when_configured_to():
-    config = make_config()
-    for enabled in (True, False):
-        cache = msgspec.structs.replace(config.cache, enable_kv_events=enabled)
-        engine = EngineCore(msgspec.structs.replace(config, cache=cache), FakeExecutor(), progress=lambda line: None)
-        run_to_end(engine, make_request(12))
-        assert bool(engine.scheduler.kv_cache.take_events()) is enabled
-
-
-# Through the engine. The fake executor checks what every window holds.
-
-
-def hybrid_engine(windows=(None, 6), **config):
-    return make_engine(FakeExecutor(windows=windows, model_max_len=128), **config)
-
-
-@pytest.mark.parametrize("windows", [(None, 6), (6, 6), (None, 1, 9), (5, 5, 5, None)])
-@pytest.mark.parametrize("budget", [5, 32])
-def test_long_requests_of_a_hybrid_model_get_their_tokens(windows, budget):
-    engine = hybrid_engine(windows, num_blocks=60, max_num_batched_tokens=budget)
-    requests = [make_request(3 + 9 * i, seed=i, max_tokens=60) for i in range(4)]
-    transcript = run_to_end(engine, *requests)
-    assert_as_expected(engine, transcript, *requests)
-    assert_nothing_left(engine)
-
-
-def test_windows_let_more_requests_run_than_full_allocation():
-    engine = hybrid_engine((None, 4), num_blocks=200, max_num_batched_tokens=8)
-    transcript = Transcript()
-    request = make_request(4, max_tokens=100)
-    add(engine, request)
-    most = 0
-    while engine.has_work:
-        step(engine, transcript)
-        most = max(most, used(engine.scheduler.kv_cache))
-    assert most <= 26 + 2  # full allocation: twice 26
-    assert_as_expected(engine, transcript, request)
-
-
-def test_a_conversation_that_goes_on_hits_far_beyond_the_window():
-    engine = hybrid_engine(max_num_batched_tokens=64)
-    first = make_request(40, max_tokens=20)
-    tokens = run_to_end(engine, first).tokens[first.request_id]
-    second = make_request([*range(40), *tokens, 1, 2, 3], max_tokens=20)
-    transcript = run_to_end(engine, second)
-    assert transcript.outputs[second.request_id][0].prefill_stats.num_cached_tokens == 56
-    assert_as_expected(engine, transcript, second)
-
-
-def test_a_request_of_the_longest_length_runs_alone_in_the_smallest_pool():
-    engine = hybrid_engine((None, 9), num_blocks=30, max_num_batched_tokens=7)
-    assert engine.max_model_len < 128
-    request = make_request(engine.max_model_len - 30, max_tokens=None)
-    transcript = run_to_end(engine, request)
-    assert_as_expected(engine, transcript, request)
-    assert_nothing_left(engine)
