@@ -57,7 +57,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one request may ask for, and how many requests there may be at once.
 
     ``max_prompt_length`` bounds work before the engines' own limit is applied: characters of a text, ids of a list of token
-    ids. Request ids and cache salts are bounded in bytes. ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score.
+    ids. ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score. Request ids and cache salts are
+    bounded in bytes.
     """
 
     max_requests: int = 20_000

@@ -5,12 +5,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from penstock_common.errors import PenstockError
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
+from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -50,22 +54,34 @@ class EngineCore:
         self.vocab_size = executor.vocab_size
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
-                config=config.scheduler,
+                config=self._scheduler_config(),
                 kv_cache=self.kv_cache_config,
-                enable_prefix_caching=config.cache.enable_prefix_caching,
+                # Pooling needs every token's hidden state, which the cache does not hold.
+                enable_prefix_caching=config.cache.enable_prefix_caching and executor.pooling is None,
                 eos_token_ids=executor.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
             )
         )
         executor.initialize_kv_cache(self.kv_cache_config)
-        self._limits = RequestLimits(max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        self._limits = RequestLimits(
+            max_model_len=self.max_model_len, vocab_size=self.vocab_size, pooling=executor.pooling
+        )
         self._utilities = UtilityRegistry(self)
 
     def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
         executor, config = self._executor, self.config
+        specs = executor.kv_cache_specs()
+        if not specs:
+            sized = size_without_kv_cache(
+                config.scheduler,
+                requested_max_model_len=config.model.max_model_len,
+                model_max_len=executor.model_max_len,
+            )
+            progress(f"no KV cache; sequences of up to {sized.max_model_len} tokens")
+            return sized
         sized = size_kv_cache(
-            executor.kv_cache_specs(),
+            specs,
             executor.available_kv_cache_memory(),
             config.cache,
             requested_max_model_len=config.model.max_model_len,
@@ -77,6 +93,16 @@ class EngineCore:
             f"sequences of up to {sized.max_model_len} tokens"
         )
         return sized
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        if self._executor.supports_chunked_prefill:
+            return self.config.scheduler
+        return msgspec.structs.replace(self.config.scheduler, enable_chunked_prefill=False)
+
+    @property
+    def pooling(self) -> PoolingLimits | None:
+        """What the engine does instead of generating; None when it generates."""
+        return self._limits.pooling
 
     @property
     def max_model_len(self) -> int:

@@ -4,6 +4,7 @@ import enum
 import itertools
 
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason
+from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 
@@ -67,11 +68,13 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "pooling_params",
         "prefill_reported",
         "priority",
         "queued_time",
         "request_id",
         "sampling_params",
+        "second_text_start",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -82,6 +85,8 @@ class Request:
         self.request_id = request.request_id
         self.client_id = client_id
         self.sampling_params: SamplingParams = request.sampling_params
+        self.pooling_params: PoolingParams | None = request.pooling_params
+        self.second_text_start = request.second_text_start
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.prior_output_token_ids]
         room = max_model_len - self.num_prompt_tokens

@@ -9,6 +9,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.pooling_validation import PoolingLimits, refuse_generation, validate_pooling
 
 MAX_SEED = 2**64 - 1
 
@@ -28,16 +29,21 @@ _NOT_SERVED_YET: dict[str, Any] = {
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``."""
+    """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``. ``pooling`` None: it generates."""
 
     max_model_len: int
     vocab_size: int
+    pooling: PoolingLimits | None = None
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """Raise InvalidArgument or Unimplemented, naming the field, unless the engine can serve ``request``."""
     if not request.request_id:
         raise InvalidArgument("request_id is empty", field="request_id")
+    if request.pooling_params is not None:
+        validate_pooling(request, limits.pooling, limits.max_model_len)
+    elif limits.pooling is not None:
+        refuse_generation(limits.pooling)
     _check_prompt(request, limits)
     _check_token_ids("prior_output_token_ids", request.prior_output_token_ids, limits.vocab_size)
     _check_sampling(request.sampling_params, limits.vocab_size)
@@ -58,7 +64,7 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> None:
     length, longest = len(request.prompt_token_ids), limits.max_model_len - 1
     if length == 0:
         raise InvalidArgument("prompt_token_ids is empty; it must hold at least one token", field="prompt_token_ids")
-    if length > longest:
+    if length > longest and request.pooling_params is None:
         raise InvalidArgument(
             f"prompt_token_ids has {length} tokens; at most {longest} leave room for one output token "
             f"within max_model_len {limits.max_model_len}",

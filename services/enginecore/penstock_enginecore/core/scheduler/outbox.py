@@ -7,6 +7,7 @@ from penstock_common.types.outputs import (
     RequestError,
     SchedulerStats,
 )
+from penstock_common.types.pooling import Vectors
 from penstock_enginecore.core.request import Request
 
 
@@ -50,13 +51,15 @@ class Outbox:
         new_token_ids: list[int],
         *,
         error: RequestError | None = None,
+        pooling_output: Vectors | None = None,
         num_nans_in_logits: int = 0,
     ) -> None:
-        """Tell the request's client that it has ended, with its last tokens if there are new ones."""
+        """Tell the request's client that it has ended, with its last tokens or vectors if there are any."""
         output = self.add_tokens(request, new_token_ids, num_nans_in_logits)
         output.finish_reason = request.status.finish_reason
         output.stop_reason = request.stop_reason
         output.error = error
+        output.pooling_output = pooling_output
         self._finished.setdefault(request.client_id, []).append(request.request_id)
 
     def forget(self, client_id: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
+from penstock_common.types.pooling import Vectors
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.admission import check_queue_limits
@@ -213,6 +214,8 @@ class DefaultScheduler(Scheduler):
                 num_computed_tokens=num_computed,
                 block_ids=(self.kv_cache.block_ids(request),),
                 sampling_params=request.sampling_params,
+                pooling_params=request.pooling_params,
+                second_text_start=request.second_text_start,
             )
         )
 
@@ -245,6 +248,10 @@ class DefaultScheduler(Scheduler):
             request.num_computed_tokens = computed = before + num_tokens
             if computed // block_size != before // block_size:
                 self.kv_cache.cache_blocks(request)
+            if (vectors := model_output.pooled.get(key)) is not None:
+                any_finished = True
+                self._finish_pooled(request, vectors)
+                continue
             if not (new_token_ids := sampled[key]):
                 continue
             new_token_ids, finished = append_tokens(request, new_token_ids, eos_token_ids)
@@ -258,6 +265,13 @@ class DefaultScheduler(Scheduler):
                 self._outbox.add_tokens(request, new_token_ids, num_nans)
         if any_finished:
             self._running = [request for request in self._running if not request.finished]
+
+    def _finish_pooled(self, request: Request, vectors: Vectors) -> None:
+        """End a request with its vectors. The caller takes it out of the running ones."""
+        request.status = RequestStatus.FINISHED_STOPPED
+        self._finished_keys.append(request.key)
+        self._release(request)
+        self._outbox.add_end(request, [], pooling_output=vectors)
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         """Outputs since the last call, by client id."""
