@@ -52,7 +52,9 @@ class PoolRunner:
         zero = np.zeros(1, dtype=np.int64)
         inputs = PoolInputs(chunks=[], token_ids=zero, positions=zero, token_types=zero, query_start_loc=np.arange(2))
         try:
-            self._hidden(inputs, probe)
+            hidden = self._hidden(inputs, probe)
+            if self._model.head is not None:
+                self._model.head(torch.zeros(1, dtype=torch.int64, device=self._device), hidden)
         except Exception as e:
             name = type(self._model.module).__name__
             raise ModelLoadError(f"{name} is not supported: it fails on one token: {type(e).__name__}: {e}") from e

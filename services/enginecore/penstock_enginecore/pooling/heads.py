@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from penstock_enginecore.models.errors import ModelLoadError
 
@@ -92,7 +92,7 @@ class _Computed(torch.nn.Module):
         self.pooler = pooler
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, *_: object, **__: object) -> BaseModelOutputWithPooling:
+    def forward(self, *_: object, **__: object) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """The hidden states ``[1, tokens, hidden size]``, through the model's pooler where it has one."""
         pooled = self.pooler(self.hidden) if self.pooler is not None else None
-        return BaseModelOutputWithPooling(last_hidden_state=self.hidden, pooler_output=pooled)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden, pooler_output=pooled)
