@@ -12,7 +12,12 @@ from transformers import BertConfig, BertLMHeadModel, MPNetConfig, MPNetModel
 from penstock_common.errors import ConfigError, InvalidArgument, Unimplemented
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
+from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.executor.pool_runner import PoolRunner
+from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.in_process import build_engine
 from tests.fakes.pooling_models import (
@@ -25,6 +30,7 @@ from tests.fakes.pooling_models import (
     pool,
     save_pooling_model,
     save_sentence_transformer_files,
+    tensor,
     write_json,
 )
 
@@ -237,6 +243,34 @@ def test_a_longer_limit_than_a_step_is_refused_for_an_encoder(tmp_path: Path) ->
         build_engine(tmp_path, model={"max_model_len": 50}, scheduler={"max_num_batched_tokens": 42})
 
 
+def test_profiling_the_largest_step_leaves_the_runner_as_it_was(tmp_path: Path) -> None:
+    model = save_pooling_model("llama", tmp_path)
+    config = EngineCoreConfig(
+        model=ModelConfig(path=str(tmp_path), device="cpu", task="embed"), cache=CacheConfig(num_blocks=64)
+    )
+    worker = Worker(config)
+    worker.load_model(lambda line: None)
+    specs = worker.kv_cache_specs()
+    assert isinstance(worker.runner, PoolRunner)
+    worker.runner.profile(2 * MAX_POSITIONS + 3)
+    worker.initialize_kv_cache(
+        KVCacheConfig(
+            num_blocks=9, block_size=16, groups=(KVCacheGroup(layer_names=tuple(specs)),), max_model_len=MAX_POSITIONS
+        )
+    )
+    new = NewRequestData(
+        request_id="r",
+        token_ids=PROMPTS[2],
+        num_prompt_tokens=17,
+        num_computed_tokens=0,
+        block_ids=([5, 3],),
+        sampling_params=NO_SAMPLING,
+        pooling_params=EMBED,
+    )
+    worker.runner.execute(SchedulerOutput(new_requests=[new], num_scheduled_tokens={"r": 17}))
+    assert_close([tensor(worker.runner.sample().pooled["r"])], [each(model, lambda out: hidden(out)[-1])[2]])
+
+
 def test_a_pooling_request_ends_as_stop_and_leaves_nothing(tmp_path: Path) -> None:
     save_pooling_model("bert", tmp_path)
     engine = build_engine(tmp_path)
@@ -284,14 +318,14 @@ def test_an_encoder_outside_the_interface_is_refused_by_name(tmp_path: Path) -> 
     assert "MPNetModel is not supported: its model type is 'mpnet'" in refused(tmp_path)
 
 
-def test_bert_as_a_decoder_is_not_embedded_as_an_encoder(tmp_path: Path) -> None:
+def test_an_encoder_turned_into_a_decoder_is_refused(tmp_path: Path) -> None:
     config = BertConfig(
         is_decoder=True, vocab_size=40, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
     BertLMHeadModel(config).save_pretrained(tmp_path)
-    model = BertLMHeadModel.from_pretrained(tmp_path)
-    assert model.config.is_decoder
-    refused(tmp_path, task="classify")
+    assert "BertModel is not supported: its configuration makes a decoder of an encoder" in refused(
+        tmp_path, task="embed"
+    )
 
 
 def test_a_decoder_that_asks_for_bidirectional_attention_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import (
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook, loader
-from penstock_enginecore.models.encoder import check_encoder, encoder_max_len, is_encoder
+from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.support import check_supported
 from penstock_enginecore.pooling.config import PoolingConfig, is_sentence_transformer, read_pooling_config
@@ -123,6 +123,10 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
     if is_encoder(hf_config):
         check_encoder(hf_config, model_class)
         return
+    if hf_config.model_type in FAMILIES:  # RoBERTa's positions, for one, are not those of other decoders
+        raise ModelLoadError(
+            f"{model_class.__name__} is not supported: its configuration makes a decoder of an encoder"
+        )
     check_supported(hf_config, model_class)
     if getattr(hf_config, "is_causal", True) is False or getattr(hf_config, "use_bidirectional_attention", False):
         raise ModelLoadError(
