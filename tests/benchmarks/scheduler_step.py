@@ -26,6 +26,15 @@ class NullExecutor:
         self._lengths: dict[str, int] = {}
         self.seconds = 0.0
 
+    @property
+    def pooling(self) -> None:
+        """It generates."""
+
+    @property
+    def supports_chunked_prefill(self) -> bool:
+        """Prompts may come in pieces."""
+        return True
+
     def load_model(self, progress: Progress) -> None:
         """Nothing to load."""
 

@@ -122,6 +122,14 @@ class FakeExecutor:
         self._loaded = False
 
     @property
+    def pooling(self) -> None:
+        """It generates."""
+
+    @property
+    def supports_chunked_prefill(self) -> bool:
+        return True
+
+    @property
     def held_requests(self) -> set[str]:
         """Keys of the requests whose state is held."""
         return set(self._states)

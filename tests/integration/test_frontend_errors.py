@@ -138,7 +138,7 @@ async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: Fro
     assert error.reason == "PROMPT_TOO_LONG"
 
 
-@pytest.mark.parametrize("method", ["Chat", "Embed", "Classify", "Score", "GenerateSession"])
+@pytest.mark.parametrize("method", ["Chat", "GenerateSession"])
 async def test_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
     descriptor = service_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[method]
     channel: Any = frontend.channel

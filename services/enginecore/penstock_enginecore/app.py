@@ -23,7 +23,8 @@ from penstock_enginecore.rpc.io_thread import IoThread
 
 log = get_logger()
 
-CAPABILITIES = ("generate", "prefix_caching", "chunked_prefill")
+GENERATES = ("generate", "prefix_caching", "chunked_prefill")
+"""Capabilities of an engine that generates; others name their pooling tasks."""
 
 
 def run(
@@ -80,5 +81,5 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         block_size=engine.kv_cache_config.block_size,
         vocab_size=engine.vocab_size,
         config_hash=hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest(),
-        capabilities=CAPABILITIES,
+        capabilities=engine.pooling.words if engine.pooling else GENERATES,
     )

@@ -22,6 +22,7 @@ from penstock_common.config import (
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Task = Literal["auto", "generate", "embed", "classify"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +31,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``path`` is a directory or a Hugging Face model id. ``dtype`` auto is the checkpoint's own, except that half
     precisions become float32 on a CPU without native support. ``max_model_len`` None takes the model's own limit, lowered to
     what the KV cache can hold. ``max_logprobs``: how many of the likeliest tokens a request may have reported per position,
-    -1 for the whole vocabulary.
+    -1 for the whole vocabulary. ``task`` auto follows the checkpoint: causal language models generate, those with a
+    classification head classify, encoders and sentence-transformers directories embed.
     """
 
     path: str
@@ -38,6 +40,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     revision: str = ""
     dtype: Dtype = "auto"
     device: Device = "auto"
+    task: Task = "auto"
     max_model_len: int | None = None
     attention_backend: str = "auto"
     trust_remote_code: bool = False

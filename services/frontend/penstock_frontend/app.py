@@ -12,8 +12,11 @@ from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
+from penstock_frontend.processing.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.tokenizer import load_model_files
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
@@ -35,6 +38,8 @@ class Frontend:
         files = load_model_files(config.model, num_threads=config.tokenizer_threads)
         metrics = FrontendMetrics(name)
         outputs = OutputProcessor(files.tokenizer, metrics)
+        pooled = PooledOutputs(lambda state: metrics.pooled(state.started, state.num_prompt))
+        inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits)
         incarnation = uuid.uuid4().hex
         self._tokenizer = files.tokenizer
         self._changed = asyncio.Event()
@@ -43,24 +48,27 @@ class Frontend:
             model=name,
             frontend_id=config.name,
             incarnation=incarnation,
-            outputs=outputs,
+            outputs=SplitOutputs(outputs, pooled),
             wait_timeout=config.engine_wait_timeout,
             on_change=self._changed.set,
         )
         self._llm = AsyncLLM(
             tokenizer=files.tokenizer,
-            inputs=InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits),
+            inputs=inputs,
             outputs=outputs,
             engines=self._engines,
             limits=config.limits,
             metrics=metrics,
+            pooling=PoolingCalls(
+                inputs=PoolingInputs(files.tokenizer, inputs, config.limits), outputs=pooled, engines=self._engines
+            ),
         )
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
         self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
         self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
-        inference.add_to_server(self._server.server, self._llm, config.model)
+        inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
     @property

@@ -5,13 +5,16 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.client import EngineClient
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.input import InputProcessor, check_token_ids
 from penstock_frontend.processing.output import OutputProcessor, RequestState
+from penstock_frontend.processing.pooling import PoolingRequest, PoolingResult, check_generates
 from penstock_frontend.processing.request import GenerateRequest, RequestOutput
 from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 
@@ -43,9 +46,11 @@ class AsyncLLM:
         engines: EngineClient,
         limits: LimitsConfig,
         metrics: FrontendMetrics,
+        pooling: PoolingCalls,
     ) -> None:
         self.engines = engines
         self.inputs = inputs
+        self.pooling = pooling
         self._tokenizer = tokenizer
         self._outputs = outputs
         self._limits = limits
@@ -106,6 +111,19 @@ class AsyncLLM:
                 self.release(live)
             yield output
 
+    async def pool(self, request: PoolingRequest) -> tuple[PoolingResult, str]:
+        """The vectors of a pooling request's inputs, and the request's id. Raises RequestFailed."""
+        live = self.accept(request.request_id)
+        try:
+            return await self.pooling.run(request, live.request_id), live.request_id
+        finally:
+            self.release(live)
+
+    async def reads_pairs(self, time_left: float | None) -> bool:
+        """Whether the model scores pairs itself. Waits for an engine that can tell, ``time_left`` seconds at most."""
+        await self.engines.wait_until_usable(None if time_left is None else time.time() + time_left)
+        return PoolingTask.SCORE.name.lower() in self.engines.capabilities
+
     def release(self, live: LiveRequest) -> None:
         """The request is over for its client. Idempotent."""
         if self._live.get(live.request_id) is not live:
@@ -142,11 +160,15 @@ class AsyncLLM:
     def end_all(self) -> None:
         """End what is still running as Unavailable."""
         self.engines.refuse()
-        self._outputs.fail_all(Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0))
+        error = Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+        self._outputs.fail_all(error)
+        self.pooling.outputs.fail_all(error)
 
     async def _start(self, request: GenerateRequest, request_id: str) -> list[RequestState]:
         core_request = await self.inputs.process(request, request_id)
-        self.inputs.check(core_request, await self.engines.wait_until_usable(request.deadline))
+        limits = await self.engines.wait_until_usable(request.deadline)
+        check_generates(self.engines.capabilities)
+        self.inputs.check(core_request, limits)
         sequences = parallel_sampling.sequences(core_request)
         states = self._outputs.add(*sequences)
         try:

@@ -58,11 +58,12 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``max_prompt_length`` bounds work before the engines' own limit is applied: characters of a text, ids of a list of token
     ids. Request ids, cache salts and constraints on the output are bounded in bytes. ``max_requests`` counts calls;
-    each has ``max_n`` sequences at most.
+    each has ``max_n`` sequences at most. ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score.
     """
 
     max_requests: int = 20_000
     max_prompt_length: int = 4 * 1024 * 1024
+    max_pooling_inputs: int = 2048
     max_request_id_bytes: int = 256
     max_cache_salt_bytes: int = 256
     max_stop_strings: int = 64

@@ -53,6 +53,11 @@ class FrontendMetrics:
         """NaN logits were seen."""
         self._nans.labels(self._model).inc(count)
 
+    def pooled(self, started: float, prompt_tokens: int) -> None:
+        """A pooling request ended normally. ``started``: ``time.monotonic()`` at its arrival."""
+        self._prompt_tokens.labels(self._model).inc(prompt_tokens)
+        self.finished(started, FinishReason.STOP)
+
     def finished(self, started: float, reason: FinishReason) -> None:
         """A request ended normally. ``started``: ``time.monotonic()`` at its arrival."""
         self._latency.labels(self._model).observe(time.monotonic() - started)

@@ -139,7 +139,7 @@ def test_a_model_without_a_length_needs_one_from_the_operator(
 ) -> None:
     config = tiny_config("llama")
     config.__dict__["max_position_embeddings"] = None
-    monkeypatch.setattr(loader, "_read_config", lambda *args: config)
+    monkeypatch.setattr(loader, "read_config", lambda *args: config)
     with pytest.raises(ModelLoadError, match=r"set model\.max_model_len"):
         load(checkpoint)
 

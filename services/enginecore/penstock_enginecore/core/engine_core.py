@@ -18,8 +18,10 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.error_dump import dump_step
 from penstock_enginecore.core.extensions import extend
+from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -80,8 +82,10 @@ class EngineCore:
             SchedulerContext(
                 config=config.scheduler,
                 kv_cache=self.kv_cache_config,
-                enable_prefix_caching=config.cache.enable_prefix_caching,
+                # Pooling needs every token's hidden state, which the cache does not hold.
+                enable_prefix_caching=config.cache.enable_prefix_caching and executor.pooling is None,
                 enable_kv_events=config.cache.enable_kv_events,
+                supports_chunked_prefill=executor.supports_chunked_prefill,
                 eos_token_ids=executor.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
@@ -92,14 +96,24 @@ class EngineCore:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             max_logprobs=config.model.max_logprobs,
+            pooling=executor.pooling,
         )
         self.control = EngineControl(self)
         self.utilities = extend(UtilityRegistry(self.control), "engine")
 
     def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
         executor, config = self.executor, self.config
+        specs = executor.kv_cache_specs()
+        if not specs:
+            sized = size_without_kv_cache(
+                config.scheduler,
+                requested_max_model_len=config.model.max_model_len,
+                model_max_len=executor.model_max_len,
+            )
+            progress(f"no KV cache; sequences of up to {sized.max_model_len} tokens")
+            return sized
         sized = size_kv_cache(
-            executor.kv_cache_specs(),
+            specs,
             executor.available_kv_cache_memory(),
             config.cache,
             requested_max_model_len=config.model.max_model_len,
@@ -114,6 +128,11 @@ class EngineCore:
             f"sequences of up to {sized.max_model_len} tokens"
         )
         return sized
+
+    @property
+    def pooling(self) -> PoolingLimits | None:
+        """What the engine does instead of generating; None when it generates."""
+        return self._limits.pooling
 
     @property
     def max_model_len(self) -> int:

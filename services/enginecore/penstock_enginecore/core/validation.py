@@ -8,6 +8,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import RepetitionDetection, SamplingParams
+from penstock_enginecore.core.pooling_validation import PoolingLimits, refuse_generation, validate_pooling
 
 MAX_SEED = 2**64 - 1
 
@@ -21,12 +22,13 @@ _MAX_PATTERN_SIZE = 1000
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``, log-probabilities of at most
-    ``max_logprobs`` of the likeliest tokens, -1 for all.
+    ``max_logprobs`` of the likeliest tokens, -1 for all. ``pooling`` None: it generates.
     """
 
     max_model_len: int
     vocab_size: int
     max_logprobs: int = 20
+    pooling: PoolingLimits | None = None
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -35,6 +37,10 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """
     if not request.request_id:
         raise InvalidArgument("request_id is empty", field="request_id")
+    if request.pooling_params is not None:
+        validate_pooling(request, limits.pooling, limits.max_model_len)
+    elif limits.pooling is not None:
+        refuse_generation(limits.pooling)
     _check_prompt(request, limits)
     _check_token_ids("prior_output_token_ids", request.prior_output_token_ids, limits.vocab_size)
     if request.pooling_params is None:
@@ -59,7 +65,7 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> None:
     length, longest = len(request.prompt_token_ids), limits.max_model_len - 1
     if length == 0:
         raise InvalidArgument("prompt_token_ids is empty; it must hold at least one token", field="prompt_token_ids")
-    if length > longest:
+    if length > longest and request.pooling_params is None:
         raise InvalidArgument(
             f"prompt_token_ids has {length} tokens; at most {longest} leave room for one output token "
             f"within max_model_len {limits.max_model_len}",

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 Progress = Callable[[str], None]
@@ -35,8 +36,16 @@ class Executor(Protocol):
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a sequence unless ``ignore_eos``."""
 
+    @property
+    def pooling(self) -> PoolingLimits | None:
+        """What the model is pooled for; None when it generates."""
+
+    @property
+    def supports_chunked_prefill(self) -> bool:
+        """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""
+
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order."""
+        """Demand of every attention layer, by layer name in execution order. Empty for encoders, which keep nothing."""
 
     def available_kv_cache_memory(self) -> int:
         """Bytes that may become KV cache, after a profiling step at the largest shapes."""

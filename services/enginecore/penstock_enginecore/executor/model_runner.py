@@ -1,6 +1,5 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -8,13 +7,13 @@ import numpy as np
 import torch
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_enginecore.attention.base import AttentionMetadata, IntArray, KVCache, StepPlan, create_backend
-from penstock_enginecore.core.kv_cache.grouping import PlaneWidth, plane_widths
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray, StepPlan, create_backend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
+from penstock_enginecore.executor.kv_memory import KVMemory, LayerCaches, num_bytes
 from penstock_enginecore.executor.scorer import OutputScores, PromptScorer
-from penstock_enginecore.models.attention_hook import LayerCache, StepContext, use_context
+from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import LoadedModel
@@ -41,7 +40,7 @@ class ModelRunner:
         self._device = device
         self._backend = create_backend(attention_backend, device)
         self._specs: dict[str, KVCacheSpec] = {}
-        self._layers: dict[torch.nn.Module, LayerCache] = {}
+        self._layers: LayerCaches = {}
         self._batch: InputBatch | None = None
         self._pending: _Pending | None = None
 
@@ -63,15 +62,7 @@ class ModelRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
-        num_slots = config.num_blocks * config.block_size
-        widths = plane_widths(self._specs, config.groups)
-        planes = [self._new_plane(width, config.block_size, num_slots) for width in widths]
-        # Layer i of every group lives in plane i.
-        places = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
-        self._layers = {
-            module: LayerCache(_layer_cache(spec, *planes[places[name][0]]), group=places[name][1])
-            for name, module, spec in self._attention_modules()
-        }
+        self._layers = self._memory().allocate(config)
         self._batch = InputBatch(
             max_model_len=config.max_model_len,
             block_size=config.block_size,
@@ -87,8 +78,7 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the pool."""
-        caches = [layer.cache for layer in self._layers.values()]
-        return sum(t.numel() * t.element_size() for cache in caches for t in (cache.keys, cache.values))
+        return num_bytes(self._layers)
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
@@ -107,10 +97,7 @@ class ModelRunner:
             slot_mapping=(sequence + 1) * length + positions,
             block_size=length,
         )
-        layers = {
-            module: LayerCache(_layer_cache(spec, *self._new_plane(spec, length, len(starts) * length)), group=0)
-            for _, module, spec in self._attention_modules()
-        }
+        layers = self._memory().throwaway(length, len(starts))
         with use_context(StepContext(self._backend, layers, [StepPlan(metadata, self._device)])):
             logits = self._logits(np.zeros_like(positions), positions, np.arange(num_seqs) % num_tokens)
         half = np.full(num_seqs, 0.5)
@@ -165,24 +152,8 @@ class ModelRunner:
             num_nans_in_logits=num_nans,
         )
 
-    def _attention_modules(self) -> Iterator[tuple[str, torch.nn.Module, KVCacheSpec]]:
-        modules = dict(self._model.module.named_modules())
-        for name, spec in self._specs.items():
-            yield name, modules[name], spec
-
-    def _new_plane(
-        self, width: PlaneWidth | KVCacheSpec, block_size: int, num_slots: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: other
-        slots are written before they are read.
-        """
-        keys, values = (
-            torch.empty(num_slots, numbers, dtype=self._model.dtype, device=self._device)
-            for numbers in (width.key_width, width.value_width)
-        )
-        keys[:block_size] = 0
-        values[:block_size] = 0
-        return keys, values
+    def _memory(self) -> KVMemory:
+        return KVMemory(self._model.module, self._specs, self._model.dtype, self._device)
 
     def _logits(self, token_ids: IntArray, positions: IntArray, indices: IntArray) -> torch.Tensor:
         """Logits ``[len(indices), vocab]`` at ``indices`` of the flat batch."""
@@ -196,8 +167,3 @@ class ModelRunner:
 
     def _to_device(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _layer_cache(spec: KVCacheSpec, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
-    """A layer's view of its plane, which may be wider than the layer."""
-    return KVCache(keys[:, : spec.key_width], values[:, : spec.value_width], spec.num_kv_heads)

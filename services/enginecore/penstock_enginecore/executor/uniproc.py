@@ -8,6 +8,7 @@ from typing import Any
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.base import Progress
@@ -43,6 +44,16 @@ class UniprocExecutor:
     def eos_token_ids(self) -> frozenset[int]:
         """See ``Executor.eos_token_ids``."""
         return self._worker.model.eos_token_ids
+
+    @property
+    def pooling(self) -> PoolingLimits | None:
+        """See ``Executor.pooling``."""
+        return self._worker.pooling
+
+    @property
+    def supports_chunked_prefill(self) -> bool:
+        """See ``Executor.supports_chunked_prefill``."""
+        return self._worker.supports_chunked_prefill
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``Executor.kv_cache_specs``."""

@@ -1,5 +1,6 @@
 """One device: the model on it, its memory, its threads."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -10,12 +11,16 @@ import torch
 from penstock_common.errors import ConfigError, Internal, InvalidArgument
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.executor.base import Progress
 from penstock_enginecore.executor.memory import cpu_pool_bytes, cuda_pool_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.executor.pool_runner import PoolRunner
+from penstock_enginecore.models.embedder import PoolingModel, load_pooling_model, resolve_task
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.weights import drop_weights, reload_weights
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -26,20 +31,21 @@ class Worker:
         self._device = resolve_device(config.model.device)
         if config.executor.num_threads:
             torch.set_num_threads(config.executor.num_threads)
-        self._model: LoadedModel | None = None
-        self._runner: ModelRunner | None = None
+        self._model: LoadedModel | PoolingModel | None = None
+        self._runner: ModelRunner | PoolRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
+        self._kv_cache_asleep = False
         self._profiler: torch.profiler.profile | None = None
 
     @property
-    def model(self) -> LoadedModel:
+    def model(self) -> LoadedModel | PoolingModel:
         """The loaded model. RuntimeError before ``load_model``."""
         if self._model is None:
             raise RuntimeError("load_model has not been called")
         return self._model
 
     @property
-    def runner(self) -> ModelRunner:
+    def runner(self) -> ModelRunner | PoolRunner:
         """Executes the steps. RuntimeError before ``load_model``."""
         if self._runner is None:
             raise RuntimeError("load_model has not been called")
@@ -47,8 +53,24 @@ class Worker:
 
     def load_model(self, progress: Progress) -> None:
         """See ``Executor.load_model``."""
-        self._model = load_model(self._config.model, self._device, progress)
-        self._runner = ModelRunner(self._model, self._device, self._config.model.attention_backend)
+        config = self._config.model
+        task = resolve_task(config)
+        if task == "generate":
+            self._model = loaded = load_model(config, self._device, progress)
+            self._runner = ModelRunner(loaded, self._device, config.attention_backend)
+        else:
+            self._model = pooled = load_pooling_model(config, task, self._device, progress)
+            self._runner = PoolRunner(pooled, self._device, config.attention_backend)
+
+    @property
+    def pooling(self) -> PoolingLimits | None:
+        """See ``Executor.pooling``."""
+        return self.runner.limits if isinstance(self.runner, PoolRunner) else None
+
+    @property
+    def supports_chunked_prefill(self) -> bool:
+        """See ``Executor.supports_chunked_prefill``."""
+        return not (isinstance(self.model, PoolingModel) and self.model.is_encoder)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``Executor.kv_cache_specs``."""
@@ -63,7 +85,11 @@ class Worker:
         if self._device.type == "cpu":
             return cpu_pool_bytes()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self.runner.profile(self._config.scheduler.max_num_batched_tokens, self._config.scheduler.max_num_seqs)
+        limits = self._config.scheduler
+        if isinstance(self.runner, PoolRunner):
+            self.runner.profile(limits.max_num_batched_tokens)
+        else:
+            self.runner.profile(limits.max_num_batched_tokens, limits.max_num_seqs)
         torch.cuda.empty_cache()
         return cuda_pool_bytes(self._config.cache, self._device)
 
@@ -78,23 +104,26 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Drop the KV cache, and move the weights to host memory (level 1) or drop them too (level 2)."""
         self.runner.drop_kv_cache()
+        self._kv_cache_asleep = True
         if level == 1:
-            _move(self.model.module, torch.device("cpu"))
+            _move(self.model, torch.device("cpu"))
         else:
-            drop_weights(self.model.module)
+            self._model = self._runner = None
         self._free_memory()
 
     @utility
     def wake_up(self, tags: list[str]) -> None:
-        """Take back what ``tags`` name: weights, kv_cache."""
-        module = self.model.module
+        """Take back what ``tags`` name: weights, kv_cache. The cache of dropped weights comes with them, or after."""
         if "weights" in tags:
-            if any(parameter.is_meta for parameter in module.parameters()):
-                reload_weights(self.model, self._config.model, self._device)
+            if self._model is None:
+                self.load_model(logger.info)
+                self.kv_cache_specs()
             else:
-                _move(module, self._device)
-        if "kv_cache" in tags and self._kv_cache is not None:
-            self.runner.initialize_kv_cache(self._kv_cache)
+                _move(self._model, self._device)
+        if "kv_cache" in tags:
+            self._kv_cache_asleep = False
+        if not self._kv_cache_asleep and self._kv_cache is not None and self._runner is not None:
+            self._runner.initialize_kv_cache(self._kv_cache)
 
     @utility
     def start_profile(self) -> None:
@@ -127,13 +156,13 @@ class Worker:
     @utility
     def worker_info(self) -> dict[str, Any]:
         """Where the worker computes: device, dtype, torch threads, and bytes of weights and KV cache."""
-        parameters = self.model.module.parameters()
+        parameters = self._model.module.parameters() if self._model else ()
         return {
             "device": str(self._device),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": str(self._model.dtype).removeprefix("torch.") if self._model else "",
             "num_threads": torch.get_num_threads(),
-            "weight_bytes": sum(p.numel() * p.element_size() for p in parameters if not p.is_meta),
-            "kv_cache_bytes": self.runner.kv_cache_bytes,
+            "weight_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "kv_cache_bytes": self._runner.kv_cache_bytes if self._runner else 0,
         }
 
     def _free_memory(self) -> None:
@@ -147,8 +176,13 @@ class Worker:
         self._free_memory()
 
 
-def _move(module: torch.nn.Module, device: torch.device) -> None:
-    module.to(device)
+def _move(model: LoadedModel | PoolingModel, device: torch.device) -> None:
+    modules: list[torch.nn.Module] = [model.module]
+    if isinstance(model, PoolingModel):
+        modules += [dense.linear for dense in model.dense]
+        modules += [model.head.classifier] if model.head else []
+    for module in modules:
+        module.to(device)
 
 
 def resolve_device(name: str) -> torch.device:

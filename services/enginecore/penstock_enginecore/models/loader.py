@@ -44,25 +44,17 @@ class LoadedModel:
 
 def load_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> LoadedModel:
     """Read configuration and weights of ``config.path`` and move the model to ``device``. Raises ModelLoadError."""
-    _check_directory(config.path)
-    source = {
-        "pretrained_model_name_or_path": config.path,
-        "revision": config.revision or None,
-        "trust_remote_code": config.trust_remote_code,
-    }
-    hf_config = _read_config(config, source)
+    hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
     check_supported(hf_config, model_class)
     dtype = resolve_dtype(config.dtype, hf_config, device)
-    max_len = _max_len(hf_config, config)
+    max_len = config_max_len(hf_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
-    with _weights_progress(progress, _weights_size(config.path)):
-        module: Any = _read_weights(config, source, dtype)
+    with weights_progress(progress, weights_size(config.path)):
+        module: Any = read_weights(config, dtype)
     module.to(device).eval().requires_grad_(False)
-    install_query_scales(module)
-    freeze_rotary(module, config.max_model_len or max_len)
-    check_positions(module, device)
+    prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
         module=module,
         dtype=dtype,
@@ -70,6 +62,13 @@ def load_model(config: ModelConfig, device: torch.device, progress: Callable[[st
         vocab_size=module.get_output_embeddings().weight.shape[0],
         eos_token_ids=_eos_token_ids(module),
     )
+
+
+def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.device) -> None:
+    """Make a decoder's tokens independent of their place in the flat batch, and see that they are. Raises ModelLoadError."""
+    install_query_scales(module)
+    freeze_rotary(module, max_model_len)
+    check_positions(module, device)
 
 
 def resolve_dtype(wanted: str, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:
@@ -89,7 +88,7 @@ def _cpu_computes_in(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or any(capabilities.get(name, False) for name in _CPU_FEATURES[dtype])
 
 
-def _check_directory(path: str) -> None:
+def check_directory(path: str) -> None:
     """A path that exists, or looks like one, must hold a checkpoint; anything else is taken for a Hugging Face id."""
     directory = Path(path).expanduser()
     if not directory.exists():
@@ -108,11 +107,21 @@ def _check_directory(path: str) -> None:
         raise ModelLoadError(f"model.path {path!r} has no weights; expected *.safetensors or pytorch_model*.bin files")
 
 
-def _read_config(config: ModelConfig, source: dict[str, Any]) -> PretrainedConfig:
+def _source(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "pretrained_model_name_or_path": config.path,
+        "revision": config.revision or None,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """The checkpoint's configuration. Raises ModelLoadError."""
+    check_directory(config.path)
     try:
-        hf_config = AutoConfig.from_pretrained(**source)
+        hf_config = AutoConfig.from_pretrained(**_source(config))
     except (OSError, ValueError, KeyError) as e:
-        raise ModelLoadError(f"model.path {config.path!r}: the configuration cannot be read: {_first_line(e)}") from e
+        raise ModelLoadError(f"model.path {config.path!r}: the configuration cannot be read: {first_line(e)}") from e
     return cast("PretrainedConfig", hf_config)
 
 
@@ -128,27 +137,33 @@ def _model_class(hf_config: PretrainedConfig, config: ModelConfig) -> type[PreTr
     return next((c for c in classes if c.__name__ in (hf_config.architectures or ())), classes[0])
 
 
-def _max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
+def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
+    """Longest sequence in tokens, by the configurations. Raises ModelLoadError."""
     length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:
         raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
     return int(length)
 
 
-def _read_weights(config: ModelConfig, source: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+def read_weights(
+    config: ModelConfig, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM, unused: tuple[str, ...] = ()
+) -> PreTrainedModel:
+    """The model with its weights, as transformers' ``auto_class`` makes it. ``unused``: prefixes of weights that may be
+    missing. Raises ModelLoadError.
+    """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=dtype, attn_implementation=attention_hook.ATTENTION_NAME, output_loading_info=True
+        loaded: Any = auto_class.from_pretrained(
+            **_source(config), dtype=dtype, attn_implementation=attention_hook.ATTENTION_NAME, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
-        raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {_first_line(e)}") from e
+        raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
     for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:
-            what = problem.removesuffix("_keys")
-            example = sorted(map(str, info[problem]))[0]
+        keys = [key for key in sorted(map(str, info[problem])) if not key.startswith(unused)]
+        if keys:
+            what, example = problem.removesuffix("_keys"), keys[0]
             raise ModelLoadError(
-                f"model.path {config.path!r}: {len(info[problem])} weights are {what}, {example} among them; "
+                f"model.path {config.path!r}: {len(keys)} weights are {what}, {example} among them; "
                 "the files do not belong to this configuration"
             )
     return cast("PreTrainedModel", module)
@@ -162,7 +177,7 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _weights_size(path: str) -> str:
+def weights_size(path: str) -> str:
     """``" of 1.2 GiB in 3 files"`` for a local checkpoint, ``""`` for one that is elsewhere."""
     files = list(Path(path).expanduser().glob(_WEIGHT_FILES[0]))
     size = sum(file.stat().st_size for file in files)
@@ -170,7 +185,7 @@ def _weights_size(path: str) -> str:
 
 
 @contextmanager
-def _weights_progress(progress: Callable[[str], None], size: str) -> Iterator[None]:
+def weights_progress(progress: Callable[[str], None], size: str) -> Iterator[None]:
     """Report the tensors that transformers loads inside the ``with`` block, through its own hook for progress bars."""
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,5 +211,6 @@ def _reporting(items: Iterable[Any], progress: Callable[[str], None], size: str)
     progress(f"loading weights: {len(tensors)}/{len(tensors)} tensors{size}")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, shortly."""
     return str(error).strip().split("\n", 1)[0]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
@@ -35,7 +36,6 @@ def generate_request(
             f"sampling_params.output_kind is {output_kind}; known: {', '.join(k.name for k in OutputKind)}",
             field="sampling_params.output_kind",
         )
-    routing = message.routing
     return GenerateRequest(
         prompt=message.text if kind == "text" else message.token_ids.ids,
         sampling=set_fields(message.sampling_params),
@@ -43,15 +43,22 @@ def generate_request(
         request_id=message.request_id,
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         cache_salt=message.cache_salt,
-        data_parallel_rank=routing.data_parallel_rank
-        if routing.HasField("data_parallel_rank")
-        else _rank(metadata, "x-penstock-data-parallel-rank"),
-        priority=routing.priority
-        if routing.HasField("priority")
-        else _integer(metadata, "x-penstock-priority", _INT32) or 0,
-        trace_context=dict(routing.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
+        **routing(message.routing, metadata),
         deadline=None if time_left is None else time.time() + time_left,
     )
+
+
+def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Where and how urgently to run, by the domain's names: the message's fields, else the call's metadata."""
+    return {
+        "data_parallel_rank": hints.data_parallel_rank
+        if hints.HasField("data_parallel_rank")
+        else _rank(metadata, "x-penstock-data-parallel-rank"),
+        "priority": hints.priority
+        if hints.HasField("priority")
+        else _integer(metadata, "x-penstock-priority", _INT32) or 0,
+        "trace_context": dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
+    }
 
 
 def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:

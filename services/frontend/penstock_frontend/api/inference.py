@@ -1,6 +1,6 @@
 """The public API, ``penstock.inference.v1.InferenceService``."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -8,7 +8,8 @@ import grpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.errors import NotFound
-from penstock_frontend.api import convert
+from penstock_common.types.pooling import PoolingTask
+from penstock_frontend.api import convert, pooling
 from penstock_frontend.api.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import ModelConfig
@@ -23,8 +24,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     """Turns calls into requests of the AsyncLLM. Errors become statuses in the server's interceptor."""
 
-    def __init__(self, llm: AsyncLLM, model: ModelConfig) -> None:
+    def __init__(self, llm: AsyncLLM, model: ModelConfig, labels: Sequence[str]) -> None:
         self._llm = llm
+        self._labels = labels
         self._model = model
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -35,6 +37,27 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._llm.generate(converted, live):
             yield convert.generate_response(output, live.request_id)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Vectors of the inputs."""
+        self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
+        return pooling.embed_response(*await self._llm.pool(pooling.embed_request(request, **_call(context))))
+
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
+        """Classes of the inputs."""
+        self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
+        converted = pooling.classify_request(request, **_call(context))
+        result, request_id = await self._llm.pool(converted)
+        per_token = converted.params.task is PoolingTask.TOKEN_CLASSIFY
+        return pooling.classify_response(result, request_id, per_token=per_token, labels=self._labels)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Scores of pairs: by the model where it reads pairs, else the cosines of their vectors."""
+        self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
+        call = _call(context)
+        if await self._llm.reads_pairs(call["time_left"]):
+            return pooling.pair_response(*await self._llm.pool(pooling.pair_request(request, **call)))
+        return pooling.similarity_response(*await self._llm.pool(pooling.similarity_request(request, **call)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text to token ids."""
@@ -77,11 +100,15 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
 
-def add_to_server(server: grpc.aio.Server, llm: AsyncLLM, model: ModelConfig) -> None:
-    """Serve the public API of ``llm`` on ``server``."""
+def add_to_server(server: grpc.aio.Server, llm: AsyncLLM, model: ModelConfig, labels: Sequence[str]) -> None:
+    """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order."""
     # The methods that the class does not define are added by its decorator, which mypy does not see.
-    servicer = InferenceServicer(llm, model)  # type: ignore[abstract]
+    servicer = InferenceServicer(llm, model, labels)  # type: ignore[abstract]
     service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+
+
+def _call(context: Context) -> dict[str, Any]:
+    return {"metadata": _metadata(context), "time_left": context.time_remaining()}
 
 
 def _metadata(context: Context) -> dict[str, str]:

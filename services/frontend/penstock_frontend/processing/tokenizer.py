@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from penstock_common.errors import ConfigError
+from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 
 _FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
@@ -21,6 +21,13 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     tokens: list[str]
+
+
+class EncodedPair(NamedTuple):
+    """Token ids of two texts in one prompt. ``second_text_start``: first token of the second type, None without one."""
+
+    ids: list[int]
+    second_text_start: int | None
 
 
 class Tokenizer:
@@ -42,6 +49,10 @@ class Tokenizer:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
         """Tokenize ``text``."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+
+    async def encode_pair(self, text: str, second: str) -> EncodedPair:
+        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_pair, text, second)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
@@ -87,6 +98,14 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> Encoded:
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return Encoded(encoding.ids, encoding.tokens)
+
+    def _encode_pair(self, text: str, second: str) -> EncodedPair:
+        encoding = self._backend.encode(text, second)
+        types = encoding.type_ids
+        start = types.index(1) if 1 in types else len(types)
+        if any(types[:start]) or set(types[start:]) - {1}:
+            raise Unimplemented("the tokenizer gives the texts of a pair types that the engine does not know")
+        return EncodedPair(encoding.ids, start if start < len(types) else None)
 
 
 class ModelFiles(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from tests.fakes.engine_harness import make_request
 
@@ -139,7 +140,8 @@ def test_an_engine_that_reports_the_whole_vocabulary_takes_minus_one():
 
 def test_sampling_parameters_of_a_pooling_request_mean_nothing():
     request = msgspec.structs.replace(make_request(top_p=7.0), pooling_params=PoolingParams(task=PoolingTask.EMBED))
-    validate_request(request, LIMITS)
+    embeds = PoolingLimits(tasks=frozenset({PoolingTask.EMBED}), embedding_size=8)
+    validate_request(request, msgspec.structs.replace(LIMITS, pooling=embeds))
 
 
 @pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])

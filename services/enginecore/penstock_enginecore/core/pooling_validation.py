@@ -1,0 +1,86 @@
+"""What a pooling request must satisfy before it may be queued. Pure checks, safe on any thread."""
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import EngineCoreRequest
+
+_EMBEDS = frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED})
+
+
+class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine that pools can do. ``embedding_size``: dimensions of its vectors, 0 where it makes none."""
+
+    tasks: frozenset[PoolingTask]
+    embedding_size: int = 0
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The tasks as engines report them to frontends."""
+        return tuple(task.name.lower() for task in sorted(self.tasks))
+
+
+def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, max_model_len: int) -> None:
+    """Raise InvalidArgument or Unimplemented, naming the field, unless an engine that serves ``served`` can pool it.
+
+    ``served`` None is an engine that generates. The request has ``pooling_params``.
+    """
+    params = request.pooling_params
+    if params is None:
+        raise InvalidArgument("pooling_params is not set", field="pooling_params")
+    _check_task(params.task, served)
+    _check_params(params, served.embedding_size if served else 0)
+    length = len(request.prompt_token_ids)
+    if length > max_model_len:
+        raise InvalidArgument(
+            f"prompt_token_ids has {length} tokens; max_model_len is {max_model_len}", field="prompt_token_ids"
+        )
+    if request.prior_output_token_ids:
+        raise InvalidArgument(
+            f"prior_output_token_ids has {len(request.prior_output_token_ids)} tokens; a pooling request has no output",
+            field="prior_output_token_ids",
+        )
+    start = request.second_text_start
+    if start is not None and not 0 < start < length:
+        raise InvalidArgument(
+            f"second_text_start is {start}; it must be inside the prompt of {length} tokens", field="second_text_start"
+        )
+
+
+def refuse_generation(served: PoolingLimits) -> None:
+    """Raise Unimplemented: an engine that pools samples no tokens."""
+    raise Unimplemented(
+        f"sampling_params is set, but this engine does not generate; it serves {', '.join(served.words)}",
+        field="sampling_params",
+    )
+
+
+def _check_task(task: PoolingTask, served: PoolingLimits | None) -> None:
+    words = served.words if served else ("generate",)
+    if served is None or task not in served.tasks:
+        raise Unimplemented(
+            f"pooling_params.task is {task.name.lower()}; this engine serves {', '.join(words)}",
+            field="pooling_params.task",
+        )
+
+
+def _check_params(params: PoolingParams, embedding_size: int) -> None:
+    if params.task in _EMBEDS:
+        if not params.use_activation:
+            raise InvalidArgument(
+                f"pooling_params.use_activation is false; it means nothing to {params.task.name.lower()}",
+                field="pooling_params.use_activation",
+            )
+        if params.dimensions is not None and not 1 <= params.dimensions <= embedding_size:
+            raise InvalidArgument(
+                f"pooling_params.dimensions is {params.dimensions}; it must be at least 1 and at most {embedding_size}",
+                field="pooling_params.dimensions",
+            )
+        return
+    for name in ("dimensions", "normalize"):
+        if (value := getattr(params, name)) is not None:
+            raise InvalidArgument(
+                f"pooling_params.{name} is {value}; it means nothing to {params.task.name.lower()}",
+                field=f"pooling_params.{name}",
+            )

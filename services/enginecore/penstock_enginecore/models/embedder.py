@@ -1,0 +1,158 @@
+"""Load a checkpoint for pooling: the layers that give hidden states, and the head that classifies them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import huggingface_hub
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models import attention_hook, loader
+from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.support import check_supported
+from penstock_enginecore.pooling.config import PoolingConfig, is_sentence_transformer, read_pooling_config
+from penstock_enginecore.pooling.dense import Dense, load_dense
+from penstock_enginecore.pooling.heads import Head, split_head
+
+ResolvedTask = Literal["generate", "embed", "classify"]
+
+_CLASSIFIERS = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+_POOLING_FILES = ("*.json", "*/config.json", "*/model.safetensors", "*/pytorch_model.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingModel:
+    """A model in evaluation mode on its device. ``module`` gives hidden states; ``head`` is None where it only embeds.
+
+    Lengths in tokens; ``max_len`` is the longest prompt. An encoder sees whole prompts and has no KV cache.
+    """
+
+    module: PreTrainedModel
+    head: Head | None
+    pooling: PoolingConfig
+    dense: tuple[Dense, ...]
+    dtype: torch.dtype
+    max_len: int
+    vocab_size: int
+    is_encoder: bool
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def resolve_task(config: ModelConfig) -> ResolvedTask:
+    """What ``model.task`` means for the checkpoint. Reads its configuration alone. Raises ModelLoadError."""
+    if config.task != "auto":
+        return config.task
+    hf_config = loader.read_config(config)
+    if _classifier(hf_config) is not None:
+        return "classify"
+    if is_encoder(hf_config) or _is_bare(hf_config) or is_sentence_transformer(_directory(config)):
+        return "embed"
+    return "generate"
+
+
+def load_pooling_model(
+    config: ModelConfig, task: ResolvedTask, device: torch.device, progress: Callable[[str], None]
+) -> PoolingModel:
+    """Read configuration and weights of ``config.path`` and move the model to ``device``. Raises ModelLoadError."""
+    hf_config = loader.read_config(config)
+    auto_class = AutoModel if task == "embed" else _classifier(hf_config)
+    if auto_class is None:
+        raise ModelLoadError(
+            f"model.task is 'classify' but {_named(hf_config)} has no classification head; serve a checkpoint whose class "
+            f"ends in {' or '.join(_CLASSIFIERS)}"
+        )
+    model_class = _model_class(auto_class, hf_config)
+    _check(hf_config, model_class)
+    pooling = read_pooling_config(_directory(config), is_encoder=is_encoder(hf_config))
+    dtype = loader.resolve_dtype(config.dtype, hf_config, device)
+    progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
+    attention_hook.register()
+    with loader.weights_progress(progress, loader.weights_size(config.path)):
+        # Embedding takes hidden states: what BERT's pooler makes of them is not used.
+        loaded: Any = loader.read_weights(config, dtype, auto_class, unused=("pooler.",) if task == "embed" else ())
+    loaded.to(device).eval().requires_grad_(False)
+    module, head = (loaded, None) if task == "embed" else split_head(loaded)
+    max_len = _max_len(hf_config, config, pooling if head is None else None)
+    if not is_encoder(hf_config):
+        loader.prepare_decoder(module, config.max_model_len or max_len, device)
+    return PoolingModel(
+        module=module,
+        head=head,
+        pooling=pooling,
+        dense=tuple(load_dense(each, device) for each in pooling.dense) if head is None else (),
+        dtype=dtype,
+        max_len=max_len,
+        vocab_size=int(hf_config.vocab_size),
+        is_encoder=is_encoder(hf_config),
+    )
+
+
+def _classifier(hf_config: PretrainedConfig) -> Any:
+    names = hf_config.architectures or ()
+    return next((auto for suffix, auto in _CLASSIFIERS.items() if any(n.endswith(suffix) for n in names)), None)
+
+
+def _is_bare(hf_config: PretrainedConfig) -> bool:
+    """Whether the checkpoint holds a base model without any head, such as Qwen3Model."""
+    return any(n.endswith("Model") and not n.endswith("HeadModel") for n in hf_config.architectures or ())
+
+
+def _named(hf_config: PretrainedConfig) -> str:
+    return ", ".join(hf_config.architectures or ()) or str(hf_config.model_type)
+
+
+def _model_class(auto_class: Any, hf_config: PretrainedConfig) -> type[PreTrainedModel]:
+    if type(hf_config) not in auto_class._model_mapping:
+        raise ModelLoadError(f"{_named(hf_config)} is not supported: transformers has no model for it to pool with")
+    entry: Any = auto_class._model_mapping[type(hf_config)]
+    found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
+    return found
+
+
+def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    if is_encoder(hf_config):
+        check_encoder(hf_config, model_class)
+        return
+    if hf_config.model_type in FAMILIES:  # RoBERTa's positions, for one, are not those of other decoders
+        raise ModelLoadError(
+            f"{model_class.__name__} is not supported: its configuration makes a decoder of an encoder"
+        )
+    check_supported(hf_config, model_class)
+    if getattr(hf_config, "is_causal", True) is False or getattr(hf_config, "use_bidirectional_attention", False):
+        raise ModelLoadError(
+            f"{model_class.__name__} is not supported: its configuration asks for bidirectional attention"
+        )
+
+
+def _directory(config: ModelConfig) -> Path:
+    """Where the files about pooling are; those of a hub id are downloaded."""
+    directory = Path(config.path).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                config.path, revision=config.revision or None, allow_patterns=list(_POOLING_FILES)
+            )
+        )
+    except Exception as e:  # its failures have no common base: HTTP, offline, validation
+        raise ModelLoadError(f"model.path {config.path!r}: the hub says: {loader.first_line(e)}") from e
+
+
+def _max_len(hf_config: PretrainedConfig, config: ModelConfig, pooling: PoolingConfig | None) -> int:
+    longest = encoder_max_len(hf_config) if is_encoder(hf_config) else loader.config_max_len(hf_config, config)
+    tuned = pooling.max_seq_length if pooling is not None else None
+    return longest if tuned is None else min(longest, tuned)

@@ -1,0 +1,141 @@
+"""How a checkpoint pools: what sentence-transformers files say, else what its architecture is for."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock_enginecore.models.errors import ModelLoadError
+
+PoolingMode = Literal["cls", "mean", "lasttoken"]
+
+_MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "lasttoken"}
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""How older files name the modes."""
+_STEPS = ("Transformer", "Pooling", "Dense", "Normalize")
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
+_SEQUENCE_LENGTH_FILES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A linear layer after pooling: its directory, and the torch activation that follows."""
+
+    directory: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """``max_seq_length``: tokens the model was tuned for, None where its files do not say."""
+
+    mode: PoolingMode
+    normalize: bool = False
+    dense: tuple[DenseConfig, ...] = ()
+    max_seq_length: int | None = None
+
+
+def is_sentence_transformer(directory: Path) -> bool:
+    """Whether the directory says how it pools."""
+    return (directory / "modules.json").is_file()
+
+
+def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
+    """The pooling of a checkpoint. Without files: mean for encoders, the last token for decoders.
+
+    Raises ModelLoadError, naming the file and the value, for what is not served.
+    """
+    if not is_sentence_transformer(directory):
+        return PoolingConfig(mode="mean" if is_encoder else "lasttoken")
+    steps = [(_kind(module), directory / module.get("path", "")) for module in _read(directory / "modules.json", list)]
+    kinds = [kind for kind, _ in steps]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ModelLoadError(
+            f"modules.json lists {', '.join(kinds)}; served: Transformer, Pooling, then Dense, Normalize"
+        )
+    if "Normalize" in kinds[:-1] or not set(kinds[2:]) <= {"Dense", "Normalize"}:
+        raise ModelLoadError(
+            f"modules.json lists {', '.join(kinds)}; after Pooling only Dense and a last Normalize are served"
+        )
+    return PoolingConfig(
+        mode=_mode(steps[1][1] / "config.json"),
+        normalize=kinds[-1] == "Normalize",
+        dense=tuple(_dense(folder) for kind, folder in steps if kind == "Dense"),
+        max_seq_length=_max_seq_length(steps[0][1]),
+    )
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    kind = str(module.get("type", "")).rpartition(".")[2]
+    if kind not in _STEPS:
+        raise ModelLoadError(f"modules.json has a module of type {module.get('type')!r}; served: {', '.join(_STEPS)}")
+    return kind
+
+
+def _mode(file: Path) -> PoolingMode:
+    config = _read(file, dict)
+    given = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or "mean"
+    modes = [given] if isinstance(given, str) else list(given)
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ModelLoadError(
+            f"{file} asks for the pooling mode {' + '.join(modes)}; served: {', '.join(_MODES)}, one alone"
+        )
+    return _MODES[modes[0]]
+
+
+def _dense(folder: Path) -> DenseConfig:
+    file = folder / "config.json"
+    config = _read(file, dict)
+    activation = str(config.get("activation_function") or "Identity").rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise ModelLoadError(f"{file}: activation_function is {activation!r}; served: {', '.join(_ACTIVATIONS)}")
+    if config.get("use_residual"):
+        raise ModelLoadError(f"{file}: use_residual is true, which is not served")
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise ModelLoadError(f"{file}: {key} is {config[key]!r}; served: 'sentence_embedding'")
+    return DenseConfig(
+        directory=folder,
+        in_features=int(config["in_features"]),
+        out_features=int(config["out_features"]),
+        bias=bool(config.get("bias", True)),
+        activation=activation,
+    )
+
+
+def _max_seq_length(folder: Path) -> int | None:
+    for name in _SEQUENCE_LENGTH_FILES:
+        if (folder / name).is_file():
+            config = _read(folder / name, dict)
+            if config.get("do_lower_case"):
+                raise ModelLoadError(
+                    f"{folder / name}: do_lower_case is true; texts are not lowercased, only tokenized"
+                )
+            length = config.get("max_seq_length")
+            return None if length is None else int(length)
+    return None
+
+
+def _read(file: Path, kind: type) -> Any:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelLoadError(f"{file} cannot be read: {e}") from e
+    if not isinstance(data, kind):
+        raise ModelLoadError(f"{file} must hold a JSON {'list' if kind is list else 'object'}")
+    return data

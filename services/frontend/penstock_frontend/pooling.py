@@ -1,0 +1,68 @@
+"""Pooling calls from their requests to their results: send every input, wait for all, leave nothing behind."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from penstock_common.errors import DeadlineExceeded
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.client import EngineClient
+from penstock_frontend.processing.pooled import PooledOutputs, PooledState
+from penstock_frontend.processing.pooling import PoolingInputs, PoolingRequest, PoolingResult
+
+
+class PoolingCalls:
+    """Puts input processing, engines and answers together for requests that produce vectors."""
+
+    def __init__(self, *, inputs: PoolingInputs, outputs: PooledOutputs, engines: EngineClient) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self._engines = engines
+
+    async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
+        """The results of all inputs, in order. However this ends, what engines still compute is aborted.
+
+        Raises RequestFailed: the first failure is that of the call.
+        """
+        core_requests = await self.inputs.process(request, request_id)
+        limits = await self._engines.wait_until_usable(request.deadline)
+        self.inputs.check(request, core_requests, limits, self._engines.capabilities)
+        states: list[PooledState] = []
+        try:
+            states.extend(map(self._send, core_requests))  # those that were sent stay in the list if one fails
+            answers = await _before(request.deadline, states)
+        finally:
+            self._forget(states)
+        return PoolingResult(answers, sum(state.num_prompt for state in states))
+
+    def _send(self, core_request: EngineCoreRequest) -> PooledState:
+        state = self.outputs.add(core_request)
+        try:
+            state.engine = self._engines.add(core_request)
+        except BaseException:
+            self.outputs.remove(state)
+            raise
+        return state
+
+    def _forget(self, states: Sequence[PooledState]) -> None:
+        """End what has not ended, engine by engine, and collect failures nobody waits for any more."""
+        unfinished: dict[str, list[str]] = {}
+        for state in states:
+            if self.outputs.remove(state):
+                unfinished.setdefault(state.engine, []).append(state.request_id)
+            if not state.answer.cancel() and not state.answer.cancelled():
+                state.answer.exception()
+        for engine, request_ids in unfinished.items():
+            self._engines.abort(engine, request_ids, "the client is gone")
+
+
+async def _before(deadline: float | None, states: Sequence[PooledState]) -> list[EngineCoreOutput]:
+    answers = asyncio.gather(*(state.answer for state in states))
+    if deadline is None:
+        return await answers
+    try:
+        async with asyncio.timeout(deadline - time.time()):
+            return await answers
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was done") from None

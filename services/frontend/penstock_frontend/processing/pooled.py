@@ -1,0 +1,119 @@
+"""Pooling requests on their way out: one answer per engine request."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.client import OutputHandler
+
+
+class PooledState:
+    """One engine request until its answer. ``engine``: key of the engine it runs on, ``""`` before it is routed."""
+
+    __slots__ = ("answer", "attempt", "engine", "num_prompt", "request_id", "started")
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request_id = request.request_id
+        self.attempt = request.attempt
+        self.engine = ""
+        self.num_prompt = len(request.prompt_token_ids)
+        self.started = time.monotonic()
+        self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
+
+
+class PooledOutputs:
+    """Follows every pooling request of this frontend. See ``OutputHandler``, whose part for these requests it is.
+
+    ``on_done``: called for each that ends well.
+    """
+
+    def __init__(self, on_done: Callable[[PooledState], None]) -> None:
+        self._on_done = on_done
+        self._states: dict[str, PooledState] = {}
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._states)
+
+    def add(self, request: EngineCoreRequest) -> PooledState:
+        """Follow a request from now on."""
+        state = self._states[request.request_id] = PooledState(request)
+        return state
+
+    def remove(self, state: PooledState) -> bool:
+        """Stop following a request. Returns whether it had not ended yet."""
+        return self._states.pop(state.request_id, None) is not None
+
+    def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+        """Take one step's outputs; those of other requests are not looked at. Nothing is left to abort."""
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None or output.attempt != state.attempt or output.finish_reason is None:
+                continue
+            if output.pooling_output is None or output.finish_reason is not FinishReason.STOP:
+                self._fail(state, _failure(output))
+                continue
+            del self._states[state.request_id]
+            self._on_done(state)
+            _settle(state, output)
+        return []
+
+    def fail_engine(self, engine: str, error: RequestFailed) -> None:
+        """End every request of an engine that is gone."""
+        for state in [s for s in self._states.values() if s.engine == engine]:
+            self._fail(state, error)
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """End these requests, where they have not ended yet."""
+        for request_id in request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                self._fail(state, error)
+
+    def fail_all(self, error: RequestFailed) -> None:
+        """End every request."""
+        self.fail(list(self._states), error)
+
+    def _fail(self, state: PooledState, error: RequestFailed) -> None:
+        del self._states[state.request_id]
+        if not state.answer.done():
+            state.answer.set_exception(error)
+
+
+class SplitOutputs:
+    """Hands engines' outputs to several handlers, of which each knows its own requests."""
+
+    def __init__(self, *handlers: OutputHandler) -> None:
+        self._handlers = handlers
+
+    def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+        """See ``OutputHandler.process``."""
+        return [request_id for handler in self._handlers for request_id in handler.process(outputs)]
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """See ``OutputHandler.fail``."""
+        ids = list(request_ids)
+        for handler in self._handlers:
+            handler.fail(ids, error)
+
+    def fail_engine(self, engine: str, error: RequestFailed) -> None:
+        """See ``OutputHandler.fail_engine``."""
+        for handler in self._handlers:
+            handler.fail_engine(engine, error)
+
+
+def _settle(state: PooledState, output: EngineCoreOutput) -> None:
+    if not state.answer.done():  # cancelled with its call
+        state.answer.set_result(output)
+
+
+def _failure(output: EngineCoreOutput) -> RequestFailed:
+    if output.error is not None:
+        return output.error.to_exception()
+    if output.finish_reason is FinishReason.ABORT:
+        return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
+    if output.finish_reason is FinishReason.ERROR:
+        return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")
+    return Internal("the engine ended a pooling request without a result")

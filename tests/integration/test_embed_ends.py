@@ -1,0 +1,65 @@
+"""How Embed ends before its time, through real gRPC: cancelled, too late, without its engine."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import DeadlineExceeded, Unavailable
+from penstock_common.types.pooling import PoolingTask
+from tests.fakes import small_tokenizers
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer, eventually, failure
+
+REQUEST = pb.EmbedRequest(inputs=[pb.PoolingInput(text="hello"), pb.PoolingInput(text="world")])
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[FakeEngine]:
+    """An engine that takes inputs and computes nothing."""
+    engine = FakeEngine(vocab_size=400, manual=True)
+    engine.ready.capabilities[:] = ["embed", "token_embed"]
+    async with engine:
+        yield engine
+
+
+@pytest.fixture
+async def frontend(silent: FakeEngine, tmp_path: Path) -> AsyncIterator[FrontendServer]:
+    async with FrontendServer(small_tokenizers.save_model(tmp_path / "model"), engines=[silent.address]) as server:
+        await server.until_health(serving=True)
+        yield server
+
+
+def live(frontend: FrontendServer) -> int:
+    llm: Any = frontend.frontend._llm
+    return len(llm._live) + len(llm.pooling.outputs)
+
+
+async def test_cancelling_the_call_ends_all_its_inputs_in_the_engine(
+    silent: FakeEngine, frontend: FrontendServer
+) -> None:
+    call = frontend.stub.Embed(REQUEST)
+    await silent.until(lambda e: len(e.running) == 2)
+    assert all(r.pooling_params.task == PoolingTask.EMBED for r in silent.requests)
+    call.cancel()
+    await silent.until(lambda e: len(e.aborted) == 2)
+    await eventually(lambda: live(frontend) == 0)
+
+
+async def test_a_passed_deadline_ends_all_inputs_in_the_engine(silent: FakeEngine, frontend: FrontendServer) -> None:
+    error = await failure(frontend.stub.Embed(REQUEST, timeout=0.3))
+    assert isinstance(error, DeadlineExceeded)
+    await silent.until(lambda e: len(e.aborted) == 2)
+    await eventually(lambda: live(frontend) == 0)
+
+
+async def test_an_engine_that_dies_takes_the_call_with_it(silent: FakeEngine, frontend: FrontendServer) -> None:
+    call = frontend.stub.Embed(REQUEST)
+    await silent.until(lambda e: len(e.running) == 2)
+    await silent.kill()
+    error = await failure(call)
+    assert isinstance(error, Unavailable)
+    assert error.reason == "ENGINE_GONE"
+    assert live(frontend) == 0
