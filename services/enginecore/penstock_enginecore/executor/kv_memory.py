@@ -26,7 +26,9 @@ class KVMemory:
         self._device = device
 
     def allocate(self, config: KVCacheConfig) -> LayerCaches:
-        """The pool. Layer i of every group lives in plane i."""
+        """The pool. Layer i of every group lives in plane i. A model without layers that attend over a cache has none."""
+        if not self._specs:
+            return {}
         num_slots = config.num_blocks * config.block_size
         widths = plane_widths(self._specs, config.groups)
         planes = [self._plane(width, config.block_size, num_slots) for width in widths]

@@ -37,7 +37,9 @@ class Head:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
-        self._name = module.base_model_prefix
+        # Most are called by the prefix that their class names; Llama 4's text model is not.
+        models = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
+        self._name = module.base_model_prefix if module.base_model_prefix in models or not models else models[0]
 
     @contextmanager
     def capture(self) -> Iterator[HiddenStates]:

@@ -2,7 +2,7 @@
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import SchedulerConfig
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 
 
 def size_without_kv_cache(
@@ -24,4 +24,6 @@ def size_without_kv_cache(
         )
     # The watermark keeps up to half of the blocks free, and block 0 is the null block.
     num_blocks = 2 * scheduler.max_num_seqs + 3
-    return KVCacheConfig(num_blocks=num_blocks, block_size=length, groups=(), max_model_len=length)
+    return KVCacheConfig(
+        num_blocks=num_blocks, block_size=length, groups=(KVCacheGroup(layer_names=()),), max_model_len=length
+    )
