@@ -1,5 +1,6 @@
 """Drive a real EngineCore from a test, step by step, in the test's own thread."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 
 CLIENT = "test"
+TIMEOUT = 60.0
 
 
 def build_engine(
@@ -59,6 +61,8 @@ def generate(
 ) -> Run:
     """Run requests (id, prompt, sampling parameters) to their ends, all queued at once."""
     run = Run()
+    woken = threading.Event()
+    engine.wake = woken.set
     for request_id, prompt, params in requests:
         request = EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
         engine.add(engine.preprocess(CLIENT, request))
@@ -72,4 +76,7 @@ def generate(
                 if output.finish_reason is not None:
                     run.finish_reasons[output.request_id] = output.finish_reason
         after_step()
+        if engine.stalled and engine.has_requests:  # constraints are being compiled
+            assert woken.wait(TIMEOUT), "nothing to do, and nothing comes"
+            woken.clear()
     return run
