@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import load, sampling, scheduler_step
+from tests.benchmarks import load, neighbours, sampling, scheduler_step
 from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
 from tests.benchmarks.load import Load, Result, Stream
 from tests.benchmarks.processes import engine, frontend
@@ -98,6 +98,30 @@ def sampling_table() -> tuple[Table, dict[str, dict[str, float]]]:
     return made, numbers
 
 
+def schema_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
+    """What constrained requests cost their neighbours, milliseconds per step."""
+    made = Table(title=f"{neighbours.NEIGHBOURS} unconstrained requests and what runs beside them; median ms per step")
+    for column in ("scheduling", "beside them", "ms"):
+        made.add_column(column, justify="right" if column == "ms" else "left")
+    numbers = {}
+    for scheduling, name, milliseconds in neighbours.schemas(args.model, args.threads, args.rounds):
+        numbers[f"{scheduling}: {name}"] = milliseconds
+        made.add_row(scheduling, name, f"{milliseconds:.2f}")
+    return made, numbers
+
+
+def async_table(args: argparse.Namespace, streams: tuple[int, ...]) -> tuple[Table, dict[int, tuple[float, float]]]:
+    """Asynchronous against synchronous scheduling, tokens per second."""
+    made = Table(title="tokens/s of the engine alone; medians")
+    for column in ("streams", "synchronous", "asynchronous"):
+        made.add_column(column, justify="right")
+    numbers = {}
+    for count, synchronous, asynchronous in neighbours.scheduling(args.model, args.threads, args.rounds, streams):
+        numbers[count] = synchronous, asynchronous
+        made.add_row(str(count), f"{synchronous:.0f}", f"{asynchronous:.0f}")
+    return made, numbers
+
+
 def main() -> int:
     """Print the tables, and write them as JSON where ``--json`` says."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
@@ -107,7 +131,9 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64, help="output length in tokens")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up; medians are taken over them")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
-    parser.add_argument("--only", choices=["scheduler", "sampling", "load"], help="measure just this part")
+    parser.add_argument(
+        "--only", choices=["scheduler", "sampling", "schemas", "async", "load"], help="measure just this part"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     args = parser.parse_args()
     loads = [
@@ -121,6 +147,12 @@ def main() -> int:
     if args.only in (None, "sampling"):
         samples, numbers["sampling_ms"] = sampling_table()
         console.print(samples)
+    if args.only in (None, "schemas"):
+        beside, numbers["schemas_ms"] = schema_table(args)
+        console.print(beside)
+    if args.only in (None, "async"):
+        both, numbers["async_tokens_per_s"] = async_table(args, tuple(item.streams for item in loads))
+        console.print(both)
     if args.only in (None, "load"):
         results = asyncio.run(measure(args, loads))
         console.print(table(results, loads))
