@@ -7,6 +7,7 @@ import numpy.typing as npt
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, Vectors
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.request import Request
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
@@ -54,6 +55,45 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     num_common_prefix_blocks: tuple[int, ...] = (0,)
     finished_request_ids: list[str] = []
     preempted_request_ids: list[str] = []
+
+    def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
+        """Schedule ``num_tokens`` tokens of a request that starts, or starts again."""
+        self._count(request, num_tokens)
+        self.new_requests.append(
+            NewRequestData(
+                request_id=request.key,
+                token_ids=request.all_token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=block_ids,
+                sampling_params=request.sampling_params,
+                pooling_params=request.pooling_params,
+                second_text_start=request.second_text_start,
+            )
+        )
+
+    def add_known(self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...]) -> None:
+        """Schedule ``num_tokens`` tokens of a running request. ``new_block_ids``: empty when it got none."""
+        self._count(request, num_tokens)
+        cached = self.cached_requests
+        cached.request_ids.append(request.key)
+        cached.num_computed_tokens.append(request.num_computed_tokens)
+        cached.new_block_ids.append(new_block_ids or None)
+
+    def remove(self, request: Request) -> None:
+        """Take a running request out again, if it is in the step."""
+        count = self.num_scheduled_tokens.pop(request.key, None)
+        if count is None:
+            return
+        self.total_num_scheduled_tokens -= count
+        cached = self.cached_requests
+        place = cached.request_ids.index(request.key)
+        for entries in (cached.request_ids, cached.num_computed_tokens, cached.new_block_ids):
+            del entries[place]
+
+    def _count(self, request: Request, num_tokens: int) -> None:
+        self.num_scheduled_tokens[request.key] = num_tokens
+        self.total_num_scheduled_tokens += num_tokens
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from penstock_enginecore.core.scheduler.admission import check_queue_limits
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
 from penstock_enginecore.core.scheduler.outbox import Outbox
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.scheduler.queue import RequestQueue
 from penstock_enginecore.core.scheduler.requests import RequestTable
@@ -186,7 +186,6 @@ class DefaultScheduler(Scheduler):
             self._end([request], RequestStatus.FINISHED_ABORTED, error)
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        cached = output.cached_requests
         for request in self._running.copy():
             budget = self._budget_left(output)
             if budget <= 0:
@@ -200,11 +199,7 @@ class DefaultScheduler(Scheduler):
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, output)
             if new_block_ids is None:  # it gave up its own blocks, or ended
                 continue
-            output.num_scheduled_tokens[request.key] = num_new_tokens
-            output.total_num_scheduled_tokens += num_new_tokens
-            cached.request_ids.append(request.key)
-            cached.num_computed_tokens.append(request.num_computed_tokens)
-            cached.new_block_ids.append(new_block_ids or None)
+            output.add_known(request, num_new_tokens, new_block_ids)
 
     def _budget_left(self, output: SchedulerOutput) -> int:
         return self._config.max_num_batched_tokens - output.total_num_scheduled_tokens
@@ -227,8 +222,7 @@ class DefaultScheduler(Scheduler):
             self._running.remove(victim) if self._by_priority else self._running.pop()
             self._preempt(victim)
             output.preempted_request_ids.append(victim.key)
-            if self._by_priority:
-                _unschedule(victim, output)
+            output.remove(victim)
             if victim is request:
                 return None
         return new_block_ids
@@ -276,20 +270,7 @@ class DefaultScheduler(Scheduler):
             request.num_cached_tokens = num_computed
         request.record_event(EventType.SCHEDULED, self._clock())
         self._running.append(request)
-        output.num_scheduled_tokens[request.key] = num_new_tokens
-        output.total_num_scheduled_tokens += num_new_tokens
-        output.new_requests.append(
-            NewRequestData(
-                request_id=request.key,
-                token_ids=request.all_token_ids.copy(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=num_computed,
-                block_ids=self.kv_cache.block_ids(request),
-                sampling_params=request.sampling_params,
-                pooling_params=request.pooling_params,
-                second_text_start=request.second_text_start,
-            )
-        )
+        output.add_new(request, num_new_tokens, self.kv_cache.block_ids(request))
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         threshold = self._config.long_prefill_token_threshold
@@ -390,18 +371,6 @@ class DefaultScheduler(Scheduler):
             num_preemptions=self._num_preemptions,
             step_counter=self._step_counter,
         )
-
-
-def _unschedule(request: Request, output: SchedulerOutput) -> None:
-    """Take a preempted request out of the step again, if it was in it."""
-    count = output.num_scheduled_tokens.pop(request.key, None)
-    if count is None:
-        return
-    output.total_num_scheduled_tokens -= count
-    cached = output.cached_requests
-    place = cached.request_ids.index(request.key)
-    for entries in (cached.request_ids, cached.num_computed_tokens, cached.new_block_ids):
-        del entries[place]
 
 
 def _check_limits(chunked_prefill: bool, max_num_batched_tokens: int, max_model_len: int) -> None:
