@@ -95,7 +95,8 @@ def test_a_pooling_request_continues_nothing() -> None:
 def test_without_a_kv_cache_a_prompt_is_as_long_as_a_step() -> None:
     limits = SchedulerConfig(max_num_batched_tokens=100, max_num_seqs=7)
     sized = size_without_kv_cache(limits, requested_max_model_len=None, model_max_len=512)
-    assert (sized.max_model_len, sized.block_size, sized.groups) == (100, 100, ())
+    assert (sized.max_model_len, sized.block_size) == (100, 100)
+    assert [group.layer_names for group in sized.groups] == [()], "one table of blocks without memory"
     assert sized.num_blocks > limits.max_num_seqs
     short = size_without_kv_cache(limits, requested_max_model_len=30, model_max_len=512)
     assert short.max_model_len == 30
