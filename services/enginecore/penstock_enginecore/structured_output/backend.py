@@ -10,10 +10,13 @@ from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Una
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ModelConfig, StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import GrammarFactory
-from penstock_enginecore.core.structured_output.constraint import FIELD, check_constraint
+from penstock_enginecore.core.structured_output.constraint import FIELD, check_constraint, check_size
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 from penstock_enginecore.structured_output.process import LIMIT, CompileProcess
 from penstock_enginecore.structured_output.vocabulary import check_tokenizer, load_tokenizer_info
+
+_CHECKED_AT_ONCE = 8 * 1024
+"""Bytes of a constraint that is translated where its request comes in: a few milliseconds."""
 
 
 class XgrammarBackend:
@@ -34,13 +37,20 @@ class XgrammarBackend:
         self._process: CompileProcess | None = None
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Raise InvalidArgument for a constraint that cannot be enforced, Unimplemented when this engine can enforce none."""
+        """Raise InvalidArgument for a constraint that cannot be enforced, Unimplemented when this engine can enforce none.
+
+        A large constraint is only measured here; the rest of it is looked at where it is compiled.
+        """
         if not self._eos_token_ids:
             raise Unimplemented(
                 "this engine has no end-of-sequence token, without which constrained output cannot end", field=FIELD
             )
         check_tokenizer(self._model)
-        check_constraint(constraint, self._config.max_constraint_bytes)
+        with self._lock:
+            if constraint in self._cache:
+                return
+        if check_size(constraint, self._config.max_constraint_bytes) <= _CHECKED_AT_ONCE:
+            check_constraint(constraint, self._config.max_constraint_bytes)
 
     def compile(self, constraint: StructuredOutput) -> Future[GrammarFactory]:
         """The future of this constraint, shared by all who ask for it. It cannot be cancelled."""
@@ -96,7 +106,7 @@ class XgrammarBackend:
         future.set_exception(error)
 
     def _factory(self, constraint: StructuredOutput) -> GrammarFactory:
-        self.check(constraint)
+        check_constraint(constraint, self._config.max_constraint_bytes)
         info, process = self._started()
         compiled = xgrammar.CompiledGrammar.deserialize_json(process.compile(constraint), info)
         return _GrammarMaker(compiled, self._vocab_size)

@@ -43,8 +43,8 @@ def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
     grammar_source(constraint, max_bytes)
 
 
-def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSource:
-    """What to compile for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
+def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
+    """Bytes of the constraint as UTF-8. Raises InvalidArgument unless there is exactly one, of at most ``max_bytes``."""
     try:
         kind, value = constraint.constraint
     except ValueError as e:
@@ -52,8 +52,19 @@ def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSourc
     field = f"{FIELD}.{kind}"
     try:
         size = sum(len(option.encode()) for option in value) if kind == "choice" else len(str(value).encode())
-        if size > max_bytes:
-            raise InvalidArgument(f"{field} has {size} bytes; the limit is {max_bytes}", field=field)
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{field} holds half of a surrogate pair, which is no character", field=field) from None
+    if size > max_bytes:
+        raise InvalidArgument(f"{field} has {size} bytes; the limit is {max_bytes}", field=field)
+    return size
+
+
+def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSource:
+    """What to compile for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
+    check_size(constraint, max_bytes)
+    kind, value = constraint.constraint
+    field = f"{FIELD}.{kind}"
+    try:
         if kind == "structural_tag":
             return GrammarSource("structural_tag", _structural_tag(value))
         return GrammarSource("grammar", _GRAMMARS[kind](value))
