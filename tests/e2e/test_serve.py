@@ -1,9 +1,11 @@
 """The command with the real services and the demo model behind it."""
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from penstock_local.ports import free_ports
@@ -81,6 +83,25 @@ def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:
     text = server.text(prompt, "--temperature", "0", "--max-tokens", "60", "--stop", "5")
     assert "4" in text
     assert "5" not in text
+
+
+def test_a_schema_is_followed_by_a_model_that_knows_nothing_of_it(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["fox", "bear"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    text = server.text("A fox has", "--json-schema", json.dumps(schema), "--temperature", "1", "--max-tokens", "60")
+    jsonschema.validate(json.loads(text), schema)
+
+
+def test_log_probabilities_of_several_sequences_come_with_their_tokens(server: Server) -> None:
+    with server.generate("The", "--n", "2", "--logprobs", "2", "--seed", "1", "--max-tokens", "5") as process:
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert err.count("rank  likeliest") == 2
+    assert "[2 outputs: 2 length" in err
 
 
 def test_a_wrong_setting_is_refused_and_the_server_goes_on(server: Server) -> None:
