@@ -1,13 +1,15 @@
-"""Parts of an engine's outputs to messages and back: log-probabilities, vectors, cache events."""
+"""Parts of requests and outputs to messages and back: log-probabilities, vectors, prompts as vectors, cache events."""
 
 import sys
 from array import array
+from collections.abc import Sequence
 
 from penstock.common.v1 import events_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds
 
 _FLOAT32_BYTES = 4
 
@@ -50,6 +52,48 @@ def vectors_from_proto(message: tensor_pb2.Tensor) -> Vectors:
             f"pooling_output has {len(message.inline)} bytes; its shape asks for {size}", field="pooling_output"
         )
     return Vectors(tuple(message.shape), message.inline)
+
+
+_EMBEDS_DTYPES: dict[int, EmbedsDtype] = {
+    tensor_pb2.DATA_TYPE_FLOAT32: "float32",
+    tensor_pb2.DATA_TYPE_FLOAT16: "float16",
+    tensor_pb2.DATA_TYPE_BFLOAT16: "bfloat16",
+}
+
+
+def prompt_embeds_from_proto(
+    message: tensor_pb2.Tensor, is_token: Sequence[bool] = (), *, path: str = "prompt_embeds"
+) -> PromptEmbeds:
+    """The vectors of a prompt, ``[tokens, hidden size]``. Raises InvalidArgument for another shape, type or size, Unimplemented
+    for elements that are not in the message.
+    """
+    dtype = _EMBEDS_DTYPES.get(message.dtype)
+    if dtype is None:
+        known = ", ".join(_EMBEDS_DTYPES.values())
+        raise InvalidArgument(f"{path}.dtype is {message.dtype}; known: {known}", field=f"{path}.dtype")
+    if (payload := message.WhichOneof("payload")) != "inline":
+        raise Unimplemented(f"{path}.{payload or 'inline'} is not served yet; give inline", field=f"{path}.inline")
+    if len(message.shape) != 2 or not all(message.shape):
+        raise InvalidArgument(
+            f"{path}.shape is {list(message.shape)}; it must be [tokens, hidden size]", field=f"{path}.shape"
+        )
+    num_tokens, hidden_size = message.shape
+    size = num_tokens * hidden_size * ELEMENT_BYTES[dtype]
+    if len(message.inline) != size:
+        raise InvalidArgument(
+            f"{path}.inline has {len(message.inline)} bytes; its shape and type ask for {size}", field=f"{path}.inline"
+        )
+    return PromptEmbeds(
+        dtype=dtype, num_tokens=num_tokens, hidden_size=hidden_size, data=message.inline, is_token=tuple(is_token)
+    )
+
+
+def prompt_embeds_to_proto(embeds: PromptEmbeds) -> tensor_pb2.Tensor:
+    """The message of the vectors."""
+    dtype = next(number for number, name in _EMBEDS_DTYPES.items() if name == embeds.dtype)
+    return tensor_pb2.Tensor(
+        dtype=tensor_pb2.DataType.ValueType(dtype), shape=(embeds.num_tokens, embeds.hidden_size), inline=embeds.data
+    )
 
 
 def floats(vectors: Vectors) -> list[float]:

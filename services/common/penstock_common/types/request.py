@@ -3,6 +3,7 @@
 import msgspec
 
 from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 
 NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
@@ -15,7 +16,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     ``attempt`` counts the engines that were given this request. ``prior_output_token_ids`` are the tokens an earlier
     attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
     With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
-    the second text of a pair begins in the prompt. ``arrival_time`` and ``deadline`` are seconds since the Unix epoch.
+    the second text of a pair begins in the prompt. Where ``prompt_embeds`` has a vector, the token id means nothing.
+    ``arrival_time`` and ``deadline`` are seconds since the Unix epoch.
     """
 
     request_id: str
@@ -32,4 +34,5 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prior_output_token_ids: list[int] = []
     deadline: float | None = None
     second_text_start: int | None = None
+    prompt_embeds: PromptEmbeds | None = None
     trace_context: dict[str, str] = {}

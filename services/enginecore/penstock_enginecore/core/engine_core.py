@@ -96,6 +96,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             max_logprobs=config.model.max_logprobs,
+            hidden_size=executor.hidden_size,
             pooling=executor.pooling,
         )
         self.control = EngineControl(self)

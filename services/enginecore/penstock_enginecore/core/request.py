@@ -95,6 +95,7 @@ class Request:
         "pooling_params",
         "prefill_reported",
         "priority",
+        "prompt_embeds",
         "queued_time",
         "request_id",
         "sampling_params",
@@ -113,6 +114,7 @@ class Request:
         self.sampling_params: SamplingParams = request.sampling_params
         self.pooling_params: PoolingParams | None = request.pooling_params
         self.second_text_start = request.second_text_start
+        self.prompt_embeds = request.prompt_embeds
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.all_token_ids: list[int] = [*request.prompt_token_ids, *request.prior_output_token_ids]
         room = max_model_len - self.num_prompt_tokens

@@ -8,6 +8,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import RepetitionDetection, SamplingParams
+from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.pooling_validation import PoolingLimits, refuse_generation, validate_pooling
 
 MAX_SEED = 2**64 - 1
@@ -22,12 +23,14 @@ _MAX_PATTERN_SIZE = 1000
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``, log-probabilities of at most
-    ``max_logprobs`` of the likeliest tokens, -1 for all. ``pooling`` None: it generates.
+    ``max_logprobs`` of the likeliest tokens, -1 for all. ``hidden_size`` of vectors that stand for tokens, 0 where none
+    are taken. ``pooling`` None: it generates.
     """
 
     max_model_len: int
     vocab_size: int
     max_logprobs: int = 20
+    hidden_size: int = 0
     pooling: PoolingLimits | None = None
 
 
@@ -45,6 +48,8 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     _check_token_ids("prior_output_token_ids", request.prior_output_token_ids, limits.vocab_size)
     if request.pooling_params is None:
         check_sampling(request.sampling_params, limits)
+    if request.prompt_embeds is not None:
+        check_prompt_embeds(request, request.prompt_embeds, limits.hidden_size)
     if request.deadline is not None and not math.isfinite(request.deadline):
         raise InvalidArgument(f"deadline is {request.deadline}; it must be finite", field="deadline")
     if request.attempt < 0:

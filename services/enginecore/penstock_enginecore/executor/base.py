@@ -33,6 +33,10 @@ class Executor(Protocol):
         """Number of rows of the model's output, in tokens."""
 
     @property
+    def hidden_size(self) -> int:
+        """Length of the vectors that may stand for prompt tokens; 0 where none are taken."""
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a sequence unless ``ignore_eos``."""
 

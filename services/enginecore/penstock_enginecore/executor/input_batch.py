@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
@@ -207,9 +208,9 @@ class InputBatch:
         self._num_computed_tokens[row] = new.num_computed_tokens
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
-        self._set_sampling(row, new.sampling_params)
+        self._set_sampling(row, new.sampling_params, new.prompt_embeds)
 
-    def _set_sampling(self, row: int, params: SamplingParams) -> None:
+    def _set_sampling(self, row: int, params: SamplingParams, embeds: PromptEmbeds | None) -> None:
         if params.seed is None and not params.greedy:
             raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
         self._temperature[row] = params.temperature
@@ -218,7 +219,11 @@ class InputBatch:
         self._min_p[row] = params.min_p
         self._seed[row] = (params.seed or 0) % 2**64
         known = self._token_ids[row, : self._num_tokens[row]]
-        rules = RequestRules.create(params, known, int(self._num_prompt_tokens[row]), self._eos_token_ids)
+        num_prompt_tokens = int(self._num_prompt_tokens[row])
+        if embeds is not None:  # a vector is no token that could be repeated
+            tokens = [not embeds.is_vector(position) for position in range(len(known))]
+            known, num_prompt_tokens = known[tokens], sum(tokens[:num_prompt_tokens])
+        rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids)
         if rules is not None:
             self._rules[row] = rules
         if params.logprobs is not None:

@@ -1,7 +1,7 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
 from penstock_enginecore.executor.kv_memory import KVMemory, LayerCaches, num_bytes
+from penstock_enginecore.executor.prompt_vectors import PromptVectors, StepVectors
 from penstock_enginecore.executor.scorer import OutputScores, PromptScorer
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
@@ -42,6 +43,7 @@ class ModelRunner:
         self._specs: dict[str, KVCacheSpec] = {}
         self._layers: LayerCaches = {}
         self._batch: InputBatch | None = None
+        self._embeds = PromptVectors(model.dtype, device)
         self._pending: _Pending | None = None
 
     @torch.inference_mode()
@@ -74,6 +76,13 @@ class ModelRunner:
         """Free the pool and forget the requests, until ``initialize_kv_cache``."""
         self._layers = {}
         self._batch = None
+        self._embeds = PromptVectors(self._model.dtype, self._device)
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of what the embedding layer gives for a token."""
+        embedding: Any = self._model.module.get_input_embeddings()
+        return int(embedding.weight.shape[1])
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -109,14 +118,16 @@ class ModelRunner:
         if self._batch is None:
             raise RuntimeError("initialize_kv_cache must come before the first step")
         self._batch.update(step)
+        self._embeds.update(step)
         if not step.num_scheduled_tokens:
             self._pending = None
             return
         inputs = self._batch.prepare(step.num_scheduled_tokens)
+        vectors = self._embeds.of(inputs)
         context = StepContext(self._backend, self._layers, [StepPlan(m, self._device) for m in inputs.attention])
         with use_context(context):
             logits, prompt_logprobs = self._prompt_scorer.run(
-                lambda rows: self._logits(inputs.token_ids, inputs.positions, rows),
+                lambda rows: self._logits(inputs.token_ids, inputs.positions, rows, vectors),
                 inputs.logits_indices,
                 self._batch.prompt_targets(inputs),
             )
@@ -155,10 +166,17 @@ class ModelRunner:
     def _memory(self) -> KVMemory:
         return KVMemory(self._model.module, self._specs, self._model.dtype, self._device)
 
-    def _logits(self, token_ids: IntArray, positions: IntArray, indices: IntArray) -> torch.Tensor:
-        """Logits ``[len(indices), vocab]`` at ``indices`` of the flat batch."""
+    def _logits(
+        self, token_ids: IntArray, positions: IntArray, indices: IntArray, vectors: StepVectors | None = None
+    ) -> torch.Tensor:
+        """Logits ``[len(indices), vocab]`` at ``indices`` of the flat batch. ``vectors`` stand for some of its tokens."""
+        inputs = {"input_ids": self._to_device(token_ids)[None]}
+        if vectors is not None:
+            embedded = self._model.module.get_input_embeddings()(inputs["input_ids"])
+            embedded[0, vectors.places] = vectors.rows
+            inputs = {"inputs_embeds": embedded}
         output = self._model.module(
-            input_ids=self._to_device(token_ids)[None],
+            **inputs,
             position_ids=self._to_device(positions)[None],
             logits_to_keep=self._to_device(indices),
             use_cache=False,

@@ -41,6 +41,11 @@ class UniprocExecutor:
         return self._worker.model.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """See ``Executor.hidden_size``."""
+        return self._worker.hidden_size
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """See ``Executor.eos_token_ids``."""
         return self._worker.model.eos_token_ids

@@ -68,6 +68,11 @@ class Worker:
         return self.runner.limits if isinstance(self.runner, PoolRunner) else None
 
     @property
+    def hidden_size(self) -> int:
+        """See ``Executor.hidden_size``. Models that pool take token ids alone."""
+        return self.runner.hidden_size if isinstance(self.runner, ModelRunner) else 0
+
+    @property
     def supports_chunked_prefill(self) -> bool:
         """See ``Executor.supports_chunked_prefill``."""
         return not (isinstance(self.model, PoolingModel) and self.model.is_encoder)

@@ -15,8 +15,6 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 
 NOT_SERVED_YET = (
-    "prompt_embeds",
-    "prompt_is_token_ids",
     "mm_features",
     "lora",
     "data_parallel_rank",
@@ -35,10 +33,16 @@ def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
     if kind is None:
         raise InvalidArgument("sampling_params or pooling_params is required", field="sampling_params")
     pooling = parts.pooling_params_from_proto(message.pooling_params) if kind == "pooling_params" else None
+    embeds = None
+    token_ids = list(message.prompt_token_ids)
+    if message.HasField("prompt_embeds"):
+        embeds = parts.prompt_embeds_from_proto(message.prompt_embeds, message.prompt_is_token_ids)
+        token_ids = token_ids or [0] * embeds.num_tokens
     return EngineCoreRequest(
         request_id=message.request_id,
         external_request_id=message.external_request_id,
-        prompt_token_ids=list(message.prompt_token_ids),
+        prompt_token_ids=token_ids,
+        prompt_embeds=embeds,
         sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
         pooling_params=pooling,
         arrival_time=message.arrival_time,

@@ -30,6 +30,9 @@ def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
         add.pooling_params.CopyFrom(parts.pooling_params_to_proto(request.pooling_params))
     else:
         add.sampling_params.CopyFrom(to_proto(request.sampling_params))
+    if request.prompt_embeds is not None:
+        add.prompt_embeds.CopyFrom(parts.prompt_embeds_to_proto(request.prompt_embeds))
+        add.prompt_is_token_ids.extend(request.prompt_embeds.is_token)
     if request.second_text_start is not None:
         add.second_text_start = request.second_text_start
     add.arrival_time = request.arrival_time

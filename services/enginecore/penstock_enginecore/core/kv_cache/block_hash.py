@@ -23,9 +23,17 @@ def root_hash(block_size: int) -> bytes:
     return _digest(struct.pack("<I", block_size))
 
 
-def extra_keys(request: Request, block_index: int) -> bytes:
-    """What besides the tokens decides a block's content: the cache salt, on the first block (later ones inherit it)."""
-    return request.cache_salt.encode() if block_index == 0 else b""
+def extra_keys(request: Request, start: int, end: int) -> bytes:
+    """What besides the tokens decides the content of the block with positions ``start`` to ``end``: the cache salt, on the
+    first block (later ones inherit it), and vectors that stand for tokens.
+    """
+    keys = request.cache_salt.encode() if start == 0 else b""
+    embeds = request.prompt_embeds
+    if embeds is not None and start < embeds.num_tokens:
+        rows = embeds.data[start * embeds.row_bytes : min(end, embeds.num_tokens) * embeds.row_bytes]
+        vectors = bytes(embeds.is_vector(position) for position in range(start, end))
+        keys += _digest(embeds.dtype.encode() + vectors + rows)
+    return keys
 
 
 class BlockHasher:
@@ -43,5 +51,6 @@ class BlockHasher:
         for index in range(len(hashes), num_tokens // self.block_size):
             parent = hashes[-1] if hashes else self._root
             start = index * self.block_size
-            tokens = self._pack(*token_ids[start : start + self.block_size])
-            hashes.append(_digest(parent + tokens + extra_keys(request, index)))
+            end = start + self.block_size
+            tokens = self._pack(*token_ids[start:end])
+            hashes.append(_digest(parent + tokens + extra_keys(request, start, end)))

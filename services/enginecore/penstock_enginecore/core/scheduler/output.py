@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, Vectors
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 
@@ -24,6 +25,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     sampling_params: SamplingParams
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
+    prompt_embeds: PromptEmbeds | None = None
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
@@ -69,6 +71,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 sampling_params=request.sampling_params,
                 pooling_params=request.pooling_params,
                 second_text_start=request.second_text_start,
+                prompt_embeds=request.prompt_embeds,
             )
         )
 
