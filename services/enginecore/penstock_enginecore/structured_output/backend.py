@@ -106,7 +106,6 @@ class XgrammarBackend:
         future.set_exception(error)
 
     def _factory(self, constraint: StructuredOutput) -> GrammarFactory:
-        check_constraint(constraint, self._config.max_constraint_bytes)
         info, process = self._started()
         compiled = xgrammar.CompiledGrammar.deserialize_json(process.compile(constraint), info)
         return _GrammarMaker(compiled, self._vocab_size)

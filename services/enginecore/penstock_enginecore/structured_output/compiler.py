@@ -42,6 +42,9 @@ class Job(msgspec.Struct, frozen=True):
 Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
 
 
+_NICENESS = 10
+
+
 def main(connection: Connection, tokenizer: str, memory: int) -> None:
     """Answer each Job on ``connection`` with a Reply until it is closed. ``memory`` is in bytes above what is in use when
     the first Job may come.
@@ -103,7 +106,8 @@ def limit_memory(headroom: int) -> None:
 
 
 def _detach() -> None:
-    """Die with the engine, leave Ctrl-C to it, and keep its terminal clean."""
+    """Die with the engine, leave Ctrl-C to it, keep its terminal clean, and take no core that its steps could have."""
+    os.nice(_NICENESS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
