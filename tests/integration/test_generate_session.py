@@ -114,6 +114,7 @@ async def test_an_id_is_free_when_its_last_output_is_read(frontend: FrontendServ
 
 
 async def test_an_aborted_request_ends_with_a_last_output(stepped: FrontendServer, manual: FakeEngine) -> None:
+    manual.script = lambda request: [5] * 9  # a whole character: parts of one would be held back
     session = Client(stepped)
     await session.generate("a", n=2)
     await session.generate("b", max_tokens=2)
