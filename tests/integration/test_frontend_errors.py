@@ -87,7 +87,10 @@ async def test_a_wrong_field_of_generate_is_named(
     ("request_", "field"),
     [
         (make_request(lora="adapter"), "lora"),
-        (pb.GenerateRequest(embeds=tensor_pb2.Tensor(shape=[1])), "embeds"),
+        (
+            pb.GenerateRequest(embeds=tensor_pb2.Tensor(dtype=1, shape=[1, 1], shared_memory={"name": "x"})),
+            "embeds.inline",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

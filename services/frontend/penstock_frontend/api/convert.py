@@ -1,16 +1,17 @@
 """Messages of the public API to the domain and back."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, RequestFailed
-from penstock_common.rpc.outputs import logprobs_to_proto
+from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_proto
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import OutputKind
+from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
 from penstock_frontend.processing.request import Finish, GenerateRequest, RequestOutput, Usage
 
 _INT32 = range(-(2**31), 2**31)
@@ -25,12 +26,9 @@ def generate_request(
 
     Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
     """
-    refuse_set(message, ("embeds", "lora"))
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidArgument("prompt is not set: give text or token_ids", field="prompt")
+    refuse_set(message, ("lora",))
     return GenerateRequest(
-        prompt=message.text if kind == "text" else message.token_ids.ids,
+        prompt=_prompt(message),
         sampling=sampling(message.sampling_params),
         model=message.model,
         request_id=message.request_id,
@@ -39,6 +37,34 @@ def generate_request(
         **routing(message.routing, metadata),
         deadline=deadline(time_left),
     )
+
+
+def _prompt(message: pb.GenerateRequest) -> str | Sequence[int] | MixedPrompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return message.token_ids.ids
+        case "embeds":
+            return MixedPrompt((prompt_embeds_from_proto(message.embeds, path="embeds"),), ("embeds",))
+        case "mixed":
+            parts = [_part(part, f"mixed.parts[{i}]") for i, part in enumerate(message.mixed.parts)]
+            return MixedPrompt(tuple(part for part, _ in parts), tuple(field for _, field in parts))
+        case _:
+            raise InvalidArgument("prompt is not set: give text, token_ids, embeds or mixed", field="prompt")
+
+
+def _part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
+    """The part and the path of its field."""
+    match message.WhichOneof("part"):
+        case "text":
+            return message.text, f"{path}.text"
+        case "token_ids":
+            return message.token_ids.ids, f"{path}.token_ids.ids"
+        case "embeds":
+            return prompt_embeds_from_proto(message.embeds, path=f"{path}.embeds"), f"{path}.embeds"
+        case _:
+            raise InvalidArgument(f"{path} is not set: give text, token_ids or embeds", field=path)
 
 
 def sampling(params: sampling_pb2.SamplingParams) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument, NotFound, nearest
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing import sampling
+from penstock_frontend.processing.mixed_prompt import Assembled, MixedPrompt, assemble
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Tokenizer
 
@@ -74,11 +76,15 @@ class InputProcessor:
         if params.bad_words:
             params = await self._with_bad_words(params)
         arrival_time = time.time()
+        prompt = await self._prompt(request)
+        if params.truncate_prompt_tokens is not None:
+            prompt = prompt.last(params.truncate_prompt_tokens)
         return EngineCoreRequest(
             # Unique even where a client uses an id again.
             request_id=f"{request_id}-{next(self._serial):x}",
             external_request_id=request_id,
-            prompt_token_ids=await self._prompt(request, params),
+            prompt_token_ids=prompt.token_ids,
+            prompt_embeds=prompt.embeds,
             sampling_params=params,
             arrival_time=arrival_time,
             cache_salt=request.cache_salt,
@@ -126,8 +132,10 @@ class InputProcessor:
         unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
         return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
 
-    async def _prompt(self, request: GenerateRequest, params: SamplingParams) -> list[int]:
+    async def _prompt(self, request: GenerateRequest) -> Assembled:
         prompt = request.prompt
+        if isinstance(prompt, MixedPrompt):
+            return await self._mixed(prompt, add_special_tokens=request.add_special_tokens)
         field = "text" if isinstance(prompt, str) else "token_ids.ids"
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)
@@ -138,8 +146,19 @@ class InputProcessor:
             ids = list(prompt)
         if not ids:
             raise InvalidArgument(f"{field} has no tokens: there is no prompt", field=field)
-        keep = params.truncate_prompt_tokens
-        return ids if keep is None else ids[-keep:]
+        return Assembled(ids, None)
+
+    async def _mixed(self, prompt: MixedPrompt, *, add_special_tokens: bool) -> Assembled:
+        if not prompt.parts:
+            raise InvalidArgument("mixed.parts is empty: there is no prompt", field="mixed.parts")
+        for part, field in zip(prompt.parts, prompt.fields, strict=True):
+            if not isinstance(part, PromptEmbeds):
+                self.check_length(part, field=field)
+
+        async def encode(text: str, is_first: bool) -> list[int]:
+            return (await self._tokenizer.encode(text, add_special_tokens=add_special_tokens and is_first)).ids
+
+        return await assemble(prompt, encode)
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:

@@ -11,6 +11,7 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.logprobs import LogprobsReader
+from penstock_frontend.processing.mixed_prompt import text_context
 from penstock_frontend.processing.output_text import OutputText
 from penstock_frontend.processing.request import Finish, Usage
 from penstock_frontend.processing.tokenizer import Tokenizer
@@ -61,7 +62,7 @@ class RequestState:
         self.text = OutputText(
             IncrementalDetokenizer(
                 tokenizer,
-                request.prompt_token_ids,
+                text_context(request.prompt_token_ids, request.prompt_embeds),
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )

@@ -7,16 +7,17 @@ import msgspec
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
+from penstock_frontend.processing.mixed_prompt import MixedPrompt
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to continue. ``prompt`` is text or token ids.
+    """A prompt to continue: text, token ids, or parts of these and vectors.
 
     ``sampling`` holds the sampling parameters that the client set, under the names of ``SamplingParams``.
     ``deadline`` is in seconds since the Unix epoch. ``tenant``: who the request is for, in logs.
     """
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | MixedPrompt
     sampling: dict[str, Any] = {}
     model: str = ""
     request_id: str = ""
