@@ -175,6 +175,11 @@ def values(body: SamplingFields) -> dict[str, Any]:
     return found
 
 
+def routing(body: SamplingFields, of_call: Mapping[str, Any]) -> dict[str, Any]:
+    """Where and how urgently to run: what the headers say, and the body's priority before theirs."""
+    return {**of_call, **({} if body.priority is None else {"priority": body.priority})}
+
+
 def names(body: SamplingFields) -> Mapping[str, str]:
     """Our names of fields to the client's, for errors that come from behind this API."""
     path = "sampling_params.structured_output"
