@@ -97,7 +97,7 @@ async def test_a_body_that_is_no_json_object_is_refused(api: OpenAIServer, raw: 
 
 async def test_a_missing_prompt_is_named(api: OpenAIServer) -> None:
     status, error = await error_of(api, {})
-    assert (status, error["message"]) == (400, "the body: object missing required field `prompt`")
+    assert (status, error["param"], error["message"]) == (400, "prompt", "prompt is not set")
 
 
 async def test_a_prompt_that_is_too_long_has_openais_code(api: OpenAIServer) -> None:

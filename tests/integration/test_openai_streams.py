@@ -81,6 +81,7 @@ async def test_the_client_raises_an_error_of_the_middle(stepped: OpenAIServer, m
 async def test_a_client_that_hangs_up_ends_the_work_before_the_next_step(
     stepped: OpenAIServer, manual: FakeEngine
 ) -> None:
+    manual.script = lambda _: ids_of("abcdef")
     starting = asyncio.create_task(stepped.client.completions.create(model="model", prompt="x", stream=True, n=2))
     await manual.until(lambda e: len(e.running) == 2)
     manual.step()
@@ -131,6 +132,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody(model: Path) -> None:
 
 
 async def test_a_stop_of_the_server_ends_streams_with_an_error(stepped: OpenAIServer, manual: FakeEngine) -> None:
+    manual.script = lambda _: ids_of("abcdef")
     starting = asyncio.create_task(stepped.client.completions.create(model="model", prompt="x", stream=True))
     await manual.until(lambda e: e.running)
     manual.step()
