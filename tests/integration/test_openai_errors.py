@@ -19,7 +19,7 @@ VOCAB = byte_level().get_vocab_size()
 
 @pytest.fixture
 async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    async with openai_server(model, engines=[engine.address]) as server:
+    async with openai_server(model, engines=[engine.address], limits=LimitsConfig(max_prompts=4)) as server:
         yield server
 
 
@@ -78,11 +78,8 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(
-    engine: FakeEngine, model: Path, body: dict[str, Any], param: str, message: str | None
-) -> None:
-    async with openai_server(model, engines=[engine.address], limits=LimitsConfig(max_prompts=4)) as api:
-        status, error = await error_of(api, {"prompt": "x", **body})
+async def test_a_wrong_field_is_named(api: OpenAIServer, body: dict[str, Any], param: str, message: str | None) -> None:
+    status, error = await error_of(api, {"prompt": "x", **body})
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert error["message"] == message or (message is None and param.split("[")[0].split(".")[-1] in error["message"])
     assert "sampling_params" not in error["message"]
