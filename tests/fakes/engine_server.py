@@ -11,6 +11,7 @@ from penstock_enginecore.app import describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.rpc.io_thread import IoThread
 
@@ -18,9 +19,12 @@ from penstock_enginecore.rpc.io_thread import IoThread
 class EngineServer:
     """Listens from ``start`` on, serves from ``load`` on; the busy loop runs in a thread of its own."""
 
-    def __init__(self, config: EngineCoreConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: EngineCoreConfig, executor: Executor, make_grammars: GrammarBackendFactory | None = None
+    ) -> None:
         self.config = msgspec.structs.replace(config, server=ServerConfig(host="127.0.0.1", port=0))
         self.executor = executor
+        self._make_grammars = make_grammars
         self.io = IoThread(self.config)
         self.failure: BaseException | None = None
 
@@ -36,7 +40,9 @@ class EngineServer:
 
     def load(self) -> "EngineServer":
         """Load the model and serve."""
-        self.engine = EngineCore(self.config, self.executor, progress=lambda line: None)
+        self.engine = EngineCore(
+            self.config, self.executor, make_grammars=self._make_grammars, progress=lambda line: None
+        )
         self.busy_loop = BusyLoop(self.engine, self.io.sessions)
         self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
         self.thread.start()

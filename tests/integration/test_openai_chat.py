@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,16 @@ async def engine() -> AsyncIterator[FakeEngine]:
 async def api(engine: FakeEngine, chatml: Path) -> AsyncIterator[OpenAIServer]:
     async with openai_server(chatml, engines=[engine.address]) as server:
         yield server
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(chatml: Path) -> AsyncIterator[OpenAIServer]:
+    """A server for tests that leave nothing behind."""
+    engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
+    await engine.start()
+    async with openai_server(chatml, engines=[engine.address]) as server:
+        yield server
+    await engine.kill()
 
 
 def says(engine: FakeEngine, text: str) -> None:
@@ -223,6 +234,7 @@ async def test_a_conversation_is_tokenized_with_its_template(api: OpenAIServer) 
     assert answer["error"]["message"] == "prompt or messages must be set, one of them"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -251,8 +263,8 @@ async def test_a_conversation_is_tokenized_with_its_template(api: OpenAIServer) 
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(api: OpenAIServer, body: dict[str, Any], param: str) -> None:
-    response = await api.http.post("/v1/chat/completions", json={"messages": [HI], **body})
+async def test_a_wrong_field_is_named(shared: OpenAIServer, body: dict[str, Any], param: str) -> None:
+    response = await shared.http.post("/v1/chat/completions", json={"messages": [HI], **body})
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert "sampling_params" not in error["message"]

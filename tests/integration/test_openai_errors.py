@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 
 from penstock.common.v1 import finish_pb2
 from penstock_frontend.config import LimitsConfig
@@ -14,13 +15,24 @@ from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.openai_server import OpenAIServer, openai_server
 from tests.fakes.small_tokenizers import byte_level
 
-VOCAB = byte_level().get_vocab_size()
+TOKENIZER = byte_level()
+VOCAB = TOKENIZER.get_vocab_size()
 
 
 @pytest.fixture
 async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
+    async with openai_server(model, engines=[engine.address]) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model: Path) -> AsyncIterator[OpenAIServer]:
+    """A server for tests that leave nothing behind."""
+    engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
+    await engine.start()
     async with openai_server(model, engines=[engine.address], limits=LimitsConfig(max_prompts=4)) as server:
         yield server
+    await engine.kill()
 
 
 async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
@@ -33,6 +45,7 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
     return response.status_code, answer["error"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -78,8 +91,10 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(api: OpenAIServer, body: dict[str, Any], param: str, message: str | None) -> None:
-    status, error = await error_of(api, {"prompt": "x", **body})
+async def test_a_wrong_field_is_named(
+    shared: OpenAIServer, body: dict[str, Any], param: str, message: str | None
+) -> None:
+    status, error = await error_of(shared, {"prompt": "x", **body})
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert error["message"] == message or (message is None and param.split("[")[0].split(".")[-1] in error["message"])
     assert "sampling_params" not in error["message"]
