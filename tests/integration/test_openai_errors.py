@@ -50,7 +50,7 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
     ("body", "param", "message"),
     [
         ({"top_p": 7}, "top_p", "top_p is 7.0; it must be above 0 and at most 1"),
-        ({"n": 0}, "n", "n is 0; it must be from 1 to 2.14748e+09"),
+        ({"n": 0}, "n", "n is 0; it must be from 1 to 2147483647"),
         ({"n": 1000}, "n", "n is 1000; it must be from 1 to 128"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1 where echo is not set"),
         ({"max_tokens": "many"}, "max_tokens", "max_tokens: expected `int | null`, got `str`"),

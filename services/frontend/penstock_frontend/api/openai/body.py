@@ -63,7 +63,7 @@ def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
     """Raise InvalidArgument unless ``value`` is None or from ``low`` to ``high``."""
     if value is not None and not low <= value <= high:
-        raise InvalidArgument(f"{name} is {value}; it must be from {low:g} to {high:g}", field=name)
+        raise InvalidArgument(f"{name} is {value}; it must be from {low} to {high}", field=name)
 
 
 def text_of(raw: msgspec.Raw, field: str) -> str | None:

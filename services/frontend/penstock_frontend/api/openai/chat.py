@@ -143,13 +143,13 @@ class _Making:
         self._created = int(time.time())
         self._prompt_token_ids = prompt_token_ids
         self._usage = UsageCount()
-        style = ChatStyle(
+        self._style = ChatStyle(
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             token_ids=bool(body.return_token_ids),
             reasoning=body.include_reasoning is not False,
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
-        self._writers = [ChatChoiceWriter(index, style) for index in range(body.n or 1)]
+        self._writers: dict[int, ChatChoiceWriter] = {}
 
     async def whole(self, generation: Generation[ChatOutput]) -> ChatCompletion:
         """The answer, once all sequences have ended."""
@@ -158,7 +158,7 @@ class _Making:
         with generation:
             async with aclosing(generation.outputs()) as outputs:
                 async for _, output in outputs:
-                    choices[output.index] = self._writers[output.index].whole(output)
+                    choices[output.index] = self._writer(output.index).whole(output)
                     of_prompt = of_prompt or output.prompt_logprobs
                     self._count(output)
         asked = self._body.prompt_logprobs is not None
@@ -181,7 +181,7 @@ class _Making:
         with generation:
             async with aclosing(generation.outputs()) as outputs:
                 async for _, output in outputs:
-                    writer = self._writers[output.index]
+                    writer = self._writer(output.index)
                     choice = writer.piece(output)
                     self._count(output)
                     if choice is None:
@@ -191,6 +191,11 @@ class _Making:
                     prompt = msgspec.UNSET
         if options.include_usage:
             yield self._chunk([], self._usage.total(), msgspec.UNSET)
+
+    def _writer(self, index: int) -> ChatChoiceWriter:
+        if index not in self._writers:
+            self._writers[index] = ChatChoiceWriter(index, self._style)
+        return self._writers[index]
 
     def _count(self, output: ChatOutput) -> None:
         if output.finish is not None:

@@ -81,7 +81,13 @@ class _Making:
         self._created = int(time.time())
         self._options = body.stream_options or StreamOptions()
         self._usage = UsageCount()
-        self._writers: list[ChoiceWriter] = []
+        self._writers: dict[int, ChoiceWriter] = {}
+        self._style = ChoiceStyle(
+            echo=bool(body.echo),
+            only_prompt=body.max_tokens == 0,
+            token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
         self._prompts: Sequence[prompts.Prompt] = ()
 
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
@@ -107,22 +113,6 @@ class _Making:
                 for index, each in enumerate(given)
             )
         )
-        style = ChoiceStyle(
-            echo=bool(body.echo),
-            only_prompt=body.max_tokens == 0,
-            token_ids=bool(body.return_token_ids),
-            prompt_logprobs=body.prompt_logprobs is not None,
-        )
-        self._writers = [
-            ChoiceWriter(
-                prompt * values["n"] + index,
-                self._prompts[prompt],
-                style,
-                self._offsets(self._prompts[prompt], skip_special_tokens=skip) if logprobs else None,
-            )
-            for prompt in range(len(given))
-            for index in range(values["n"])
-        ]
         return [
             self._source(prompt, self._id if len(given) == 1 else f"{self._id}-{index}", values)
             for index, prompt in enumerate(self._prompts)
@@ -149,8 +139,7 @@ class _Making:
             async with aclosing(generation.outputs()) as outputs:
                 async for each in outputs:
                     choice = self._write(each, each.output.prompt_logprobs)
-                    writer = self._writers[self._index(each)]
-                    yield self._completion([choice], writer.usage_so_far() if every else none)
+                    yield self._completion([choice], self._writer(each).usage_so_far() if every else none)
         if self._options.include_usage:
             yield self._completion([], self._usage.total())
 
@@ -171,15 +160,23 @@ class _Making:
 
     def _write(self, each: PromptOutput[RequestOutput], of_prompt: Logprobs | None) -> CompletionChoice:
         output = each.output
-        writer = self._writers[self._index(each)]
+        writer = self._writer(each)
         if output.finish is not None:
             self._usage.finished(each.prompt, output.index, writer.usage(output.finish.usage))
         return writer.write(output, of_prompt)
 
-    def _offsets(self, prompt: prompts.Prompt, *, skip_special_tokens: bool) -> TextOffsets:
+    def _writer(self, each: PromptOutput[RequestOutput]) -> ChoiceWriter:
+        index, prompt = self._index(each), self._prompts[each.prompt]
+        if index not in self._writers:
+            offsets = self._offsets(prompt) if self._body.logprobs is not None else None
+            self._writers[index] = ChoiceWriter(index, prompt, self._style, offsets)
+        return self._writers[index]
+
+    def _offsets(self, prompt: prompts.Prompt) -> TextOffsets:
         """An echoed prompt is text of its own; without echo it is the context of the output's first token."""
         context = () if self._body.echo else prompt.token_ids or ()
-        return TextOffsets(self._llm.detokenizer(context, skip_special_tokens=skip_special_tokens), self._llm.text_of)
+        skip = self._body.skip_special_tokens is not False
+        return TextOffsets(self._llm.detokenizer(context, skip_special_tokens=skip), self._llm.text_of)
 
     def _completion(
         self, choices: Sequence[CompletionChoice], usage: UsageInfo | msgspec.UnsetType | None

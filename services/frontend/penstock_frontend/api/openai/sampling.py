@@ -13,7 +13,7 @@ from penstock_frontend.api.openai.errors import undecodable
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 _INT32, _INT64 = 2**31, 2**63
-_RANGES: dict[str, tuple[int, int]] = {
+_RANGES: dict[str, tuple[float, float]] = {
     "n": (1, _INT32 - 1),
     "max_tokens": (0, _INT32 - 1),
     "min_tokens": (0, _INT32 - 1),
@@ -22,6 +22,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "prompt_logprobs": (-1, _INT32 - 1),
     "truncate_prompt_tokens": (1, _INT32 - 1),
     "priority": (-_INT32, _INT32 - 1),
+    "repetition_penalty": (0.0, 1e38),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
 _PLAIN = (
