@@ -70,3 +70,16 @@ async def test_the_prompt_has_the_tokens_that_transformers_gives_it(
     ids = (await tokenizer.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)).ids
     assert ids == theirs(want, add_special_tokens=False)["input_ids"]
     tokenizer.close()
+
+
+@pytest.mark.parametrize("content", ["It is", " It is "])
+async def test_a_continued_message_ends_where_transformers_ends_it(model: Path, content: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    messages = [HI, ChatMessage(role="assistant", content=content)]
+    theirs = transformers.AutoTokenizer.from_pretrained(str(model))
+    want = theirs.apply_chat_template(as_dicts(messages), continue_final_message=True, tokenize=False)
+    config = ModelConfig(path=str(model))
+    tokenizer = load_model_files(config, num_threads=1).tokenizer
+    renderer = ChatRenderer(load_chat_templates(config), tokenizer, LimitsConfig())
+    assert (await renderer.render(ChatRequest(messages=messages, continue_final_message=True))).prompt == want
+    tokenizer.close()
