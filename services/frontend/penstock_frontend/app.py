@@ -8,6 +8,7 @@ from penstock_common.logging import get_logger
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api import admin, inference
 from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.api.openai import app as openai
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
@@ -77,7 +78,16 @@ class Frontend:
         self._coordinator_task: asyncio.Task[None] | None = None
         self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
-        self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
+        self._http = HttpServer(
+            config.http,
+            make_app(
+                metrics.registry,
+                lambda: self._llm.serving,
+                openai.routes(self._llm, self._chat, config),
+                exception_handlers=openai.EXCEPTION_HANDLERS,
+                allowed_origins=config.http.allowed_origins,
+            ),
+        )
         inference.add_to_server(self._server.server, self._llm, self._chat, config, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 

@@ -29,6 +29,10 @@ class ChatCalls:
         self._parsers = parsers
         self._tokenizer = tokenizer
 
+    async def render(self, request: ChatRequest) -> GenerateRequest:
+        """The request with the prompt that its conversation becomes. Raises RequestFailed."""
+        return await self._renderer.render(request)
+
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
         """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
         self._llm.inputs.check_model(request.model)

@@ -1,0 +1,106 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_frontend.api.openai.body import decode
+from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.sampling import TokenId
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat import ChatCalls
+from penstock_frontend.processing.chat import ChatRequest
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with what belongs to them."""
+
+    prompt: str | None = None
+    messages: list[MessageBody] | None = None
+    tools: list[ToolBody] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/tokenize``. ``max_model_len`` is null while no engine is up."""
+
+    count: int
+    max_model_len: int | None
+    tokens: Sequence[int]
+    token_strs: Sequence[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of ``/detokenize``."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Text(msgspec.Struct, frozen=True):
+    """The answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Tokenization:
+    """The handlers."""
+
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
+        self._llm = llm
+        self._chat = chat
+
+    async def tokenize(self, call: Call, raw: bytes) -> Answer:
+        """A text or a conversation to token ids. Raises RequestFailed."""
+        body = decode(raw, TokenizeRequest)
+        self._llm.inputs.check_model(body.model or "")
+        text, special = await self._text(body)
+        if body.add_special_tokens is not None:
+            special = body.add_special_tokens
+        try:
+            encoded = await self._llm.encode(text, add_special_tokens=special)
+        except RequestFailed as e:
+            raise renamed(e, {"text": "prompt"}) from e
+        limits = self._llm.engines.limits
+        return Tokens(
+            count=len(encoded.ids),
+            max_model_len=limits.max_model_len if limits else None,
+            tokens=encoded.ids,
+            token_strs=encoded.tokens if body.return_token_strs else None,
+        )
+
+    async def detokenize(self, call: Call, raw: bytes) -> Answer:
+        """Token ids to text. Raises RequestFailed."""
+        body = decode(raw, DetokenizeRequest)
+        self._llm.inputs.check_model(body.model or "")
+        try:
+            text = await self._llm.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)
+        except RequestFailed as e:
+            raise renamed(e, {"token_ids": "tokens"}) from e
+        return Text(text)
+
+    async def _text(self, body: TokenizeRequest) -> tuple[str, bool]:
+        """The text, and whether special tokens are added to it: a chat template writes them itself."""
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("prompt or messages must be set, one of them", field="prompt")
+        if body.messages is None:
+            return body.prompt or "", True
+        request = ChatRequest(
+            messages=messages_of(body.messages),
+            tools=tools_of(body.tools),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs or {},
+        )
+        rendered = await self._chat.render(request)
+        return str(rendered.prompt), rendered.add_special_tokens

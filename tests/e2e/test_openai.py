@@ -1,0 +1,115 @@
+"""The OpenAI API with the demo model, and with the published client in Node."""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.structured_output.factory import make_grammar_backend
+from tests.fakes.chat_templates import save_chat_model
+from tests.fakes.engine_server import EngineServer
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.small_tokenizers import byte_level
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_MODEL = ROOT / "examples/demo_model/penstock-tiny"
+NODE_CLIENT = ROOT / "examples/clients/openai-node"
+QUESTION: Any = {"role": "user", "content": "What is 12 + 30?"}
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def demo_engine() -> Iterator[str]:
+    config = EngineCoreConfig(
+        model=ModelConfig(path=str(DEMO_MODEL), served_model_name="model", device="cpu"),
+        cache=CacheConfig(num_blocks=256),
+        executor=ExecutorConfig(num_threads=1),
+    )
+    server = EngineServer(config, UniprocExecutor(config), make_grammar_backend).start()
+    try:
+        yield server.load().address
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+async def demo(demo_engine: str) -> AsyncIterator[OpenAIServer]:
+    async with openai_server(DEMO_MODEL, engines=[demo_engine]) as server:
+        yield server
+
+
+async def test_a_chat_answers_and_streams_the_same(demo: OpenAIServer) -> None:
+    body: dict[str, Any] = {"model": "model", "messages": [QUESTION], "temperature": 0, "max_tokens": 20}
+    whole = await demo.client.chat.completions.create(**body)
+    stream = await demo.client.chat.completions.create(**body, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert "42" in text
+    assert (text, whole.choices[0].finish_reason) == (whole.choices[0].message.content, "stop")
+
+
+async def test_a_schema_holds(demo: OpenAIServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    answer = await demo.client.chat.completions.create(
+        model="model", messages=[QUESTION], response_format=form, max_tokens=200, seed=1, logprobs=True, top_logprobs=1
+    )
+    person = json.loads(answer.choices[0].message.content or "")
+    assert isinstance(person["name"], str)
+    assert person["age"] <= 99
+
+
+async def test_a_prompt_is_scored(demo: OpenAIServer) -> None:
+    answer = await demo.client.completions.create(
+        model="model", prompt="Once upon a time", echo=True, logprobs=1, max_tokens=0, temperature=0
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert answer.choices[0].text == "Once upon a time"
+    assert found.token_logprobs is not None
+    assert all(value is not None and value <= 0 for value in found.token_logprobs[1:])
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_place(demo: OpenAIServer) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="not") as caught:
+        await demo.client.chat.completions.create(model="model", messages=[QUESTION], response_format=form)
+    assert caught.value.param == "response_format.json_schema.schema"
+
+
+async def test_embeddings_of_a_model_that_generates_are_refused_by_name(demo: OpenAIServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="the model does not serve embed; it serves generate"):
+        await demo.client.embeddings.create(model="model", input="x")
+
+
+@pytest.mark.skipif(
+    shutil.which("node") is None or not (NODE_CLIENT / "node_modules/openai").is_dir(),
+    reason="node is not on PATH, or the packages of examples/clients/openai-node are not installed (npm ci)",
+)
+async def test_the_client_in_node_works(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model")
+    engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
+    async with engine, openai_server(model, engines=[engine.address]) as api:
+        process = await asyncio.create_subprocess_exec(
+            "node",
+            "--test",
+            str(NODE_CLIENT / "client.test.mjs"),
+            env={**os.environ, "OPENAI_BASE_URL": f"http://127.0.0.1:{api.port}/v1"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await asyncio.wait_for(process.communicate(), TIMEOUT)
+        await engine.until(lambda e: not e.running)
+        assert api.num_live == 0
+    assert process.returncode == 0, out.decode()

@@ -1,0 +1,66 @@
+"""Whatever a client sends, it is an answer or the client's own error, never a defect of ours."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock_frontend.api.openai.chat import ChatCompletionRequest
+from penstock_frontend.api.openai.completions import CompletionRequest
+from penstock_frontend.api.openai.embeddings import EmbeddingRequest
+from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from tests.fakes.chat_templates import save_chat_model
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.openai_server import openai_server
+from tests.fakes.small_tokenizers import byte_level
+
+HI = {"role": "user", "content": "hi"}
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
+    "/v1/chat/completions": (ChatCompletionRequest, {"messages": [HI]}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "hi"}),
+    "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
+}
+NUMBERS = st.sampled_from([-(2**70), -(2**31), -2, -1, 0, 1, 2, 5, 2**31, 2**32, 2**63, 2**70, 0.5, -0.5, 1e38, 1e300])
+TEXTS = st.sampled_from(["", "hi", "required", "\x00", "你", "weather", "base64", '{"a": 1}', "\\", "a" * 300])
+PLAIN = st.none() | st.booleans() | NUMBERS | TEXTS
+KEYS = st.sampled_from(
+    ["type", "json", "regex", "choice", "name", "1", "json_schema", "schema", "include_usage", "role"]
+)
+VALUES = st.recursive(
+    PLAIN | st.just(HI) | st.just(WEATHER),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_no_body_is_a_defect_of_ours(path: str, tmp_path: Path) -> None:
+    kind, needed = CALLS[path]
+    names = st.sampled_from(kind.__struct_fields__)
+    loop = asyncio.get_running_loop()
+    engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
+    async with engine, openai_server(save_chat_model(tmp_path / "model"), engines=[engine.address]) as api:
+
+        @settings(max_examples=60, suppress_health_check=list(HealthCheck))
+        @given(fields=st.dictionaries(names, VALUES, max_size=3))
+        def check(fields: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(call({"max_tokens": 3, **needed, **fields}), loop).result(20)
+
+        async def call(body: dict[str, Any]) -> None:
+            content = json.dumps(body).encode()
+            response = await api.http.post(path, content=content)
+            if response.status_code != 200:
+                assert response.status_code in (400, 404), response.text
+                assert response.json()["error"]["message"]
+
+        await asyncio.to_thread(check)
+        await engine.until(lambda e: not e.running)
+        assert api.num_live == 0
