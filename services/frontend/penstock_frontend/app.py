@@ -4,10 +4,13 @@ import asyncio
 import signal
 import uuid
 
+from starlette.routing import Route
+
 from penstock_common.logging import get_logger
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api import admin, inference
 from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.api.page import Page
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
@@ -17,7 +20,7 @@ from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs, load_labels
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.tokenizer import has_chat_template, load_model_files
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0
@@ -67,7 +70,7 @@ class Frontend:
         self._coordinator_task: asyncio.Task[None] | None = None
         self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
-        self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
+        self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving, self._page_routes()))
         inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
@@ -146,6 +149,23 @@ class Frontend:
 
     def _is_coordinator_connected(self) -> bool:
         return self._coordinator is not None and self._coordinator.connected
+
+    def _page_routes(self) -> list[Route]:
+        if not self._config.http.page:
+            return []
+        page = Page(
+            self._engines,
+            model=self._config.model.name,
+            chat=has_chat_template(self._config.model),
+            serving=lambda: self._llm.serving,
+            coordinator=self._coordinator_state,
+        )
+        return page.routes()
+
+    def _coordinator_state(self) -> str:
+        if self._coordinator is None:
+            return "none"
+        return "connected" if self._coordinator.connected else "disconnected"
 
 
 async def run(config: FrontendConfig) -> None:

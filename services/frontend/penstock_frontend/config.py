@@ -43,10 +43,14 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP listener with ``/health`` and ``/metrics``. Port -1 switches it off."""
+    """The HTTP listener with ``/health`` and ``/metrics``. Port -1 switches it off.
+
+    ``page``: serve a page for people at ``/``, and the state of the engines that it shows, addresses included, at ``/cluster``.
+    """
 
     host: str = "0.0.0.0"
     port: int = 8000
+    page: bool = True
 
     def __post_init__(self) -> None:
         require("http.host", self.host)

@@ -1,9 +1,9 @@
-"""The HTTP listener: ``/health`` and ``/metrics``."""
+"""The HTTP listener: ``/health``, ``/metrics`` and the routes it is given."""
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -17,8 +17,8 @@ from penstock_common.logging import get_logger
 from penstock_frontend.config import HttpConfig
 
 
-def make_app(registry: CollectorRegistry, serving: Callable[[], bool]) -> Starlette:
-    """The application. ``/health`` is 200 while ``serving()``, else 503."""
+def make_app(registry: CollectorRegistry, serving: Callable[[], bool], routes: Sequence[Route] = ()) -> Starlette:
+    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves."""
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("serving\n") if serving() else PlainTextResponse("not serving\n", status_code=503)
@@ -26,7 +26,7 @@ def make_app(registry: CollectorRegistry, serving: Callable[[], bool]) -> Starle
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/health", health), Route("/metrics", metrics)])
+    return Starlette(routes=[Route("/health", health), Route("/metrics", metrics), *routes])
 
 
 class HttpServer:

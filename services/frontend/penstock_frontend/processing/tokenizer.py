@@ -122,6 +122,14 @@ def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
     return ModelFiles(Tokenizer(backend, num_threads=num_threads), _read_json(folder / "generation_config.json"))
 
 
+def has_chat_template(config: ModelConfig) -> bool:
+    """Whether the model says how a chat is written as a prompt. Raises ConfigError as ``resolve`` does."""
+    folder = resolve(config)
+    return (folder / "chat_template.jinja").is_file() or any(
+        _read_json(folder / name).get("chat_template") for name in ("tokenizer_config.json", "chat_template.json")
+    )
+
+
 def resolve(config: ModelConfig) -> Path:
     """The local directory of the model; a hub id is downloaded, weights left out. Raises ConfigError."""
     folder = Path(config.path).expanduser()
