@@ -10,17 +10,19 @@ from penstock_common.logging import get_logger
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api import admin, inference
 from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.api.openai import app as openai
 from penstock_frontend.api.page import Page
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling import PoolingCalls
+from penstock_frontend.processing.chat_template import load_chat_templates
 from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs, load_labels
-from penstock_frontend.processing.tokenizer import has_chat_template, load_model_files
+from penstock_frontend.processing.tokenizer import load_model_files
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0
@@ -70,7 +72,16 @@ class Frontend:
         self._coordinator_task: asyncio.Task[None] | None = None
         self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
-        self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving, self._page_routes()))
+        self._http = HttpServer(
+            config.http,
+            make_app(
+                metrics.registry,
+                lambda: self._llm.serving,
+                [*openai.routes(self._llm, config), *self._page_routes()],
+                exception_handlers=openai.EXCEPTION_HANDLERS,
+                allowed_origins=config.http.allowed_origins,
+            ),
+        )
         inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
@@ -156,7 +167,7 @@ class Frontend:
         page = Page(
             self._engines,
             model=self._config.model.name,
-            chat=has_chat_template(self._config.model),
+            chat=bool(load_chat_templates(self._config.model).source),
             serving=lambda: self._llm.serving,
             coordinator=self._coordinator_state,
         )

@@ -12,6 +12,7 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
+from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.input import InputProcessor, check_token_ids
 from penstock_frontend.processing.output import OutputProcessor, RequestState
 from penstock_frontend.processing.pooling import PoolingRequest, PoolingResult, check_generates
@@ -146,6 +147,14 @@ class AsyncLLM:
         self.inputs.check_length(token_ids, field="token_ids")
         check_token_ids(token_ids, self.vocab_size, field="token_ids")
         return await self._tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of a token behind another one. See ``Tokenizer.text_of``."""
+        return self._tokenizer.text_of(token_id)
+
+    def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
+        """Turns tokens behind ``context`` into text, one by one."""
+        return IncrementalDetokenizer(self._tokenizer, context, skip_special_tokens=skip_special_tokens)
 
     async def drain(self, limit: float) -> int:
         """Refuse new requests and wait for running ones, ``limit`` seconds at most. Returns how many are left."""

@@ -9,7 +9,7 @@ import socket
 
 import msgspec
 
-from penstock_common.config import LogConfig, ServerConfig, check_range, model_name, require
+from penstock_common.config import ByteSize, LogConfig, ServerConfig, check_range, model_name, require
 from penstock_common.errors import ConfigError
 
 
@@ -43,18 +43,25 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP listener with ``/health`` and ``/metrics``. Port -1 switches it off.
+    """The HTTP listener with the OpenAI API, ``/health`` and ``/metrics``. Port -1 switches it off.
 
+    ``max_body_bytes`` and ``max_requests``: what one call may send, and calls that are served at once.
+    ``allowed_origins``: web pages that may call from a browser (CORS), as ``https://example.org`` or ``*``; none by default.
     ``page``: serve a page for people at ``/``, and the state of the engines that it shows, addresses included, at ``/cluster``.
     """
 
     host: str = "0.0.0.0"
     port: int = 8000
     page: bool = True
+    max_body_bytes: ByteSize = 32 * 1024 * 1024
+    max_requests: int = 10_000
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require("http.host", self.host)
         check_range("http.port", self.port, low=-1, high=65_535)
+        check_range("http.max_body_bytes", self.max_body_bytes, low=1)
+        check_range("http.max_requests", self.max_requests, low=1)
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,11 +70,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``max_prompt_length`` bounds work before the engines' own limit is applied: characters of a text, ids of a list of token
     ids. Request ids, cache salts and constraints on the output are bounded in bytes. ``max_requests`` counts calls;
     each has ``max_n`` sequences at most. ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score.
+    ``max_prompts``: prompts of one completion call over HTTP; each is a request.
     """
 
     max_requests: int = 20_000
     max_prompt_length: int = 4 * 1024 * 1024
     max_pooling_inputs: int = 2048
+    max_prompts: int = 1024
     max_request_id_bytes: int = 256
     max_cache_salt_bytes: int = 256
     max_stop_strings: int = 64

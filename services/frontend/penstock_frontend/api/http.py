@@ -3,22 +3,40 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
 from penstock_frontend.config import HttpConfig
 
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection is kept: longer than clients and balancers keep theirs, so that they close first."""
+_CLOSE_GRACE = 2
+"""Seconds that clients have to read the last of their answers when the server stops."""
 
-def make_app(registry: CollectorRegistry, serving: Callable[[], bool], routes: Sequence[Route] = ()) -> Starlette:
-    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves."""
+
+def make_app(
+    registry: CollectorRegistry,
+    serving: Callable[[], bool],
+    routes: Sequence[BaseRoute] = (),
+    *,
+    exception_handlers: Mapping[Any, Any] | None = None,
+    allowed_origins: Sequence[str] = (),
+) -> Starlette:
+    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves.
+
+    ``allowed_origins``: web pages from elsewhere that may call it.
+    """
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("serving\n") if serving() else PlainTextResponse("not serving\n", status_code=503)
@@ -26,7 +44,12 @@ def make_app(registry: CollectorRegistry, serving: Callable[[], bool], routes: S
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/health", health), Route("/metrics", metrics), *routes])
+    cors = Middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    return Starlette(
+        routes=[Route("/health", health), Route("/metrics", metrics), *routes],
+        middleware=[cors] if allowed_origins else [],
+        exception_handlers=exception_handlers,
+    )
 
 
 class HttpServer:
@@ -35,7 +58,16 @@ class HttpServer:
     def __init__(self, config: HttpConfig, app: Starlette) -> None:
         self._config = config
         self._server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none")
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http="h11",
+                ws="none",
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=_CLOSE_GRACE,
+            )
         )
         self._task: asyncio.Task[None] | None = None
         self.port = -1

@@ -1,0 +1,51 @@
+"""The routes of the OpenAI API, and errors of paths that are none of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.completions import Completions
+from penstock_frontend.api.openai.embeddings import Embeddings
+from penstock_frontend.api.openai.endpoint import Endpoint, Gate, Handler
+from penstock_frontend.api.openai.models import Models
+from penstock_frontend.api.openai.tokenization import Tokenization
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.config import FrontendConfig
+
+
+def routes(llm: AsyncLLM, config: FrontendConfig) -> Sequence[Route]:
+    """All of them."""
+    gate = Gate(config.http)
+    name = config.model.name
+    models, tokenization = Models(llm, config.model), Tokenization(llm)
+    posts: dict[str, Handler] = {
+        "/v1/completions": Completions(llm, model=name, max_prompts=config.limits.max_prompts),
+        "/v1/embeddings": Embeddings(llm, model=name),
+        "/tokenize": tokenization.tokenize,
+        "/detokenize": tokenization.detokenize,
+    }
+    gets: dict[str, Handler] = {"/v1/models": models.list, "/v1/models/{name:path}": models.get}
+    return [
+        *(Route(path, Endpoint(gate, handler), methods=["POST"]) for path, handler in posts.items()),
+        *(Route(path, Endpoint(gate, handler), methods=["GET"]) for path, handler in gets.items()),
+    ]
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that nothing serves."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not serve {request.method}"}
+    code = {404: "path_not_found", 405: "method_not_allowed"}
+    failure = errors.HttpError(status, message.get(status, f"HTTP {status}"), code.get(status, "http_error"))
+    answer = errors.answer(failure)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    return Response(answer.body, status, {**headers, **answer.headers}, "application/json")
+
+
+EXCEPTION_HANDLERS: Mapping[Any, Any] = {HTTPException: _on_http_error}
+"""For the Starlette application that the routes are put in."""

@@ -1,0 +1,212 @@
+"""``/v1/completions``: continues prompts."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.api.openai import prompts, sampling
+from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
+from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.generation import Generation, PromptOutput
+from penstock_frontend.api.openai.logprobs import TextOffsets
+from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions, TokenId
+from penstock_frontend.api.openai.sse import EventStream
+from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.processing.request import GenerateRequest, RequestOutput
+
+DEFAULT_MAX_TOKENS = 16
+_MAX_LOGPROBS = 2**31 - 1
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body. ``prompt``: a text, texts, token ids, or lists of them."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, and each chunk of a streamed one. Choice p * n + i is sequence i of prompt p."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice]
+    usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Completions:
+    """The handler. ``max_prompts``: of one call."""
+
+    def __init__(self, llm: AsyncLLM, *, model: str, max_prompts: int) -> None:
+        self._llm = llm
+        self._model = model
+        self._max_prompts = max_prompts
+
+    async def __call__(self, call: Call, raw: bytes) -> Answer:
+        """Continue the prompts. Raises RequestFailed."""
+        body = decode(raw, CompletionRequest)
+        self._llm.inputs.check_model(body.model or "")
+        _check(body)
+        given = prompts.split(body.prompt, self._max_prompts)
+        making = _Making(self._llm, body, call, self._model)
+        requests = await making.requests(given)
+        generation = Generation(self._llm, requests, [prompt.names for prompt in making.prompts])
+        if body.stream:
+            return await EventStream.started(making.chunks(generation))
+        return await making.whole(generation)
+
+
+class _Making:
+    """One call's answer in the making."""
+
+    def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str) -> None:
+        self._llm = llm
+        self._body = body
+        self._call = call
+        self._id = call.name("cmpl", body.request_id)
+        self._model = model
+        self._created = int(time.time())
+        self._options = body.stream_options or StreamOptions()
+        self._usage = UsageCount()
+        self._writers: list[ChoiceWriter] = []
+        self.prompts: Sequence[prompts.Prompt] = ()
+
+    async def requests(self, given: Sequence[prompts.Given]) -> list[GenerateRequest]:
+        """One request per prompt. Raises RequestFailed."""
+        body, values = self._body, _values(self._body)
+        logprobs = body.logprobs is not None
+        needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
+        skip = body.skip_special_tokens is not False
+        add = body.add_special_tokens is not False
+        self.prompts = await asyncio.gather(
+            *(
+                prompts.prepare(
+                    self._llm,
+                    each,
+                    field="prompt" if len(given) == 1 else f"prompt[{index}]",
+                    needs_ids=needs_ids,
+                    echo=bool(body.echo),
+                    keep=body.truncate_prompt_tokens,
+                    add_special_tokens=add,
+                    skip_special_tokens=skip,
+                    names=sampling.names(body),
+                )
+                for index, each in enumerate(given)
+            )
+        )
+        style = ChoiceStyle(
+            echo=bool(body.echo),
+            only_prompt=body.max_tokens == 0,
+            token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
+        self._writers = [
+            ChoiceWriter(
+                prompt * values["n"] + index,
+                self.prompts[prompt],
+                style,
+                self._offsets(self.prompts[prompt], skip_special_tokens=skip) if logprobs else None,
+            )
+            for prompt in range(len(given))
+            for index in range(values["n"])
+        ]
+        routing = self._call.routing | ({"priority": body.priority} if body.priority is not None else {})
+        return [
+            GenerateRequest(
+                prompt=prompt.given,
+                sampling=values,
+                request_id=self._id if len(given) == 1 else f"{self._id}-{index}",
+                add_special_tokens=add,
+                cache_salt=body.cache_salt or "",
+                deadline=self._call.deadline,
+                **routing,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+    async def whole(self, generation: Generation) -> Completion:
+        """The answer, once all sequences have ended."""
+        finals: dict[int, PromptOutput] = {}
+        of_prompts: dict[int, Logprobs | None] = {}
+        with generation:
+            async with aclosing(generation.outputs()) as outputs:
+                async for each in outputs:
+                    finals[self._index(each)] = each
+                    if each.output.index == 0:
+                        of_prompts[each.prompt] = each.output.prompt_logprobs
+        choices = [self._write(finals[i], of_prompts[finals[i].prompt]) for i in sorted(finals)]
+        return self._completion(choices, self._usage.total())
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[Completion, None]:
+        """The answer in pieces."""
+        every = bool(self._options.continuous_usage_stats)
+        none = None if self._options.include_usage else msgspec.UNSET
+        with generation:
+            async with aclosing(generation.outputs()) as outputs:
+                async for each in outputs:
+                    choice = self._write(each, each.output.prompt_logprobs)
+                    writer = self._writers[self._index(each)]
+                    yield self._completion([choice], writer.usage_so_far() if every else none)
+        if self._options.include_usage:
+            yield self._completion([], self._usage.total())
+
+    def _index(self, each: PromptOutput) -> int:
+        return each.prompt * (self._body.n or 1) + each.output.index
+
+    def _write(self, each: PromptOutput, of_prompt: Logprobs | None) -> CompletionChoice:
+        output: RequestOutput = each.output
+        writer = self._writers[self._index(each)]
+        if output.finish is not None:
+            self._usage.finished(each.prompt, output.index, writer.usage(output.finish.usage))
+        return writer.write(output, of_prompt)
+
+    def _offsets(self, prompt: prompts.Prompt, *, skip_special_tokens: bool) -> TextOffsets:
+        """An echoed prompt is text of its own; without echo it is the context of the output's first token."""
+        context = () if self._body.echo else prompt.token_ids or ()
+        return TextOffsets(self._llm.detokenizer(context, skip_special_tokens=skip_special_tokens), self._llm.text_of)
+
+    def _completion(
+        self, choices: Sequence[CompletionChoice], usage: UsageInfo | msgspec.UnsetType | None
+    ) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+
+def _check(body: CompletionRequest) -> None:
+    sampling.check(body)
+    refuse_fields(body, {"suffix": ""})
+    check_range("logprobs", body.logprobs, -1, _MAX_LOGPROBS)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise Unimplemented(f"best_of is {body.best_of}; it is served only equal to n", field="best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidArgument("max_tokens is 0; it must be at least 1 where echo is not set", field="max_tokens")
+    if body.echo and body.stream and body.logprobs is not None and (body.n or 1) > 1:
+        raise Unimplemented("echo with logprobs and n above 1 is not served as a stream", field="stream")
+
+
+def _values(body: CompletionRequest) -> dict[str, Any]:
+    """The sampling parameters. An echoed prompt has the log-probabilities of the output."""
+    values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling.values(body)}
+    values["max_tokens"] = max(values["max_tokens"], 1)
+    if body.logprobs is not None:
+        values["logprobs"] = body.logprobs
+        if body.echo:
+            asked = body.prompt_logprobs
+            values["prompt_logprobs"] = body.logprobs if asked is None else _wider(asked, body.logprobs)
+    return values
+
+
+def _wider(first: int, second: int) -> int:
+    return -1 if -1 in (first, second) else max(first, second)

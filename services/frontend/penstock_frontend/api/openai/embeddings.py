@@ -1,0 +1,113 @@
+"""``/v1/embeddings``: vectors of inputs."""
+
+import base64
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.rpc.outputs import floats
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_frontend.api.openai.body import check_range, decode
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.prompts import Given, split
+from penstock_frontend.api.openai.sampling import TokenId
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.processing.pooling import PoolingRequest
+
+_INT32 = 2**31
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """The body. ``input``: a text, texts, token ids, or lists of them. ``normalize``, null: as the model says, is vLLM's."""
+
+    input: str | list[str | TokenId | list[TokenId]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of an input: numbers, or float32 bytes (little-endian) in base64."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the inputs."""
+
+    id: str
+    object: str = "list"
+    data: Sequence[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Embeddings:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, *, model: str) -> None:
+        self._llm = llm
+        self._model = model
+
+    async def __call__(self, call: Call, raw: bytes) -> Answer:
+        """Embed the inputs. Raises RequestFailed."""
+        body = decode(raw, EmbeddingRequest)
+        check_range("dimensions", body.dimensions, 1, _INT32 - 1)
+        check_range("priority", body.priority, -_INT32, _INT32 - 1)
+        inputs = _inputs(body)
+        self._llm.pooling.inputs.check_count(len(inputs), field="input")
+        routing = call.routing | ({"priority": body.priority} if body.priority is not None else {})
+        request = PoolingRequest(
+            inputs=inputs,
+            fields=["input"] if _is_single(body) else [f"input[{index}]" for index in range(len(inputs))],
+            params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=body.normalize),
+            model=body.model or "",
+            request_id=call.name("embd", body.request_id),
+            deadline=call.deadline,
+            **routing,
+        )
+        try:
+            result, request_id = await self._llm.pool(request)
+        except RequestFailed as e:
+            raise renamed(e, {"pooling_params.": ""}) from e
+        usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
+        as_text = body.encoding_format == "base64"
+        data = [
+            Embedding(index=index, embedding=_vector(output, as_text=as_text))
+            for index, output in enumerate(result.outputs)
+        ]
+        return EmbeddingList(id=request_id, data=data, model=self._model, usage=usage)
+
+
+def _inputs(body: EmbeddingRequest) -> Sequence[Given]:
+    try:
+        return split(body.input, _INT32) if body.input else []
+    except InvalidArgument as e:
+        raise renamed(e, {"prompt": "input"}) from e
+
+
+def _is_single(body: EmbeddingRequest) -> bool:
+    return isinstance(body.input, str) or all(isinstance(each, int) for each in body.input)
+
+
+def _vector(output: EngineCoreOutput, *, as_text: bool) -> list[float] | str:
+    vectors = output.pooling_output
+    if vectors is None:
+        raise TypeError("an output without vectors is no answer")
+    return base64.b64encode(vectors.data).decode() if as_text else floats(vectors)

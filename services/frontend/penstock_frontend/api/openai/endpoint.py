@@ -1,0 +1,158 @@
+"""From an HTTP call to an answer: body, limits, deadline, errors, and what happens when the client hangs up."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_frontend.api import convert
+from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.body import ClientGone, read_body
+from penstock_frontend.api.openai.http_send import send_json
+from penstock_frontend.api.openai.sse import EventStream
+from penstock_frontend.config import HttpConfig
+
+REQUEST_ID = "x-request-id"
+TIMEOUT = "x-request-timeout"
+_MAX_TIMEOUT = 86_400.0
+"""Seconds."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call says beside its body.
+
+    ``given_id``: the client's header, ``request_id`` that or a random one. ``deadline``: seconds since the Unix epoch.
+    ``routing``: arguments of GenerateRequest and PoolingRequest. ``path``: the parameters of the path.
+    """
+
+    request_id: str
+    given_id: str
+    deadline: float | None
+    routing: dict[str, Any]
+    path: Mapping[str, str]
+
+    def name(self, prefix: str, body_id: str | None = None) -> str:
+        """The id of an answer: its kind, and the header's id, the body's or a random one."""
+        return f"{prefix}-{self.given_id or body_id or self.request_id}"
+
+
+Answer: TypeAlias = msgspec.Struct | EventStream
+Handler: TypeAlias = Callable[[Call, bytes], Awaitable[Answer]]
+
+
+class Gate:
+    """Counts the HTTP calls that are being served. Limits are those of the HttpConfig."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.max_body_bytes = config.max_body_bytes
+        self._max_requests = config.max_requests
+        self._count = 0
+
+    def __enter__(self) -> None:
+        """One more. Raises ResourceExhausted at the limit."""
+        if self._count >= self._max_requests:
+            raise ResourceExhausted(
+                f"{self._count} HTTP requests are being served; http.max_requests is {self._max_requests}",
+                retry_after=1.0,
+            )
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        """One less."""
+        self._count -= 1
+
+
+class Endpoint:
+    """An ASGI application around a handler.
+
+    The handler's work is a task of its own, which is cancelled as soon as the client hangs up: that aborts what engines
+    compute for it.
+    """
+
+    def __init__(self, gate: Gate, handler: Handler) -> None:
+        self._gate = gate
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call."""
+        headers = Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
+        echo = {REQUEST_ID: request_id}
+        try:
+            with self._gate:
+                body = await read_body(receive, self._gate.max_body_bytes)
+                await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)
+        except ClientGone:
+            return
+        except (ResourceExhausted, errors.HttpError) as e:
+            await send_error(send, e, echo)
+
+    async def _answer(
+        self, headers: Headers, scope: Scope, request_id: str, body: bytes, send: Send, echo: Mapping[str, str]
+    ) -> None:
+        try:
+            answer = await self._handler(_call(headers, request_id, scope.get("path_params", {})), body)
+        except Exception as e:
+            await send_error(send, e, echo)
+            return
+        if isinstance(answer, EventStream):
+            await answer.write(send, echo)
+        else:
+            await send_json(send, 200, msgspec.json.encode(answer), echo)
+
+
+async def send_error(send: Send, error: Exception, headers: Mapping[str, str]) -> None:
+    """The error as an answer."""
+    answer = errors.answer(error)
+    await send_json(send, answer.status, answer.body, {**answer.headers, **headers})
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do the work, or stop in the middle of it when the client hangs up."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _call(headers: Headers, request_id: str, path: Mapping[str, str]) -> Call:
+    return Call(
+        request_id=request_id,
+        given_id=headers.get(REQUEST_ID, ""),
+        deadline=_deadline(headers.get(TIMEOUT)),
+        routing=convert.routing(pb.RoutingHints(), headers),
+        path=path,
+    )
+
+
+def _deadline(text: str | None) -> float | None:
+    """Seconds since the Unix epoch. Raises InvalidArgument."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds <= _MAX_TIMEOUT:
+        raise InvalidArgument(
+            f"header {TIMEOUT} is {text!r}; it must be seconds, above 0 and at most {_MAX_TIMEOUT:g}", field=TIMEOUT
+        )
+    return time.time() + seconds

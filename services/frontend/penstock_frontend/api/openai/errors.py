@@ -1,0 +1,126 @@
+"""The one place where errors become OpenAI's: ``{"error": {message, type, param, code}}`` and a status."""
+
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock_common.errors import Internal, InvalidArgument, RequestFailed
+from penstock_common.logging import get_logger
+
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "UNIMPLEMENTED": 400,  # not 501: clients would try again
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "QUEUE_FULL": "rate_limit_exceeded",
+    "INVALID_FIELD": "invalid_value",
+    "NOT_SERVED_YET": "unsupported",
+}
+"""Reasons for which OpenAI has a word; the others are written in lower case."""
+_PLACE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>[^`]*)`$")
+
+
+class ErrorDetails(msgspec.Struct, frozen=True):
+    """What went wrong. ``param`` is the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every answer that is not 200, and the event that ends a stream that failed."""
+
+    error: ErrorDetails
+
+
+class HttpError(Exception):
+    """An error with a status of its own, which no gRPC code has."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """An error as it is sent. ``headers`` has Retry-After where a retry may succeed."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+def answer(error: Exception) -> ErrorAnswer:
+    """What a client is told. Anything but RequestFailed and HttpError is logged and becomes 500 without its text."""
+    if isinstance(error, HttpError):
+        return _answer(error.status, error.message, None, error.code)
+    if not isinstance(error, RequestFailed):
+        get_logger().error("unexpected error", exc_info=error)
+        error = Internal(f"internal error ({type(error).__name__})")
+    status = _STATUS.get(error.code, 500)
+    code = _CODES.get(error.reason, error.reason.lower())
+    if status == 404 and error.field in ("model", "name"):
+        code = "model_not_found"
+    return _answer(status, error.message, error.field or None, code, error.retry_after)
+
+
+def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
+    """The same error, about the fields that the client knows. ``names``: ours (the start of a path) to the client's."""
+    for ours, theirs in {**names, "sampling_params.": ""}.items():
+        rest = error.field.removeprefix(ours)
+        if rest == error.field or not (ours.endswith(".") or rest[:1] in ("", ".", "[")):
+            continue
+        result = type(error)(
+            error.message.replace(ours, theirs, 1).replace("sampling_params.", ""),
+            field=theirs + rest,
+            reason=error.reason,
+            retry_after=error.retry_after,
+        )
+        result.__cause__ = error
+        return result
+    return error
+
+
+def undecodable(error: msgspec.DecodeError | UnicodeDecodeError) -> InvalidArgument:
+    """What is wrong with a body: its JSON, or the type of one of its fields."""
+    if not isinstance(error, msgspec.ValidationError):
+        return InvalidArgument(f"the body is no valid JSON: {error}", reason="INVALID_JSON")
+    text = str(error)
+    place = _PLACE.search(text)
+    if place is None:
+        return InvalidArgument(text, reason="INVALID_TYPE")
+    path = place["path"].removeprefix(".")
+    what = text[: place.start()]
+    what = f"{what[:1].lower()}{what[1:]}"
+    if not path:
+        return InvalidArgument(f"the body: {what}", reason="INVALID_TYPE")
+    return InvalidArgument(f"{'a key of ' if place['key'] else ''}{path}: {what}", field=path, reason="INVALID_TYPE")
+
+
+def _answer(
+    status: int, message: str, param: str | None, code: str | None, retry_after: float | None = None
+) -> ErrorAnswer:
+    details = ErrorDetails(message, _TYPES.get(status, "server_error"), param, code)
+    headers = {} if retry_after is None else {"retry-after": str(max(1, math.ceil(retry_after)))}
+    return ErrorAnswer(status, msgspec.json.encode(ErrorBody(details)), headers)

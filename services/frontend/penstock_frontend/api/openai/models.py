@@ -1,0 +1,62 @@
+"""``/v1/models``: what is served."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock_common.errors import NotFound
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.config import ModelConfig
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model. ``max_model_len`` (tokens, null while no engine is up) and ``root`` (its path) are vLLM's."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "penstock"
+    root: str
+    parent: None = None
+    max_model_len: int | None
+    capabilities: Sequence[str]
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    object: str = "list"
+    data: Sequence[Model]
+
+
+class Models:
+    """The handlers."""
+
+    def __init__(self, llm: AsyncLLM, model: ModelConfig) -> None:
+        self._llm = llm
+        self._model = model
+        self._created = int(time.time())
+
+    async def list(self, call: Call, raw: bytes) -> Answer:
+        """All of them: there is one."""
+        return ModelList(data=[self._describe()])
+
+    async def get(self, call: Call, raw: bytes) -> Answer:
+        """One of them. Raises NotFound."""
+        name = call.path["name"]
+        if not name:
+            raise NotFound(f"name is not set; known: {self._model.name}", field="name")
+        self._llm.inputs.check_model(name)
+        return self._describe()
+
+    def _describe(self) -> Model:
+        limits = self._llm.engines.limits
+        return Model(
+            id=self._model.name,
+            created=self._created,
+            root=self._model.path,
+            max_model_len=limits.max_model_len if limits else None,
+            capabilities=self._llm.engines.capabilities,
+        )

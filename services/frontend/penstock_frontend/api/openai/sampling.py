@@ -1,0 +1,238 @@
+"""What completions and chat completions have in common: sampling parameters, streaming, ids."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import OutputKind, RepetitionDetection, StructuredOutput
+from penstock_frontend.api.openai.body import check_range, refuse_fields, text_of
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+_INT32, _INT64 = 2**31, 2**63
+_RANGES: dict[str, tuple[int, int]] = {
+    "n": (1, _INT32 - 1),
+    "max_tokens": (0, _INT32 - 1),
+    "min_tokens": (0, _INT32 - 1),
+    "top_k": (-1, _INT32 - 1),
+    "seed": (-_INT64, _INT64 - 1),
+    "prompt_logprobs": (-1, _INT32 - 1),
+    "truncate_prompt_tokens": (1, _INT32 - 1),
+    "priority": (-_INT32, _INT32 - 1),
+}
+"""What the engine's contract can carry; the domain's own limits are narrower."""
+_PLAIN = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "prompt_logprobs",
+    "logit_bias",
+    "truncate_prompt_tokens",
+)
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
+REFUSED = {
+    "use_beam_search": "",
+    "lora_request": "",
+    "prompt_embeds": "",
+    "mm_processor_kwargs": "",
+    "kv_transfer_params": "",
+    "logits_processors": "",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream says about tokens: in one more chunk at its end, or in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """A constraint in vLLM's form. Exactly one field is set."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: msgspec.Raw = msgspec.Raw()
+    json_object: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """A schema in OpenAI's form. It is always enforced, whatever ``strict`` says."""
+
+    schema: msgspec.Raw
+    name: str = ""
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """The form of the output: ``text``, ``json_object``, ``json_schema``, or ``structural_tag`` as xgrammar writes it."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class RepetitionFields(msgspec.Struct, frozen=True):
+    """See ``RepetitionDetection``."""
+
+    max_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
+    min_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)] = 1
+    min_count: Annotated[int, msgspec.Meta(ge=0, le=_INT32)] = 2
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The common fields of both bodies, OpenAI's and vLLM's. Null is unset."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: msgspec.Raw = msgspec.Raw()
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionFields | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    use_beam_search: Any = None
+    lora_request: Any = None
+    prompt_embeds: Any = None
+    mm_processor_kwargs: Any = None
+    kv_transfer_params: Any = None
+    logits_processors: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+def check(body: SamplingFields) -> None:
+    """Raise InvalidArgument or Unimplemented for what can be said of the common fields without the domain."""
+    refuse_fields(body, REFUSED)
+    for name, (low, high) in _RANGES.items():
+        check_range(name, getattr(body, name), low, high)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidArgument("stream_options is set; it needs stream", field="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs is set; a stream has none", field="prompt_logprobs")
+
+
+def values(body: SamplingFields) -> dict[str, Any]:
+    """The sampling parameters that are set, under the names of ``SamplingParams``. Raises InvalidArgument."""
+    found: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
+    found |= {name: tuple(value) for name in _LISTS if (value := getattr(body, name)) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    if body.stop is not None:
+        found["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if (constraint := _constraint(body)) is not None:
+        found["structured_output"] = constraint
+    if body.repetition_detection is not None:
+        found["repetition_detection"] = RepetitionDetection(**msgspec.structs.asdict(body.repetition_detection))
+    found["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL
+    return found
+
+
+def names(body: SamplingFields) -> Mapping[str, str]:
+    """Our names of fields to the client's, for errors that come from behind this API."""
+    path = "sampling_params.structured_output"
+    if body.structured_outputs is not None:
+        return {
+            f"{path}.json_schema": "structured_outputs.json",
+            **{f"{path}.{name}": f"structured_outputs.{name}" for name in _CONSTRAINTS[1:]},
+            path: "structured_outputs",
+        }
+    return {
+        f"{path}.json_schema": "response_format.json_schema.schema",
+        f"{path}.structural_tag": "response_format",
+        path: "response_format",
+    }
+
+
+def _constraint(body: SamplingFields) -> StructuredOutput | None:
+    of_format = _format_constraint(body.response_format)
+    given = body.structured_outputs
+    if given is None:
+        return of_format
+    if of_format is not None:
+        raise InvalidArgument(
+            "response_format and structured_outputs both constrain the output; set one", field="structured_outputs"
+        )
+    fields: dict[str, Any] = {
+        "json_schema": text_of(given.json, "structured_outputs.json"),
+        "json_object": given.json_object or None,
+        "regex": given.regex,
+        "choice": tuple(given.choice) if given.choice is not None else None,
+        "grammar": given.grammar,
+        "structural_tag": text_of(given.structural_tag, "structured_outputs.structural_tag"),
+    }
+    return StructuredOutput(**{name: value for name, value in fields.items() if value is not None})
+
+
+def _format_constraint(raw: msgspec.Raw) -> StructuredOutput | None:
+    text = text_of(raw, "response_format")
+    if text is None:
+        return None
+    try:
+        given = msgspec.json.decode(text, type=ResponseFormat)
+    except msgspec.ValidationError as e:
+        raise InvalidArgument(f"response_format: {e}", field="response_format") from None
+    match given.type:
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutput(json_object=True)
+        case "structural_tag":
+            return StructuredOutput(structural_tag=text)
+        case "json_schema" if given.json_schema is not None:
+            field = "response_format.json_schema.schema"
+            return StructuredOutput(json_schema=text_of(given.json_schema.schema, field) or "")
+        case "json_schema":
+            raise InvalidArgument("response_format.json_schema is not set", field="response_format.json_schema")
+        case kind:
+            raise InvalidArgument(
+                f"response_format.type is {kind!r}; known: text, json_object, json_schema, structural_tag",
+                field="response_format.type",
+            )

@@ -1,0 +1,53 @@
+"""Server-sent events: how an answer is streamed."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+import msgspec
+from starlette.types import Send
+
+from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.http_send import send_head
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_ENCODER = msgspec.json.Encoder()
+
+
+class EventStream:
+    """An answer that is streamed, chunk by chunk. Its first chunk is there: what fails before it becomes a status.
+
+    An event is written when the client's connection takes it. Until then no chunk is asked for, and what the engine
+    produces meanwhile gathers in the request's collector: a slow client gets fewer, larger chunks.
+    """
+
+    def __init__(self, first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct, None]) -> None:
+        self._first = first
+        self._rest = rest
+
+    @classmethod
+    async def started(cls, chunks: AsyncGenerator[msgspec.Struct, None]) -> "EventStream":
+        """Wait for the first of ``chunks``. Raises what it fails with."""
+        return cls(await anext(chunks), chunks)
+
+    async def write(self, send: Send, headers: Mapping[str, str]) -> None:
+        """Send everything, ``[DONE]`` last, also behind an error. However this ends, the work behind the chunks ends."""
+        async with aclosing(self._rest) as rest:
+            await send_head(send, 200, {**_HEADERS, **headers})
+            await _send(send, _event(self._first))
+            try:
+                async for chunk in rest:
+                    await _send(send, _event(chunk))
+            except Exception as e:  # the status is sent: all that is left is an event
+                await _send(send, b"data: %b\n\n" % errors.answer(e).body)
+            await _send(send, DONE)
+            await send({"type": "http.response.body", "body": b""})
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    """JSON has no raw line breaks, so it is one line."""
+    return b"data: %b\n\n" % _ENCODER.encode(chunk)
+
+
+async def _send(send: Send, event: bytes) -> None:
+    await send({"type": "http.response.body", "body": event, "more_body": True})

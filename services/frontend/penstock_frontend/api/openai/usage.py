@@ -1,0 +1,55 @@
+"""Token counts as OpenAI writes them."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock_frontend.processing.request import Usage
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """The part of a prompt that was cached."""
+
+    cached_tokens: int
+
+
+class UsageInfo(msgspec.Struct, frozen=True):
+    """Token counts of a call."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class UsageCount:
+    """Adds up the sequences of a call. A prompt counts once, however many sequences continue it."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Usage] = {}
+        self._completion_tokens: dict[tuple[int, int], int] = {}
+
+    def finished(self, prompt: int, index: int, usage: Usage) -> None:
+        """Sequence ``index`` of a prompt ended."""
+        if index == 0 or prompt not in self._prompts:
+            self._prompts[prompt] = usage  # later sequences find all of the prompt cached by the first
+        self._completion_tokens[prompt, index] = usage.completion_tokens
+
+    def total(self) -> UsageInfo:
+        """What there is so far of all sequences."""
+        prompts: Iterable[Usage] = self._prompts.values()
+        return usage_info(
+            sum(usage.prompt_tokens for usage in prompts),
+            sum(self._completion_tokens.values()),
+            sum(usage.cached_tokens for usage in self._prompts.values()),
+        )
+
+
+def usage_info(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> UsageInfo:
+    """The counts as they are sent."""
+    return UsageInfo(
+        prompt_tokens=prompt_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        completion_tokens=completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens),
+    )
