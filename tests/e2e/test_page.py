@@ -8,8 +8,12 @@ import pytest
 import pytest_asyncio
 
 from penstock_common.types.cluster import EngineState
+from penstock_frontend.config import HttpConfig, ModelConfig
 from tests.fakes.browser import CHROMIUM, Browser, Tab
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer
 from tests.fakes.page_server import CUT, HOLD, PageServer
+from tests.fakes.small_tokenizers import byte_level, save_model
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH"),
@@ -38,6 +42,13 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bro
         yield running
 
 
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def _closed_tabs(browser: Browser) -> AsyncIterator[None]:
+    """No page of an earlier test goes on asking a server that is gone."""
+    yield
+    await browser.close_tabs()
+
+
 @pytest_asyncio.fixture(loop_scope="module")
 async def server() -> AsyncIterator[PageServer]:
     async with PageServer() as running:
@@ -50,6 +61,36 @@ async def tab(browser: Browser, server: PageServer) -> Tab:
     tab = await browser.open(server.url)
     await tab.until(CHAT_IS_OFFERED)
     return tab
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine() -> AsyncIterator[FakeEngine]:
+    """An engine that steps when told to."""
+    async with FakeEngine(vocab_size=byte_level().get_vocab_size(), manual=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def real(browser: Browser, engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Tab]:
+    """The page of a real frontend in front of ``engine``, whose model has a chat template."""
+    model = save_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    options = {
+        "engines": [engine.address],
+        "model": ModelConfig(path=str(model), served_model_name="model"),
+        "http": HttpConfig(host="127.0.0.1", port=0),
+    }
+    async with FrontendServer(model, **options) as frontend:
+        tab = await browser.open(f"http://127.0.0.1:{frontend.frontend.http_port}/")
+        await tab.until(shows("#status", "serving, 1 engine"))
+        yield tab
+
+
+async def step_until(engine: FakeEngine, tab: Tab, expression: str) -> None:
+    """Steps, until something is true in the page."""
+    async with asyncio.timeout(LIMIT):
+        while not await tab.value(f"Boolean({expression})"):
+            engine.step()
 
 
 async def ask(tab: Tab, prompt: str) -> None:
@@ -170,7 +211,7 @@ async def test_a_chat_carries_its_history_and_the_system_message(tab: Tab, serve
 
 async def test_a_message_that_was_refused_is_given_back(tab: Tab, server: PageServer) -> None:
     await tab.click("[value=chat]")
-    server.refusal = (400, {"message": "too long", "type": "BadRequestError"}, {})
+    server.refusal = (400, {"message": "too long", "type": "invalid_request_error", "param": None, "code": "word"}, {})
     await ask(tab, "a message")
     assert "too long" in await error(tab)
     await tab.until(IDLE)
@@ -186,9 +227,11 @@ async def test_without_a_chat_template_there_is_no_chat(browser: Browser) -> Non
 
 
 async def test_a_model_that_does_not_generate_says_what_it_does(browser: Browser, server: PageServer) -> None:
-    server.capabilities = ["embed", "token_embed"]
+    server.capabilities = ["embed", "prefix_caching", "token_embed"]
     tab = await browser.open(server.url)
-    await tab.until(shows("#modeNote", "This model is served for embed, token_embed, not for generating text."))
+    await tab.until(
+        shows("#modeNote", "This model is served for embeddings, embeddings of tokens; it does not generate text.")
+    )
     assert await tab.value("document.querySelector('#run').disabled")
 
 
@@ -215,7 +258,7 @@ async def test_an_address_can_hold_prompt_and_parameters_and_run(browser: Browse
 async def test_a_refusal_is_told_in_words(
     tab: Tab, server: PageServer, status: int, headers: dict[str, str], message: str, words: str
 ) -> None:
-    server.refusal = (status, {"message": message, "type": "Error", "code": status}, headers)
+    server.refusal = (status, {"message": message, "type": "error", "param": None, "code": "word"}, headers)
     await ask(tab, "Once")
     told = await error(tab)
     assert words in told
@@ -223,9 +266,16 @@ async def test_a_refusal_is_told_in_words(
 
 
 async def test_an_error_in_the_middle_is_told_and_what_came_stays(tab: Tab, server: PageServer) -> None:
-    server.broken = {"message": "engine engine-0 is gone", "type": "ServiceUnavailableError", "code": 503}
+    server.broken = {
+        "message": "engine engine-0 is gone",
+        "type": "service_unavailable_error",
+        "param": None,
+        "code": "engine_gone",
+    }
     await ask(tab, "Once")
-    assert "engine engine-0 is gone" in await error(tab)
+    told = await error(tab)
+    assert "The request could not be served." in told
+    assert "engine engine-0 is gone" in told
     assert await tab.text("#output") == "Once a b c"
 
 
@@ -238,7 +288,11 @@ async def test_an_answer_that_is_cut_off_is_told_as_such(tab: Tab, server: PageS
 
 async def test_without_an_engine_the_page_says_so(tab: Tab, server: PageServer) -> None:
     server.lose_engines()
-    server.refusal = (503, {"message": "no engine took requests within 30 s", "type": "Error", "code": 503}, {})
+    server.refusal = (
+        503,
+        {"message": "no engine took requests within 30 s", "type": "error", "param": None, "code": "word"},
+        {},
+    )
     await tab.until(shows("#status", "no engine takes requests"))
     await ask(tab, "Once")
     assert "No engine takes requests at the moment." in await error(tab)
@@ -303,3 +357,42 @@ async def test_the_browser_has_nothing_to_complain_about(tab: Tab, tmp_path: Pat
     await ask(tab, "Once")
     await tab.until(shows("#numbers", "ended at max tokens"))
     assert tab.complaints() == []
+
+
+async def test_a_real_frontend_streams_to_the_page(real: Tab, engine: FakeEngine) -> None:
+    await real.write("#max_tokens", "12")
+    await real.write("#seed", "7")
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    await step_until(engine, real, shows("#numbers", "ended at max tokens"))
+    assert "12 tokens" in await real.text("#numbers")
+    assert "prompt " in await real.text("#numbers")
+    assert real.complaints() == []
+
+
+async def test_stop_ends_the_work_in_the_engine(real: Tab, engine: FakeEngine) -> None:
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    steps = engine.num_steps
+    await real.press("Escape")
+    await engine.until(lambda e: e.aborted and not e.running)
+    assert engine.num_steps == steps
+
+
+async def test_a_real_refusal_names_the_field_and_the_limit(real: Tab) -> None:
+    await real.write("#temperature", "900")
+    await ask(real, "hello")
+    told = await error(real)
+    assert "The server refuses this request." in told
+    assert "temperature is 900" in told
+
+
+async def test_an_engine_that_dies_ends_the_answer_with_words(real: Tab, engine: FakeEngine) -> None:
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    await engine.kill()
+    assert "is gone" in await error(real)
+    await real.until(shows("#status", "no engine takes requests"))

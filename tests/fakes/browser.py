@@ -35,6 +35,7 @@ class Browser:
         self._folder = folder
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._targets: list[str] = []
         self.events: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> "Browser":
@@ -67,6 +68,7 @@ class Browser:
     async def open(self, url: str, *, width: int = 1280, height: int = 860, dark: bool = False) -> "Tab":
         """A new tab of so many CSS pixels that has loaded ``url``."""
         target = (await self.call("Target.createTarget", url="about:blank"))["targetId"]
+        self._targets.append(target)
         session = (await self.call("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
         tab = Tab(self, session)
         await tab.call(
@@ -80,6 +82,12 @@ class Browser:
         await tab.call("Page.navigate", url=url)
         await tab.until("document.readyState === 'complete'")
         return tab
+
+    async def close_tabs(self) -> None:
+        """Close every tab and forget what was in it."""
+        while self._targets:
+            await self.call("Target.closeTarget", targetId=self._targets.pop())
+        self.events.clear()
 
     async def call(self, method: str, *, session: str = "", **parameters: Any) -> dict[str, Any]:
         """The result of a DevTools method."""
