@@ -83,7 +83,7 @@ class Page:
             serving=self._serving(),
             max_model_len=limits.max_model_len if limits else 0,
             coordinator=self._coordinator(),
-            engines=[_engine_state(status) for status in sorted(self._engines.cluster(), key=_order)],
+            engines=[_engine_state(status) for status in self._engines.cluster()],
         )
 
     async def _index(self, _: Request) -> Response:
@@ -93,11 +93,6 @@ class Page:
         return Response(
             msgspec.json.encode(self.state()), media_type="application/json", headers={"Cache-Control": "no-store"}
         )
-
-
-def _order(status: EngineStatus) -> tuple[int, str]:
-    """Engines keep their places in the page, in whatever order they came up."""
-    return status.index, status.address
 
 
 def _engine_state(status: EngineStatus) -> EngineState:
