@@ -12,7 +12,7 @@ from penstock_frontend.config import HttpConfig, ModelConfig
 from tests.fakes.browser import CHROMIUM, Browser, Tab
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.page_server import CUT, HOLD, PageServer
+from tests.fakes.page_server import CUT, HOLD, THOUGHT, PageServer
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 pytestmark = [
@@ -209,6 +209,18 @@ async def test_a_chat_carries_its_history_and_the_system_message(tab: Tab, serve
     ]
 
 
+async def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    server.pieces = [f"{THOUGHT}A sum", f"{THOUGHT} of two.", "42"]
+    for question in ("12 + 30?", "Sure?"):
+        await ask(tab, question)
+        await tab.until(output_has(question))
+        await tab.until(IDLE)
+    assert await tab.text(".thought") == "A sum of two."
+    assert await tab.text(".thought + .text") == "42"
+    assert [message["content"] for message in server.requests[1][1]["messages"]] == ["12 + 30?", "42", "Sure?"]
+
+
 async def test_a_message_that_was_refused_is_given_back(tab: Tab, server: PageServer) -> None:
     await tab.click("[value=chat]")
     server.refusal = (400, {"message": "too long", "type": "invalid_request_error", "param": None, "code": "word"}, {})
@@ -369,6 +381,16 @@ async def test_a_real_frontend_streams_to_the_page(real: Tab, engine: FakeEngine
     assert "12 tokens" in await real.text("#numbers")
     assert "prompt " in await real.text("#numbers")
     assert real.complaints() == []
+
+
+async def test_a_real_chat_goes_through_the_models_template(real: Tab, engine: FakeEngine) -> None:
+    await real.click("[value=chat]")
+    await real.write("#max_tokens", "12")
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, shows("#numbers", "ended at max tokens"))
+    prompt = byte_level().decode(engine.requests[0].prompt_token_ids)
+    assert prompt == "[hello]"
 
 
 async def test_stop_ends_the_work_in_the_engine(real: Tab, engine: FakeEngine) -> None:

@@ -18,6 +18,7 @@ from penstock_frontend.processing.input import ModelLimits
 
 HOLD = "<hold>"
 """A piece at which the stream stands still until ``go_on`` is set, or the client is gone."""
+THOUGHT = "<thought>"
 CUT = "<cut>"
 """A piece at which the connection ends without a word."""
 
@@ -25,8 +26,9 @@ CUT = "<cut>"
 class PageServer:
     """``async with PageServer()``: it serves at ``url``.
 
-    ``pieces`` are the texts of the next answers, ``refusal`` a status and an error instead of one, ``broken`` an error in
-    the stream behind the pieces. ``requests`` are the bodies that came, ``abandoned`` is set when a client left a stream.
+    ``pieces`` are the texts of the next answers (one that begins with THOUGHT is reasoning), ``refusal`` a status and an
+    error instead of one, ``broken`` an error in the stream behind the pieces. ``requests`` are the bodies that came,
+    ``abandoned`` is set when a client left a stream.
     ``engines``, ``serving``, ``capabilities``, ``limits`` are what the cluster is.
     """
 
@@ -117,6 +119,8 @@ class PageServer:
 
 def content(text: str, *, chat: bool) -> dict[str, Any]:
     """A piece of text as a choice of either API holds it."""
+    if text.startswith(THOUGHT):
+        return {"delta": {"reasoning_content": text.removeprefix(THOUGHT)}}
     return {"delta": {"content": text}} if chat else {"text": text}
 
 

@@ -13,13 +13,16 @@ from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.api.openai import app as openai
 from penstock_frontend.api.page import Page
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling import PoolingCalls
+from penstock_frontend.processing.chat import ChatRenderer
 from penstock_frontend.processing.chat_template import load_chat_templates
 from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.tokenizer import load_model_files
@@ -45,6 +48,10 @@ class Frontend:
         outputs = OutputProcessor(files.tokenizer, metrics)
         pooled = PooledOutputs(lambda state: metrics.pooled(state.started, state.num_prompt))
         inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits)
+        templates = load_chat_templates(config.model)
+        parsers = registry.pick(
+            tool=config.model.tool_parser, reasoning=config.model.reasoning_parser, template=templates.source
+        )
         incarnation = uuid.uuid4().hex
         self._tokenizer = files.tokenizer
         self._changed = asyncio.Event()
@@ -68,6 +75,8 @@ class Frontend:
                 inputs=PoolingInputs(files.tokenizer, inputs, config.limits), outputs=pooled, engines=self._engines
             ),
         )
+        renderer = ChatRenderer(templates, files.tokenizer, config.limits)
+        self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
         self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
@@ -77,12 +86,12 @@ class Frontend:
             make_app(
                 metrics.registry,
                 lambda: self._llm.serving,
-                [*openai.routes(self._llm, config), *self._page_routes()],
+                [*openai.routes(self._llm, self._chat, config), *self._page_routes(chat=bool(templates.source))],
                 exception_handlers=openai.EXCEPTION_HANDLERS,
                 allowed_origins=config.http.allowed_origins,
             ),
         )
-        inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
+        inference.add_to_server(self._server.server, self._llm, self._chat, config, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
     @property
@@ -161,13 +170,13 @@ class Frontend:
     def _is_coordinator_connected(self) -> bool:
         return self._coordinator is not None and self._coordinator.connected
 
-    def _page_routes(self) -> list[Route]:
+    def _page_routes(self, *, chat: bool) -> list[Route]:
         if not self._config.http.page:
             return []
         page = Page(
             self._engines,
             model=self._config.model.name,
-            chat=bool(load_chat_templates(self._config.model).source),
+            chat=chat,
             serving=lambda: self._llm.serving,
             coordinator=self._coordinator_state,
         )

@@ -9,22 +9,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.chat import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
 from penstock_frontend.api.openai.endpoint import Endpoint, Gate, Handler
 from penstock_frontend.api.openai.models import Models
 from penstock_frontend.api.openai.tokenization import Tokenization
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
 
 
-def routes(llm: AsyncLLM, config: FrontendConfig) -> Sequence[Route]:
+def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig) -> Sequence[Route]:
     """All of them."""
     gate = Gate(config.http)
     name = config.model.name
-    models, tokenization = Models(llm, config.model), Tokenization(llm)
+    models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     posts: dict[str, Handler] = {
         "/v1/completions": Completions(llm, model=name, max_prompts=config.limits.max_prompts),
+        "/v1/chat/completions": ChatCompletions(llm, chat, model=name),
         "/v1/embeddings": Embeddings(llm, model=name),
         "/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,

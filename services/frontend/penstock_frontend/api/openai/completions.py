@@ -1,6 +1,7 @@
 """``/v1/completions``: continues prompts."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from penstock_frontend.api.openai import prompts, sampling
 from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
 from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
 from penstock_frontend.api.openai.endpoint import Answer, Call
-from penstock_frontend.api.openai.generation import Generation, PromptOutput
+from penstock_frontend.api.openai.generation import Generation, PromptOutput, Source
 from penstock_frontend.api.openai.logprobs import TextOffsets
 from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions, TokenId
 from penstock_frontend.api.openai.sse import EventStream
@@ -62,8 +63,7 @@ class Completions:
         _check(body)
         given = prompts.split(body.prompt, self._max_prompts)
         making = _Making(self._llm, body, call, self._model)
-        requests = await making.requests(given)
-        generation = Generation(self._llm, requests, [prompt.names for prompt in making.prompts])
+        generation = Generation(self._llm, await making.sources(given))
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)
@@ -82,16 +82,16 @@ class _Making:
         self._options = body.stream_options or StreamOptions()
         self._usage = UsageCount()
         self._writers: list[ChoiceWriter] = []
-        self.prompts: Sequence[prompts.Prompt] = ()
+        self._prompts: Sequence[prompts.Prompt] = ()
 
-    async def requests(self, given: Sequence[prompts.Given]) -> list[GenerateRequest]:
+    async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed."""
         body, values = self._body, _values(self._body)
         logprobs = body.logprobs is not None
         needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
         skip = body.skip_special_tokens is not False
         add = body.add_special_tokens is not False
-        self.prompts = await asyncio.gather(
+        self._prompts = await asyncio.gather(
             *(
                 prompts.prepare(
                     self._llm,
@@ -116,30 +116,21 @@ class _Making:
         self._writers = [
             ChoiceWriter(
                 prompt * values["n"] + index,
-                self.prompts[prompt],
+                self._prompts[prompt],
                 style,
-                self._offsets(self.prompts[prompt], skip_special_tokens=skip) if logprobs else None,
+                self._offsets(self._prompts[prompt], skip_special_tokens=skip) if logprobs else None,
             )
             for prompt in range(len(given))
             for index in range(values["n"])
         ]
-        routing = self._call.routing | ({"priority": body.priority} if body.priority is not None else {})
         return [
-            GenerateRequest(
-                prompt=prompt.given,
-                sampling=values,
-                request_id=self._id if len(given) == 1 else f"{self._id}-{index}",
-                add_special_tokens=add,
-                cache_salt=body.cache_salt or "",
-                deadline=self._call.deadline,
-                **routing,
-            )
-            for index, prompt in enumerate(self.prompts)
+            self._source(prompt, self._id if len(given) == 1 else f"{self._id}-{index}", values)
+            for index, prompt in enumerate(self._prompts)
         ]
 
-    async def whole(self, generation: Generation) -> Completion:
+    async def whole(self, generation: Generation[RequestOutput]) -> Completion:
         """The answer, once all sequences have ended."""
-        finals: dict[int, PromptOutput] = {}
+        finals: dict[int, PromptOutput[RequestOutput]] = {}
         of_prompts: dict[int, Logprobs | None] = {}
         with generation:
             async with aclosing(generation.outputs()) as outputs:
@@ -150,7 +141,7 @@ class _Making:
         choices = [self._write(finals[i], of_prompts[finals[i].prompt]) for i in sorted(finals)]
         return self._completion(choices, self._usage.total())
 
-    async def chunks(self, generation: Generation) -> AsyncGenerator[Completion, None]:
+    async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
         """The answer in pieces."""
         every = bool(self._options.continuous_usage_stats)
         none = None if self._options.include_usage else msgspec.UNSET
@@ -163,11 +154,23 @@ class _Making:
         if self._options.include_usage:
             yield self._completion([], self._usage.total())
 
-    def _index(self, each: PromptOutput) -> int:
+    def _source(self, prompt: prompts.Prompt, request_id: str, values: dict[str, Any]) -> Source[RequestOutput]:
+        request = GenerateRequest(
+            prompt=prompt.given,
+            sampling=values,
+            request_id=request_id,
+            add_special_tokens=self._body.add_special_tokens is not False,
+            cache_salt=self._body.cache_salt or "",
+            deadline=self._call.deadline,
+            **sampling.routing(self._body, self._call.routing),
+        )
+        return Source(request_id, functools.partial(self._llm.generate, request), prompt.names)
+
+    def _index(self, each: PromptOutput[RequestOutput]) -> int:
         return each.prompt * (self._body.n or 1) + each.output.index
 
-    def _write(self, each: PromptOutput, of_prompt: Logprobs | None) -> CompletionChoice:
-        output: RequestOutput = each.output
+    def _write(self, each: PromptOutput[RequestOutput], of_prompt: Logprobs | None) -> CompletionChoice:
+        output = each.output
         writer = self._writers[self._index(each)]
         if output.finish is not None:
             self._usage.finished(each.prompt, output.index, writer.usage(output.finish.usage))

@@ -37,6 +37,8 @@ _CODES = {
 """Reasons for which OpenAI has a word; the others are written in lower case."""
 _PLACE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>[^`]*)`$")
 
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
 
 class ErrorDetails(msgspec.Struct, frozen=True):
     """What went wrong. ``param`` is the field at fault."""
@@ -102,20 +104,19 @@ def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
     return error
 
 
-def undecodable(error: msgspec.DecodeError | UnicodeDecodeError) -> InvalidArgument:
-    """What is wrong with a body: its JSON, or the type of one of its fields."""
+def undecodable(error: msgspec.DecodeError | UnicodeDecodeError, path: str = "") -> InvalidArgument:
+    """What is wrong with JSON: its form, or the type of one of its fields. ``path``: where in the body it stands."""
     if not isinstance(error, msgspec.ValidationError):
         return InvalidArgument(f"the body is no valid JSON: {error}", reason="INVALID_JSON")
     text = str(error)
     place = _PLACE.search(text)
-    if place is None:
-        return InvalidArgument(text, reason="INVALID_TYPE")
-    path = place["path"].removeprefix(".")
-    what = text[: place.start()]
-    what = f"{what[:1].lower()}{what[1:]}"
-    if not path:
-        return InvalidArgument(f"the body: {what}", reason="INVALID_TYPE")
-    return InvalidArgument(f"{'a key of ' if place['key'] else ''}{path}: {what}", field=path, reason="INVALID_TYPE")
+    what = text[: place.start()] if place else text
+    where = f"{path}{place['path'] if place else ''}".removeprefix(".")
+    if (missing := _MISSING.fullmatch(what)) is not None:
+        field = f"{where}.{missing['name']}".removeprefix(".")
+        return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
+    subject = f"{'a key of ' if place and place['key'] else ''}{where or 'the body'}"
+    return InvalidArgument(f"{subject}: {what[:1].lower()}{what[1:]}", field=where, reason="INVALID_TYPE")
 
 
 def _answer(

@@ -1,49 +1,54 @@
 """The requests behind one HTTP call, one per prompt."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-
-import msgspec
+from typing import Generic, NamedTuple, TypeVar
 
 from penstock_common.errors import RequestFailed
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
-from penstock_frontend.processing.request import GenerateRequest, RequestOutput
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
     FinishReason.REPETITION: "repetition",
 }
 
+O = TypeVar("O")  # noqa: E741 - an output
 
-class PromptOutput(msgspec.Struct, frozen=True):
-    """A piece of output, and the index of the prompt that it continues."""
+
+class Source(NamedTuple, Generic[O]):
+    """A request to accept under an id, and its outputs once it is. ``names``: see ``renamed``, for its errors."""
+
+    request_id: str
+    outputs: Callable[[LiveRequest], AsyncIterator[O]]
+    names: Mapping[str, str]
+
+
+class PromptOutput(NamedTuple, Generic[O]):
+    """A piece of output, and the index of the request that it is of."""
 
     prompt: int
-    output: RequestOutput
+    output: O
 
 
-class Generation:
-    """``with Generation(llm, requests, names) as generation``: all are accepted, and released however the block ends.
+class Generation(Generic[O]):
+    """``with Generation(llm, sources) as generation``: all are accepted, and released however the block ends."""
 
-    ``names[i]``: our names of fields to the client's, for errors of request i.
-    """
-
-    def __init__(self, llm: AsyncLLM, requests: Sequence[GenerateRequest], names: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, llm: AsyncLLM, sources: Sequence[Source[O]]) -> None:
         self._llm = llm
-        self._requests = requests
-        self._names = names
+        self._sources = sources
         self._lives: list[LiveRequest] = []
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> "Generation[O]":
         """Raises RequestFailed when one is not accepted; none is then."""
         try:
-            for request in self._requests:
-                self._lives.append(self._llm.accept(request.request_id))
+            for source in self._sources:
+                self._lives.append(self._llm.accept(source.request_id))
         except BaseException:
             self._release()
             raise
@@ -54,18 +59,18 @@ class Generation:
     ) -> None:
         self._release()
 
-    async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
-        """Outputs of all prompts as they come. Raises the RequestFailed of the first that fails, in the client's terms.
+    async def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
+        """Outputs of all requests as they come. Raises the RequestFailed of the first that fails, in the client's terms.
 
-        At most one output of each prompt waits here for the client; the rest gathers in its collector.
+        At most one output of each waits here for the client; the rest gathers in its collector.
         """
-        if len(self._requests) == 1:
+        if len(self._sources) == 1:
             async with aclosing(self._of(0)) as outputs:
                 async for output in outputs:
                     yield output
             return
-        queue: asyncio.Queue[PromptOutput | Exception | None] = asyncio.Queue(maxsize=1)
-        readers = [asyncio.create_task(self._read(index, queue)) for index in range(len(self._requests))]
+        queue: asyncio.Queue[PromptOutput[O] | Exception | None] = asyncio.Queue(maxsize=1)
+        readers = [asyncio.create_task(self._read(index, queue)) for index in range(len(self._sources))]
         try:
             num_running = len(readers)
             while num_running:
@@ -81,14 +86,14 @@ class Generation:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _of(self, index: int) -> AsyncGenerator[PromptOutput, None]:
+    async def _of(self, index: int) -> AsyncGenerator[PromptOutput[O], None]:
         try:
-            async for output in self._llm.generate(self._requests[index], self._lives[index]):
+            async for output in self._sources[index].outputs(self._lives[index]):
                 yield PromptOutput(index, output)
         except RequestFailed as e:
-            raise renamed(e, self._names[index]) from e
+            raise renamed(e, self._sources[index].names) from e
 
-    async def _read(self, index: int, queue: "asyncio.Queue[PromptOutput | Exception | None]") -> None:
+    async def _read(self, index: int, queue: "asyncio.Queue[PromptOutput[O] | Exception | None]") -> None:
         try:
             async with aclosing(self._of(index)) as outputs:
                 async for output in outputs:

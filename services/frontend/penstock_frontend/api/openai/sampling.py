@@ -8,6 +8,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import OutputKind, RepetitionDetection, StructuredOutput
 from penstock_frontend.api.openai.body import check_range, refuse_fields, text_of
+from penstock_frontend.api.openai.errors import undecodable
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -175,6 +176,11 @@ def values(body: SamplingFields) -> dict[str, Any]:
     return found
 
 
+def routing(body: SamplingFields, of_call: Mapping[str, Any]) -> dict[str, Any]:
+    """Where and how urgently to run: what the headers say, and the body's priority before theirs."""
+    return {**of_call, **({} if body.priority is None else {"priority": body.priority})}
+
+
 def names(body: SamplingFields) -> Mapping[str, str]:
     """Our names of fields to the client's, for errors that come from behind this API."""
     path = "sampling_params.structured_output"
@@ -212,20 +218,20 @@ def _constraint(body: SamplingFields) -> StructuredOutput | None:
 
 
 def _format_constraint(raw: msgspec.Raw) -> StructuredOutput | None:
-    text = text_of(raw, "response_format")
-    if text is None:
+    text = bytes(raw)
+    if text in (b"", b"null"):
         return None
     try:
         given = msgspec.json.decode(text, type=ResponseFormat)
     except msgspec.ValidationError as e:
-        raise InvalidArgument(f"response_format: {e}", field="response_format") from None
+        raise undecodable(e, "response_format") from None
     match given.type:
         case "text":
             return None
         case "json_object":
             return StructuredOutput(json_object=True)
         case "structural_tag":
-            return StructuredOutput(structural_tag=text)
+            return StructuredOutput(structural_tag=text.decode())
         case "json_schema" if given.json_schema is not None:
             field = "response_format.json_schema.schema"
             return StructuredOutput(json_schema=text_of(given.json_schema.schema, field) or "")

@@ -1,21 +1,30 @@
 """``/tokenize`` and ``/detokenize``, as vLLM has them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from penstock_common.errors import RequestFailed
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_frontend.api.openai.body import decode
+from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.sampling import TokenId
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat import ChatCalls
+from penstock_frontend.processing.chat import ChatRequest
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of ``/tokenize``."""
+    """The body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with what belongs to them."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: list[MessageBody] | None = None
+    tools: list[ToolBody] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -47,15 +56,19 @@ class Text(msgspec.Struct, frozen=True):
 class Tokenization:
     """The handlers."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
+        self._chat = chat
 
     async def tokenize(self, call: Call, raw: bytes) -> Answer:
-        """Text to token ids. Raises RequestFailed."""
+        """A text or a conversation to token ids. Raises RequestFailed."""
         body = decode(raw, TokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
+        text, special = await self._text(body)
+        if body.add_special_tokens is not None:
+            special = body.add_special_tokens
         try:
-            encoded = await self._llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            encoded = await self._llm.encode(text, add_special_tokens=special)
         except RequestFailed as e:
             raise renamed(e, {"text": "prompt"}) from e
         limits = self._llm.engines.limits
@@ -75,3 +88,19 @@ class Tokenization:
         except RequestFailed as e:
             raise renamed(e, {"token_ids": "tokens"}) from e
         return Text(text)
+
+    async def _text(self, body: TokenizeRequest) -> tuple[str, bool]:
+        """The text, and whether special tokens are added to it: a chat template writes them itself."""
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("prompt or messages must be set, one of them", field="prompt")
+        if body.messages is None:
+            return body.prompt or "", True
+        request = ChatRequest(
+            messages=messages_of(body.messages),
+            tools=tools_of(body.tools),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs or {},
+        )
+        rendered = await self._chat.render(request)
+        return str(rendered.prompt), rendered.add_special_tokens

@@ -1,0 +1,256 @@
+"""``/v1/chat/completions``: answers conversations."""
+
+import functools
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.api.openai import sampling
+from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
+from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
+from penstock_frontend.api.openai.conversation import (
+    MessageBody,
+    NamedToolChoice,
+    ToolBody,
+    choice_of,
+    messages_of,
+    tools_of,
+)
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.logprobs import PromptLogprobs, prompt_logprobs
+from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions
+from penstock_frontend.api.openai.sse import EventStream
+from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat import ChatCalls
+from penstock_frontend.processing.chat import ChatRequest
+from penstock_frontend.processing.chat_output import ChatOutput
+
+_REFUSED = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "audio": "",
+    "prediction": "",
+    "web_search_options": "",
+    "documents": "chat_template_kwargs",
+    "chat_template": "the model's own",
+    "echo": "",
+}
+_INT32_MAX = 2**31 - 1
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True):
+    """The body."""
+
+    messages: list[MessageBody]
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    echo: bool | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. ``prompt_logprobs`` and ``prompt_token_ids`` are vLLM's."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: Sequence[ChatChoice]
+    usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of the answer."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: Sequence[ChunkChoice]
+    usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletions:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls, *, model: str) -> None:
+        self._llm = llm
+        self._chat = chat
+        self._model = model
+
+    async def __call__(self, call: Call, raw: bytes) -> Answer:
+        """Answer the conversation. Raises RequestFailed."""
+        body = decode(raw, ChatCompletionRequest)
+        self._llm.inputs.check_model(body.model or "")
+        _check(body)
+        request = _request(body, call)
+        prompt_token_ids = await self._prompt_token_ids(body, request)
+        source = Source(request.request_id, functools.partial(self._chat.run, request), _names(body))
+        making = _Making(body, request.request_id, self._model, prompt_token_ids)
+        generation = Generation(self._llm, [source])
+        if body.stream:
+            return await EventStream.started(making.chunks(generation))
+        return await making.whole(generation)
+
+    async def _prompt_token_ids(self, body: ChatCompletionRequest, request: ChatRequest) -> list[int]:
+        """The prompt's, where the answer speaks of them; else none."""
+        if not body.return_token_ids and not (body.stream_options and body.stream_options.continuous_usage_stats):
+            return []
+        try:
+            rendered = await self._chat.render(request)
+            ids = (await self._llm.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)).ids
+        except RequestFailed as e:
+            raise renamed(e, _names(body)) from e
+        return ids if body.truncate_prompt_tokens is None else ids[-body.truncate_prompt_tokens :]
+
+
+class _Making:
+    """One call's answer in the making."""
+
+    def __init__(
+        self, body: ChatCompletionRequest, completion_id: str, model: str, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._body = body
+        self._id = completion_id
+        self._model = model
+        self._created = int(time.time())
+        self._prompt_token_ids = prompt_token_ids
+        self._usage = UsageCount()
+        style = ChatStyle(
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            token_ids=bool(body.return_token_ids),
+            reasoning=body.include_reasoning is not False,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+        )
+        self._writers = [ChatChoiceWriter(index, style) for index in range(body.n or 1)]
+
+    async def whole(self, generation: Generation[ChatOutput]) -> ChatCompletion:
+        """The answer, once all sequences have ended."""
+        choices: dict[int, ChatChoice] = {}
+        of_prompt: Logprobs | None = None
+        with generation:
+            async with aclosing(generation.outputs()) as outputs:
+                async for _, output in outputs:
+                    choices[output.index] = self._writers[output.index].whole(output)
+                    of_prompt = of_prompt or output.prompt_logprobs
+                    self._count(output)
+        asked = self._body.prompt_logprobs is not None
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choices[index] for index in sorted(choices)],
+            usage=self._usage.total(),
+            prompt_logprobs=prompt_logprobs(of_prompt) if asked else msgspec.UNSET,
+            prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else msgspec.UNSET,
+        )
+
+    async def chunks(self, generation: Generation[ChatOutput]) -> AsyncGenerator[ChatCompletionChunk, None]:
+        """The answer in pieces."""
+        options = self._body.stream_options or StreamOptions()
+        none = None if options.include_usage else msgspec.UNSET
+        prompt: Sequence[int] | msgspec.UnsetType
+        prompt = self._prompt_token_ids if self._body.return_token_ids else msgspec.UNSET
+        with generation:
+            async with aclosing(generation.outputs()) as outputs:
+                async for _, output in outputs:
+                    writer = self._writers[output.index]
+                    choice = writer.piece(output)
+                    self._count(output)
+                    if choice is None:
+                        continue
+                    so_far = usage_info(len(self._prompt_token_ids), writer.num_tokens)
+                    yield self._chunk([choice], so_far if options.continuous_usage_stats else none, prompt)
+                    prompt = msgspec.UNSET
+        if options.include_usage:
+            yield self._chunk([], self._usage.total(), msgspec.UNSET)
+
+    def _count(self, output: ChatOutput) -> None:
+        if output.finish is not None:
+            self._usage.finished(0, output.index, output.finish.usage)
+
+    def _chunk(
+        self,
+        choices: Sequence[ChunkChoice],
+        usage: UsageInfo | msgspec.UnsetType | None,
+        prompt_token_ids: Sequence[int] | msgspec.UnsetType,
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+
+def _check(body: ChatCompletionRequest) -> None:
+    sampling.check(body)
+    refuse_fields(body, _REFUSED)
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise Unimplemented(f"modalities is {body.modalities}; only ['text'] is served", field="modalities")
+    check_range("max_completion_tokens", body.max_completion_tokens, 1, _INT32_MAX)
+    check_range("top_logprobs", body.top_logprobs, -1, _INT32_MAX)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
+
+
+def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
+    values = sampling.values(body)
+    if body.max_completion_tokens is not None:
+        values["max_tokens"] = body.max_completion_tokens
+    if body.logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    choice, named = choice_of(body.tool_choice, tools=bool(body.tools))
+    return ChatRequest(
+        messages=messages_of(body.messages),
+        tools=tools_of(body.tools),
+        tool_choice=choice,
+        named_tool=named,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=kwargs,
+        sampling=values,
+        request_id=call.name("chatcmpl", body.request_id),
+        cache_salt=body.cache_salt or "",
+        deadline=call.deadline,
+        **sampling.routing(body, call.routing),
+    )
+
+
+def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
+    names = {"text": "messages", "prompt": "messages", **sampling.names(body)}
+    if body.max_completion_tokens is not None:
+        names["sampling_params.max_tokens"] = "max_completion_tokens"
+    return names

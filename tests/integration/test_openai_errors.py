@@ -1,0 +1,219 @@
+"""What clients of the HTTP API are told when something is wrong: OpenAI's shape, the field, the value and the limit."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.common.v1 import finish_pb2
+from penstock_frontend.config import LimitsConfig
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.small_tokenizers import byte_level
+
+VOCAB = byte_level().get_vocab_size()
+
+
+@pytest.fixture
+async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
+    async with openai_server(model, engines=[engine.address]) as server:
+        yield server
+
+
+async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
+    """Status and error of a call."""
+    content = body if isinstance(body, bytes) else None
+    response = await api.http.post(path, content=content, json=None if content is not None else body, **options)
+    answer = response.json()
+    assert answer.keys() == {"error"}
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    return response.status_code, answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"top_p": 7}, "top_p", "top_p is 7.0; it must be above 0 and at most 1"),
+        ({"n": 0}, "n", "n is 0; it must be from 1 to 2.14748e+09"),
+        ({"n": 1000}, "n", "n is 1000; it must be from 1 to 128"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1 where echo is not set"),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens: expected `int | null`, got `str`"),
+        ({"stop": ["a", 3]}, "stop[1]", None),
+        ({"seed": 2**70}, "seed", None),
+        ({"logit_bias": {"1": 200}}, "logit_bias", "logit_bias of token id 1 is 200.0; it must be from -100 to 100"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", None),
+        ({"stop_token_ids": [99999]}, "stop_token_ids[0]", None),
+        ({"prompt": ""}, "prompt", "prompt is empty: there is no prompt"),
+        ({"prompt": []}, "prompt", "prompt is empty: there is no prompt"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "prompt[1] is empty: there is no prompt"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "prompt[1] is 5, beside others that are no token ids"),
+        ({"prompt": [7, 99999]}, "prompt", f"prompt[1] is 99999; it must be below the vocabulary size, {VOCAB}"),
+        ({"prompt": ["a"] * 5}, "prompt", "prompt has 5 prompts; limits.max_prompts is 4"),
+        ({"prompt": {"text": "a"}}, "prompt", None),
+        ({"suffix": "x"}, "suffix", "suffix is not served"),
+        ({"best_of": 2}, "best_of", "best_of is 2; it is served only equal to n"),
+        ({"guided_json": {}}, "guided_json", "guided_json is not served; use structured_outputs"),
+        ({"stream_options": {}}, "stream_options", "stream_options is set; it needs stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "prompt_logprobs is set; a stream has none"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", None),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
+        ({"response_format": "json"}, "response_format", None),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", None),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "structured_outputs.regex is empty"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            None,
+        ),
+        (
+            {"min_tokens": 9, "max_tokens": 3},
+            "min_tokens",
+            "min_tokens is 9; it must be at most max_tokens, which is 3",
+        ),
+        ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "stream", None),
+        ({"priority": 2**40}, "priority", None),
+    ],
+    ids=str,
+)
+async def test_a_wrong_field_is_named(
+    engine: FakeEngine, model: Path, body: dict[str, Any], param: str, message: str | None
+) -> None:
+    async with openai_server(model, engines=[engine.address], limits=LimitsConfig(max_prompts=4)) as api:
+        status, error = await error_of(api, {"prompt": "x", **body})
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert error["message"] == message or (message is None and param.split("[")[0].split(".")[-1] in error["message"])
+    assert "sampling_params" not in error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"nothing"])
+async def test_a_body_that_is_no_json_object_is_refused(api: OpenAIServer, raw: bytes) -> None:
+    status, error = await error_of(api, raw)
+    assert status == 400
+    assert error["code"] in ("invalid_json", "invalid_type")
+
+
+async def test_a_missing_prompt_is_named(api: OpenAIServer) -> None:
+    status, error = await error_of(api, {})
+    assert (status, error["param"], error["message"]) == (400, "prompt", "prompt is not set")
+
+
+async def test_a_prompt_that_is_too_long_has_openais_code(api: OpenAIServer) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"prompt is 200 tokens; max_model_len is 128") as caught:
+        await api.client.completions.create(model="model", prompt=[5] * 200)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_another_model_is_not_found(api: OpenAIServer) -> None:
+    with pytest.raises(openai.NotFoundError, match="model is 'other'; known: model") as caught:
+        await api.client.completions.create(model="other", prompt="x")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        await api.client.models.retrieve("other")
+
+
+async def test_another_path_and_another_method_are_refused(api: OpenAIServer) -> None:
+    status, error = await error_of(api, {}, "/v1/images/generations")
+    assert (status, error["message"]) == (404, "there is no /v1/images/generations")
+    response = await api.http.get("/v1/completions")
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_body_that_is_too_large_is_refused(engine: FakeEngine, model: Path) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with openai_server(model, engines=[engine.address], http={"max_body_bytes": 1000}) as api:
+        status, error = await error_of(api, b"x" * 1001)
+        assert (status, error["message"]) == (413, "the body has 1001 bytes; http.max_body_bytes is 1000")
+        response = await api.http.post("/v1/completions", content=pieces())
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+        assert (await api.http.post("/v1/completions", json={"prompt": "x" * 900})).status_code == 400
+
+
+async def test_too_many_calls_are_told_when_to_retry(manual: FakeEngine, model: Path) -> None:
+    async with openai_server(model, engines=[manual.address], http={"max_requests": 1}) as api:
+        running = asyncio.create_task(api.client.completions.create(model="model", prompt="x", max_tokens=1))
+        await manual.until(lambda e: e.running)
+        response = await api.http.post("/v1/completions", json={"prompt": "x"})
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert response.json()["error"]["message"] == "1 HTTP requests are being served; http.max_requests is 1"
+        manual.step()
+        assert (await running).choices[0].finish_reason == "length"
+        assert (await api.http.get("/v1/models")).status_code == 200
+
+
+async def test_a_full_queue_of_the_engine_is_told_with_its_delay(api: OpenAIServer, engine: FakeEngine) -> None:
+    engine.refusal = finish_pb2.RequestError(
+        code="RESOURCE_EXHAUSTED", message="the queue is full", reason="QUEUE_FULL", retry_after=2.5
+    )
+    with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
+        await api.client.completions.create(model="model", prompt="x", stream=True)
+    assert caught.value.response.headers["retry-after"] == "3"
+    assert caught.value.code == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("INVALID_ARGUMENT", 400, "invalid_request_error"),
+        ("UNIMPLEMENTED", 400, "invalid_request_error"),
+        ("UNAVAILABLE", 503, "service_unavailable_error"),
+        ("DEADLINE_EXCEEDED", 504, "timeout_error"),
+        ("INTERNAL", 500, "server_error"),
+    ],
+)
+async def test_errors_of_the_engine_have_their_status(
+    api: OpenAIServer, engine: FakeEngine, code: str, status: int, kind: str
+) -> None:
+    engine.refusal = finish_pb2.RequestError(code=code, message="no")
+    found, error = await error_of(api, {"prompt": "x"})
+    assert (found, error["type"], error["message"]) == (status, kind, "no")
+
+
+async def test_without_an_engine_the_answer_is_unavailable(model: Path) -> None:
+    async with openai_server(model, engines=["127.0.0.1:1"], wait=False, engine_wait_timeout=0.05) as api:
+        with pytest.raises(openai.InternalServerError, match=r"no engine took requests within 0\.05 s") as caught:
+            await api.client.completions.create(model="model", prompt="x")
+        assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
+        assert (await api.http.get("/health")).status_code == 503
+
+
+async def test_a_deadline_of_the_header_ends_the_work_in_the_engine(manual: FakeEngine, model: Path) -> None:
+    async with openai_server(model, engines=[manual.address]) as api:
+        status, error = await error_of(api, {"prompt": "x"}, headers={"x-request-timeout": "0.2"})
+        assert (status, error["type"]) == (504, "timeout_error")
+        await manual.until(lambda e: e.aborted)
+        assert manual.running == {}
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1e9"])
+async def test_a_wrong_deadline_is_refused(api: OpenAIServer, value: str) -> None:
+    status, error = await error_of(api, {"prompt": "x"}, headers={"x-request-timeout": value})
+    assert (status, error["param"]) == (400, "x-request-timeout")
+
+
+async def test_an_id_that_is_in_use_is_refused(manual: FakeEngine, model: Path) -> None:
+    async with openai_server(model, engines=[manual.address]) as api:
+        headers = {"x-request-id": "mine"}
+        running = asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "x"}, headers=headers))
+        await manual.until(lambda e: e.running)
+        status, error = await error_of(api, {"prompt": "x"}, headers=headers)
+        assert (status, error["code"]) == (400, "duplicate_request_id")
+        while manual.running:
+            manual.step()
+        assert (await running).status_code == 200
+
+
+async def test_web_pages_are_let_in_only_where_they_are_listed(engine: FakeEngine, model: Path) -> None:
+    ask = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    async with openai_server(model, engines=[engine.address]) as api:
+        response = await api.http.get("/v1/models", headers=ask)
+        assert "access-control-allow-origin" not in response.headers
+    allowed = {"allowed_origins": ("https://page.example",)}
+    async with openai_server(model, engines=[engine.address], http=allowed) as api:
+        response = await api.http.options("/v1/completions", headers=ask)
+        assert response.headers["access-control-allow-origin"] == "https://page.example"
