@@ -99,7 +99,8 @@ def test_the_services_own_defaults_are_valid_values(component: str):
             part = values_table.resolve(schema, part["properties"][key])
         field = dict(common_config.fields(STRUCTS[component]))[".".join(path)]
         if field.default is not None:  # unset: not among the values
-            jsonschema.validate(list(field.default) if isinstance(field.default, tuple) else field.default, part)
+            default = list(field.default) if isinstance(field.default, tuple) else field.default  # YAML has lists only
+            jsonschema.validate(default, part)
 
 
 @pytest.mark.parametrize("component", SERVICES)

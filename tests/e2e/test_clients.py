@@ -1,6 +1,7 @@
 """The example clients as a user runs them, against a public API without a model."""
 
 import asyncio
+import importlib
 import os
 import shutil
 import signal
@@ -11,15 +12,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.fake_inference import BUSY, HOLD, FakeInference
+from penstock.inference.v1 import messages_pb2, service_pb2_grpc
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_inference import BUSY, FLAKY, HOLD, FakeInference
+from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.small_tokenizers import byte_level, save_model
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
 PYTHON = [sys.executable, str(CLIENTS / "python/generate.py")]
 TIMEOUT = 60.0
+STEPS = 8
+"""Of a fake engine until there is text: a token may be a part of a character, without one."""
 
 needs_node = pytest.mark.skipif(
     shutil.which("node") is None or shutil.which("npm") is None, reason="node and npm are not on PATH"
 )
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not on PATH")
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for localhost that has signed itself; ``key.pem`` lies beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    what = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=penstock -addext subjectAltName=DNS:localhost"
+    command = ["openssl", *what.split(), "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "cert.pem"
+
+
+def pair(certificate: Path) -> tuple[bytes, bytes]:
+    return certificate.with_name("key.pem").read_bytes(), certificate.read_bytes()
 
 
 @pytest.fixture(scope="session")
@@ -144,6 +168,81 @@ async def test_a_server_that_is_not_there_is_unavailable(command: list[str], ser
     code, _, err = await run(command, server, "hello")
     assert code == 1
     assert err.startswith("UNAVAILABLE: ")
+
+
+async def test_a_cancelled_call_ends_in_the_engine_before_its_next_step(command: list[str], tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    async with (
+        FakeEngine(vocab_size=byte_level().get_vocab_size(), manual=True) as engine,
+        FrontendServer(model, engines=[engine.address]) as frontend,
+    ):
+        process = await start(*command, "--address", f"127.0.0.1:{frontend.frontend.port}", "hello")
+        assert process.stdout is not None
+        await engine.until(lambda e: e.running, limit=TIMEOUT)
+        for _ in range(STEPS):
+            engine.step()
+        assert await asyncio.wait_for(process.stdout.read(1), TIMEOUT)
+        process.send_signal(signal.SIGINT)
+        await engine.until(lambda e: e.aborted and not e.running, limit=TIMEOUT)
+        assert engine.num_steps == STEPS
+        await asyncio.wait_for(process.communicate(), TIMEOUT)
+    assert process.returncode == 130
+
+
+async def test_a_call_that_found_no_engine_is_tried_again_by_itself(command: list[str], server: FakeInference) -> None:
+    assert await run(command, server, f"the {FLAKY} ferry") == (0, f"the {FLAKY} ferry\n", "")
+    assert len(server.requests) == 2
+
+
+async def test_a_key_goes_into_the_metadata(command: list[str], server: FakeInference) -> None:
+    process = await start(*command, "--address", server.address, "hello", PENSTOCK_API_KEY="sesame")
+    await asyncio.wait_for(process.communicate(), TIMEOUT)
+    assert (process.returncode, server.keys) == (0, ["Bearer sesame"])
+
+
+async def test_without_a_key_there_is_none_in_the_metadata(command: list[str], server: FakeInference) -> None:
+    assert (await run(command, server, "hello"))[0] == 0
+    assert server.keys == [""]
+
+
+@needs_openssl
+async def test_a_connection_is_encrypted_and_the_server_known_by_its_certificate(
+    command: list[str], certificate: Path
+) -> None:
+    fake = FakeInference(tls=pair(certificate))
+    await fake.start()
+    try:
+        assert await run(command, fake, "--ca", str(certificate), "the ferry") == (0, "the ferry\n", "")
+        code, _, err = await run(command, fake, "--tls", "the ferry")
+    finally:
+        await fake.stop()
+    assert code == 1  # nobody it trusts has signed that certificate
+    assert "UNAVAILABLE: " in err
+    assert len(fake.requests) == 1
+
+
+async def test_calls_of_one_channel_go_to_all_addresses_in_turn(
+    server: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(CLIENTS / "python"))
+    other = FakeInference()
+    await other.start()
+    async with importlib.import_module("connection").connect_aio(f"ipv4:{server.address},{other.address}") as channel:
+        stub = service_pb2_grpc.InferenceServiceStub(channel)
+        async with asyncio.timeout(TIMEOUT):
+            while not (server.requests and other.requests):  # the second connection may come up later than the first
+                await stub.Generate(messages_pb2.GenerateRequest(text="warm up")).read()
+        before = len(server.requests), len(other.requests)
+        for _ in range(6):
+            await stub.Generate(messages_pb2.GenerateRequest(text="the ferry")).read()
+    await other.stop()
+    assert (len(server.requests) - before[0], len(other.requests) - before[1]) == (3, 3)
+
+
+async def test_many_prompts_are_continued_at_once(server: FakeInference) -> None:
+    command = [sys.executable, str(CLIENTS / "python/generate_many.py")]
+    assert await run(command, server, "a b", "c d") == (0, "a b: a b\nc d: c d\n", "")
+    assert len(server.requests) == 2
 
 
 @needs_node

@@ -2,8 +2,9 @@
 
 ``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back; with n
 every sequence is that, word by word in turn. The log-probability of a word is minus its index.
-Two words are special: at HOLD the stream stands still until the call ends, and a prompt that is BUSY is refused with a
-delay after which to retry. What a real frontend validates and a client may want to see is validated: the temperature.
+Three words are special: at HOLD the stream stands still until the call ends, a prompt that is BUSY is refused with a
+delay after which to retry, and the first call with a prompt that has FLAKY in it is UNAVAILABLE.
+What a real frontend validates and a client may want to see is validated: the temperature.
 """
 
 import asyncio
@@ -14,12 +15,13 @@ import grpc
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2
 from penstock_common.config import ServerConfig
-from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_common.errors import InvalidArgument, ResourceExhausted, Unavailable
 from penstock_common.rpc.server import RpcServer
 
 SERVICE = "penstock.inference.v1.InferenceService"
 HOLD = "<hold>"
 BUSY = "<busy>"
+FLAKY = "<flaky>"
 MAX_TEMPERATURE = 100.0
 RETRY_AFTER = 2.5
 
@@ -29,13 +31,16 @@ Context = grpc.aio.ServicerContext[messages_pb2.GenerateRequest, messages_pb2.Ge
 class FakeInference:
     """Serves ``InferenceService.Generate`` for real, on a free loopback port, between ``start`` and ``stop``.
 
-    ``address`` is its host:port. ``requests`` holds what was asked, oldest first. ``abandoned`` is set when a stream
+    ``address`` is its host:port. ``requests`` holds what was asked, oldest first, ``keys`` the ``authorization`` of each, and
+    ``tls`` is the pair of private key and certificate (PEM) of a server that encrypts. ``abandoned`` is set when a stream
     ended before its last message: the client cancelled, or its deadline passed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tls: tuple[bytes, bytes] | None = None) -> None:
         self.address = ""
         self.requests: list[messages_pb2.GenerateRequest] = []
+        self.keys: list[str | bytes] = []
+        self._tls = tls
         self.abandoned = asyncio.Event()
         self._server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[SERVICE])
         generate = grpc.unary_stream_rpc_method_handler(
@@ -49,7 +54,10 @@ class FakeInference:
 
     async def start(self) -> None:
         """Serve, and know the address."""
-        self.address = f"127.0.0.1:{await self._server.start()}"
+        if self._tls is not None:
+            encrypted = self._server.server.add_secure_port("localhost:0", grpc.ssl_server_credentials([self._tls]))
+        port = await self._server.start()
+        self.address = f"127.0.0.1:{port}" if self._tls is None else f"localhost:{encrypted}"  # as the certificate says
         await self._server.set_serving(True)
 
     async def stop(self) -> None:
@@ -60,8 +68,11 @@ class FakeInference:
         self, request: messages_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[messages_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.keys.append(dict(context.invocation_metadata() or ()).get("authorization", ""))
         words = request.text.split()
         check(request)
+        if FLAKY in words and len(self.requests) == 1:
+            raise Unavailable("the engine went away", reason="ENGINE_GONE", retry_after=RETRY_AFTER)
         try:
             for index, word in enumerate(words):
                 if word == HOLD:

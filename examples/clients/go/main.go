@@ -3,6 +3,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"flag"
 	"fmt"
@@ -14,7 +15,10 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/code"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	commonv1 "example.com/penstock-client/gen/penstock/common/v1"
@@ -27,9 +31,29 @@ const (
 	exitInterrupted = 130
 )
 
+// serviceConfig: one connection to each address that the name has, calls in turn. A call that failed before anything of
+// its answer came is tried again, on the next address.
+const serviceConfig = `{
+  "loadBalancingConfig": [{"round_robin": {}}],
+  "methodConfig": [{
+    "name": [{"service": "penstock.inference.v1.InferenceService"}],
+    "retryPolicy": {
+      "maxAttempts": 4,
+      "initialBackoff": "0.1s",
+      "maxBackoff": "2s",
+      "backoffMultiplier": 2,
+      "retryableStatusCodes": ["UNAVAILABLE"]
+    }
+  }]
+}`
+
+const maxMessageBytes = 64 << 20 // 4 MiB are too few for long log-probabilities
+
 // options is the command line.
 type options struct {
 	address string
+	tls     bool
+	ca      string
 	timeout time.Duration
 	request *inferencev1.GenerateRequest
 }
@@ -63,6 +87,8 @@ func parseFlags() options {
 	temperature := flag.Float64("temperature", 0, "0 is greedy")
 	seed := flag.Int64("seed", 0, "makes the output reproducible")
 	timeout := flag.Float64("timeout", 0, "deadline of the call in seconds; 0 is none")
+	encrypted := flag.Bool("tls", false, "encrypt the connection")
+	ca := flag.String("ca", "", "file of the certificates to trust; with it, --tls is not needed")
 	var stops stringList
 	flag.Var(&stops, "stop", "a string that ends the output; repeatable")
 	flag.Parse()
@@ -87,6 +113,8 @@ func parseFlags() options {
 	})
 	return options{
 		address: *address,
+		tls:     *encrypted,
+		ca:      *ca,
 		timeout: time.Duration(*timeout * float64(time.Second)),
 		request: &inferencev1.GenerateRequest{
 			Model:          *model,
@@ -96,6 +124,36 @@ func parseFlags() options {
 	}
 }
 
+// connect opens a channel: balancing, retries, keepalive, and TLS where it is asked for.
+func connect(opts options) (*grpc.ClientConn, error) {
+	transport := insecure.NewCredentials()
+	if opts.ca != "" {
+		trusted, err := credentials.NewClientTLSFromFile(opts.ca, "")
+		if err != nil {
+			return nil, err
+		}
+		transport = trusted
+	} else if opts.tls {
+		transport = credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12})
+	}
+	return grpc.NewClient(
+		opts.address,
+		grpc.WithTransportCredentials(transport),
+		grpc.WithDefaultServiceConfig(serviceConfig),
+		// A server that vanished is noticed after 40 s, also in a silent stream.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
+	)
+}
+
+// withKey puts an API key into the metadata of the calls made with the context.
+func withKey(ctx context.Context, key string) context.Context {
+	if key == "" {
+		return ctx
+	}
+	return metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+key)
+}
+
 // generate writes the text as it arrives. Ending ctx ends the work in the engine.
 func generate(ctx context.Context, opts options, out io.Writer) error {
 	if opts.timeout > 0 {
@@ -103,11 +161,12 @@ func generate(ctx context.Context, opts options, out io.Writer) error {
 		ctx, cancel = context.WithTimeout(ctx, opts.timeout)
 		defer cancel()
 	}
-	connection, err := grpc.NewClient(opts.address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	connection, err := connect(opts)
 	if err != nil {
 		return err
 	}
 	defer connection.Close()
+	ctx = withKey(ctx, os.Getenv("PENSTOCK_API_KEY"))
 	stream, err := inferencev1.NewInferenceServiceClient(connection).Generate(ctx, opts.request)
 	if err != nil {
 		return err

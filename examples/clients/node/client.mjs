@@ -1,4 +1,5 @@
 // A client of penstock.inference.v1, with the stubs made from the .proto files at start.
+import { readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 
 import * as grpc from "@grpc/grpc-js";
@@ -16,20 +17,52 @@ const definition = protoLoader.loadSync("penstock/inference/v1/service.proto", {
 const { InferenceService } = grpc.loadPackageDefinition(definition).penstock.inference.v1;
 const errorDetails = protobuf.loadSync(here("error_details.proto"));
 
-/** A client for host:port. Close it when done. */
-export function connect(address) {
-  return new InferenceService(address, grpc.credentials.createInsecure());
+const SERVICE_CONFIG = {
+  // One connection to each address that the name has, calls in turn.
+  loadBalancingConfig: [{ round_robin: {} }],
+  methodConfig: [
+    {
+      name: [{ service: "penstock.inference.v1.InferenceService" }],
+      // A call that failed before anything of its answer came is tried again, on the next address.
+      retryPolicy: {
+        maxAttempts: 4,
+        initialBackoff: "0.1s",
+        maxBackoff: "2s",
+        backoffMultiplier: 2,
+        retryableStatusCodes: ["UNAVAILABLE"],
+      },
+    },
+  ],
+};
+const OPTIONS = {
+  "grpc.service_config": JSON.stringify(SERVICE_CONFIG),
+  "grpc.keepalive_time_ms": 30_000, // a server that vanished is noticed after 40 s, also in a silent stream
+  "grpc.keepalive_timeout_ms": 10_000,
+  "grpc.max_receive_message_length": 64 * 1024 * 1024, // 4 MiB are too few for long log-probabilities
+};
+
+/**
+ * A client for host:port, or dns:///host:port. Close it when done.
+ *
+ * It encrypts with `tls`, trusting the certificates that Node brings along, or with the file `ca` of those to trust.
+ */
+export function connect(address, { tls = false, ca } = {}) {
+  const credentials =
+    tls || ca ? grpc.credentials.createSsl(ca ? readFileSync(ca) : null) : grpc.credentials.createInsecure();
+  return new InferenceService(address, credentials, OPTIONS);
 }
 
 /**
  * Yields the GenerateResponse messages for a GenerateRequest, names in camelCase.
  *
- * `timeout` is a deadline in seconds, `signal` an AbortSignal. Leaving the loop, aborting the signal or letting the
+ * `timeout` is a deadline in seconds, `signal` an AbortSignal, `key` goes into the metadata as an API key. Leaving the loop, aborting the signal or letting the
  * deadline pass ends the work in the engine. A failed call throws a grpc.ServiceError; see `describe`.
  */
-export async function* generate(client, request, { timeout, signal } = {}) {
+export async function* generate(client, request, { timeout, signal, key } = {}) {
+  const metadata = new grpc.Metadata();
+  if (key) metadata.set("authorization", `Bearer ${key}`);
   const options = timeout === undefined ? {} : { deadline: Date.now() + timeout * 1000 };
-  const call = client.generate(request, options);
+  const call = client.generate(request, metadata, options);
   const cancel = () => call.cancel();
   signal?.addEventListener("abort", cancel);
   if (signal?.aborted) cancel();

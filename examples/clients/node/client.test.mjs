@@ -57,6 +57,25 @@ test("a deadline ends the call", async () => {
   await assert.rejects(consume, { code: status.DEADLINE_EXCEEDED });
 });
 
+test("a call in the middle of its text ends when it is cancelled, and others go on", async () => {
+  const interrupt = new AbortController();
+  const text = [];
+  const cancelled = async () => {
+    for await (const response of generate(client, LONG, { signal: interrupt.signal })) {
+      text.push(response.text);
+      if (text.length === 2) interrupt.abort();
+    }
+  };
+  const other = async () => {
+    let last;
+    for await (last of generate(client, { text: "once upon a time", samplingParams: { temperature: 0, maxTokens: 8 } }));
+    return last.finishReason;
+  };
+  const [, finishReason] = await Promise.all([assert.rejects(cancelled, { code: status.CANCELLED }), other()]);
+  assert.ok(text.length >= 2);
+  assert.match(finishReason, /^FINISH_REASON_(STOP|LENGTH)$/);
+});
+
 test("an invalid field is named", async () => {
   const consume = async () => {
     for await (const _ of generate(client, { text: "once", samplingParams: { temperature: -1 } }));

@@ -10,7 +10,9 @@ const USAGE = `usage: node generate.mjs [options] PROMPT
   --temperature T      0 is greedy
   --seed N             makes the output reproducible
   --stop TEXT          a string that ends the output; repeatable
-  --timeout SECONDS    deadline of the call`;
+  --timeout SECONDS    deadline of the call
+  --tls                encrypt the connection
+  --ca FILE            certificates to trust; with it, --tls is not needed`;
 
 function parseArguments() {
   const text = { type: "string" };
@@ -24,6 +26,8 @@ function parseArguments() {
       seed: text,
       stop: { ...text, multiple: true },
       timeout: text,
+      tls: { type: "boolean" },
+      ca: text,
     },
   });
   if (positionals.length !== 1) throw new Error("one prompt is needed");
@@ -51,9 +55,14 @@ async function main(args) {
   };
   const interrupt = new AbortController();
   process.once("SIGINT", () => interrupt.abort());
-  const client = connect(args.address);
+  const client = connect(args.address, args);
+  const options = {
+    timeout: number(args.timeout),
+    signal: interrupt.signal,
+    key: process.env.PENSTOCK_API_KEY,
+  };
   try {
-    for await (const response of generate(client, request, { timeout: number(args.timeout), signal: interrupt.signal })) {
+    for await (const response of generate(client, request, options)) {
       process.stdout.write(response.text);
     }
     return 0;

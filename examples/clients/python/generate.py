@@ -2,11 +2,13 @@
 
 import argparse
 import itertools
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
 import grpc
+from connection import authorization, connect, credentials
 from google.rpc import error_details_pb2, status_pb2
 
 from penstock.common.v1 import sampling_pb2
@@ -20,8 +22,11 @@ def main() -> int:
     """Print the text as it arrives; of several sequences each when it is complete. Returns the exit code."""
     args = parse_arguments()
     sequences: defaultdict[int, str] = defaultdict(str)
-    with grpc.insecure_channel(args.address) as channel:
-        call = service_pb2_grpc.InferenceServiceStub(channel).Generate(build_request(args), timeout=args.timeout)
+    tls = credentials(args.ca) if args.tls or args.ca else None
+    with connect(args.address, tls) as channel:
+        stub = service_pb2_grpc.InferenceServiceStub(channel)
+        metadata = authorization(os.environ.get("PENSTOCK_API_KEY", ""))
+        call = stub.Generate(build_request(args), timeout=args.timeout, metadata=metadata)
         try:
             for response in call:
                 if not args.n:
@@ -57,6 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, help="number of sequences; sequence i has seed + i")
     parser.add_argument("--logprobs", type=int, help="log-probabilities of each token and this many likeliest ones")
     parser.add_argument("--timeout", type=float, help="deadline of the call in seconds")
+    parser.add_argument("--tls", action="store_true", help="encrypt the connection")
+    parser.add_argument("--ca", default="", help="file of the certificates to trust; with it, --tls is not needed")
     return parser.parse_args()
 
 

@@ -4,11 +4,14 @@ import asyncio
 import signal
 import uuid
 
+from starlette.routing import Route
+
 from penstock_common.logging import get_logger
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api import admin, inference
 from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.api.openai import app as openai
+from penstock_frontend.api.page import Page
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
@@ -83,7 +86,7 @@ class Frontend:
             make_app(
                 metrics.registry,
                 lambda: self._llm.serving,
-                openai.routes(self._llm, self._chat, config),
+                [*openai.routes(self._llm, self._chat, config), *self._page_routes(chat=bool(templates.source))],
                 exception_handlers=openai.EXCEPTION_HANDLERS,
                 allowed_origins=config.http.allowed_origins,
             ),
@@ -166,6 +169,23 @@ class Frontend:
 
     def _is_coordinator_connected(self) -> bool:
         return self._coordinator is not None and self._coordinator.connected
+
+    def _page_routes(self, *, chat: bool) -> list[Route]:
+        if not self._config.http.page:
+            return []
+        page = Page(
+            self._engines,
+            model=self._config.model.name,
+            chat=chat,
+            serving=lambda: self._llm.serving,
+            coordinator=self._coordinator_state,
+        )
+        return page.routes()
+
+    def _coordinator_state(self) -> str:
+        if self._coordinator is None:
+            return "none"
+        return "connected" if self._coordinator.connected else "disconnected"
 
 
 async def run(config: FrontendConfig) -> None:

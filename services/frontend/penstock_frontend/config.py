@@ -55,10 +55,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     ``max_body_bytes`` and ``max_requests``: what one call may send, and calls that are served at once.
     ``allowed_origins``: web pages that may call from a browser (CORS), as ``https://example.org`` or ``*``; none by default.
+    ``page``: serve a page for people at ``/``, and the state of the engines that it shows, addresses included, at ``/cluster``.
     """
 
     host: str = "0.0.0.0"
     port: int = 8000
+    page: bool = True
     max_body_bytes: ByteSize = 32 * 1024 * 1024
     max_requests: int = 10_000
     allowed_origins: tuple[str, ...] = ()

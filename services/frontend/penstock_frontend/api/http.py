@@ -1,4 +1,4 @@
-"""The HTTP listener: ``/health``, ``/metrics`` and the routes of the OpenAI API."""
+"""The HTTP listener: ``/health``, ``/metrics`` and the routes it is given."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,10 @@ def make_app(
     exception_handlers: Mapping[Any, Any] | None = None,
     allowed_origins: Sequence[str] = (),
 ) -> Starlette:
-    """The application. ``/health`` is 200 while ``serving()``, else 503. ``allowed_origins``: web pages that may call it."""
+    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves.
+
+    ``allowed_origins``: web pages from elsewhere that may call it.
+    """
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("serving\n") if serving() else PlainTextResponse("not serving\n", status_code=503)

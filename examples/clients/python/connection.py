@@ -1,0 +1,54 @@
+"""A channel to a Penstock server: balancing, retries, keepalive, TLS, and a key in the metadata."""
+
+import json
+from pathlib import Path
+
+import grpc
+
+SERVICE_CONFIG = {
+    # One connection to each address that the name has, calls in turn.
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        {
+            "name": [{"service": "penstock.inference.v1.InferenceService"}],
+            # A call that failed before anything of its answer came is tried again, on the next address.
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+OPTIONS = [
+    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+    ("grpc.keepalive_time_ms", 30_000),  # a server that vanished is noticed after 40 s, also in a silent stream
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),  # 4 MiB are too few for long log-probabilities
+]
+
+
+def credentials(ca: str = "") -> grpc.ChannelCredentials:
+    """TLS that trusts the certificates in the file ``ca``, or those that gRPC brings along."""
+    return grpc.ssl_channel_credentials(Path(ca).read_bytes() if ca else None)
+
+
+def connect(address: str, tls: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+    """A channel to host:port, or to ``dns:///host:port``; not encrypted without ``tls``."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    return grpc.secure_channel(address, tls, options=OPTIONS)
+
+
+def connect_aio(address: str, tls: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """The same for asyncio."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=OPTIONS)
+    return grpc.aio.secure_channel(address, tls, options=OPTIONS)
+
+
+def authorization(key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call with an API key."""
+    return (("authorization", f"Bearer {key}"),) if key else ()

@@ -1,0 +1,107 @@
+"""The page for people at ``/``: a playground, and what the cluster does. ``/cluster`` is where it reads that."""
+
+import importlib.resources
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock_common.types.cluster import EngineStatus
+from penstock_frontend.engine.client import EngineClient
+
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    # The page is one file with its script and style inside; nothing else is loaded, and nobody may frame it.
+    "Content-Security-Policy": (
+        "default-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. ``kv_cache_usage`` is the used share, 0 to 1; ``id`` is empty until the engine has been reached."""
+
+    id: str
+    address: str
+    state: str
+    rank: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``/cluster`` answers, as this frontend sees it.
+
+    ``serving``: a request would be taken now. ``chat``: the model has a chat template. ``max_model_len`` is in tokens, 0
+    while no engine is connected; ``coordinator`` is ``connected``, ``disconnected``, or ``none`` where there is none.
+    """
+
+    model: str
+    capabilities: list[str]
+    chat: bool
+    serving: bool
+    max_model_len: int
+    coordinator: str
+    engines: list[EngineState]
+
+
+class Page:
+    """Serves the page and the state it shows."""
+
+    def __init__(
+        self,
+        engines: EngineClient,
+        *,
+        model: str,
+        chat: bool,
+        serving: Callable[[], bool],
+        coordinator: Callable[[], str],
+    ) -> None:
+        self._engines = engines
+        self._model = model
+        self._chat = chat
+        self._serving = serving
+        self._coordinator = coordinator
+        self._html = importlib.resources.files("penstock_frontend").joinpath("page/index.html").read_bytes()
+
+    def routes(self) -> list[Route]:
+        """For the HTTP application."""
+        return [Route("/", self._index), Route("/cluster", self._cluster)]
+
+    def state(self) -> ClusterState:
+        """What ``/cluster`` says now."""
+        limits = self._engines.limits
+        return ClusterState(
+            model=self._model,
+            capabilities=list(self._engines.capabilities),
+            chat=self._chat,
+            serving=self._serving(),
+            max_model_len=limits.max_model_len if limits else 0,
+            coordinator=self._coordinator(),
+            engines=[_engine_state(status) for status in self._engines.cluster()],
+        )
+
+    async def _index(self, _: Request) -> Response:
+        return Response(self._html, media_type="text/html", headers=_HEADERS)
+
+    async def _cluster(self, _: Request) -> Response:
+        return Response(
+            msgspec.json.encode(self.state()), media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
+
+
+def _engine_state(status: EngineStatus) -> EngineState:
+    return EngineState(
+        id=status.engine_id,
+        address=status.address,
+        state=status.state.name.lower(),
+        rank=status.index,
+        running=status.num_running_reqs,
+        waiting=status.num_waiting_reqs,
+        kv_cache_usage=status.kv_cache_usage,
+    )

@@ -1,0 +1,62 @@
+"""The code in docs/clients is the code of examples/clients, which is run by tests/e2e/test_clients.py."""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
+LANGUAGES = {"python", "js", "go", "java"}
+FENCE = re.compile(r"^(?:<!-- (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+TOPICS = {
+    "python": ["Stubs", "A streaming call", "Cancellation", "Deadline"],
+    "node": ["Stubs", "A streaming call", "Cancellation and deadline"],
+    "go": ["Stubs", "A streaming call", "Cancellation and deadline"],
+    "java": ["Stubs", "A streaming call", "Cancellation", "Deadline"],
+}
+
+
+class Snippet(NamedTuple):
+    """A block of code of a page, and the file that the page says it is from."""
+
+    page: str
+    file: str
+    language: str
+    code: str
+
+
+def snippets() -> list[Snippet]:
+    return [
+        Snippet(page.stem, found["file"] or "", found["language"], found["code"])
+        for page in PAGES
+        for found in FENCE.finditer(page.read_text())
+        if found["language"] in LANGUAGES
+    ]
+
+
+def blocks(source: str, length: int) -> set[str]:
+    """Every run of so many lines, without the indentation that it has in common."""
+    lines = source.splitlines()
+    return {textwrap.dedent("\n".join(lines[i : i + length])) for i in range(len(lines) - length + 1)}
+
+
+@pytest.mark.parametrize("snippet", snippets(), ids=lambda s: f"{s.page}:{s.code.splitlines()[0].strip()}")
+def test_a_snippet_is_a_part_of_the_example_it_names(snippet: Snippet) -> None:
+    assert snippet.file, "a line <!-- file --> before the code says where it is from"
+    source = (ROOT / snippet.file).read_text()
+    assert snippet.code.rstrip("\n") in blocks(source, len(snippet.code.splitlines()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_page_has_every_topic(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE)
+    assert headings == [*TOPICS[page.stem], "Balancing, retries, keepalive", "TLS and keys", "Errors"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []

@@ -1,0 +1,420 @@
+"""The page at ``/`` in a real browser, as a person uses it: what is clicked and typed, and what can be read then."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from penstock_common.types.cluster import EngineState
+from penstock_frontend.config import HttpConfig, ModelConfig
+from tests.fakes.browser import CHROMIUM, Browser, Tab
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.page_server import CUT, HOLD, THOUGHT, PageServer
+from tests.fakes.small_tokenizers import byte_level, save_model
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+LIMIT = 20.0
+SHOWS_ERROR = "!document.querySelector('#error').hidden"
+IDLE = "!document.querySelector('#run').hidden"
+CHAT_IS_OFFERED = "!document.querySelector('[value=chat]').disabled"
+IS_WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth > innerWidth"
+
+
+def output_has(text: str) -> str:
+    return f"document.querySelector('#output').innerText.includes({text!r})"
+
+
+def shows(selector: str, text: str) -> str:
+    return f"document.querySelector({selector!r}).innerText.includes({text!r})"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    """One browser for all tests: it takes a second to start."""
+    async with Browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def _closed_tabs(browser: Browser) -> AsyncIterator[None]:
+    """No page of an earlier test goes on asking a server that is gone."""
+    yield
+    await browser.close_tabs()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def server() -> AsyncIterator[PageServer]:
+    async with PageServer() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tab(browser: Browser, server: PageServer) -> Tab:
+    """The page, with the cluster's state in it."""
+    tab = await browser.open(server.url)
+    await tab.until(CHAT_IS_OFFERED)
+    return tab
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine() -> AsyncIterator[FakeEngine]:
+    """An engine that steps when told to."""
+    async with FakeEngine(vocab_size=byte_level().get_vocab_size(), manual=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def real(browser: Browser, engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Tab]:
+    """The page of a real frontend in front of ``engine``, whose model has a chat template."""
+    model = save_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    options = {
+        "engines": [engine.address],
+        "model": ModelConfig(path=str(model), served_model_name="model"),
+        "http": HttpConfig(host="127.0.0.1", port=0),
+    }
+    async with FrontendServer(model, **options) as frontend:
+        tab = await browser.open(f"http://127.0.0.1:{frontend.frontend.http_port}/")
+        await tab.until(shows("#status", "serving, 1 engine"))
+        yield tab
+
+
+async def step_until(engine: FakeEngine, tab: Tab, expression: str) -> None:
+    """Steps, until something is true in the page."""
+    async with asyncio.timeout(LIMIT):
+        while not await tab.value(f"Boolean({expression})"):
+            engine.step()
+
+
+async def ask(tab: Tab, prompt: str) -> None:
+    await tab.write("#prompt", prompt)
+    await tab.press("Enter", ctrl=True)
+
+
+async def error(tab: Tab) -> str:
+    await tab.until(SHOWS_ERROR)
+    return await tab.text("#error")
+
+
+async def test_a_prompt_is_continued_behind_itself(tab: Tab, server: PageServer) -> None:
+    await tab.write("#prompt", "Once")
+    await tab.click("#run")
+    await tab.until(output_has("Once a b c"))
+    assert server.requests[0][0] == "/v1/completions"
+
+
+async def test_parameters_are_sent_as_they_were_filled_in_and_empty_ones_are_left_out(
+    tab: Tab, server: PageServer
+) -> None:
+    await tab.write("#temperature", "0.7")
+    await tab.write("#seed", "7")
+    await tab.write("#max_tokens", "")
+    await tab.write("#stopStrings", "end\n\\n\\n")
+    await ask(tab, "Once")
+    await tab.until(output_has("c"))
+    assert server.requests[0][1] == {
+        "model": "tiny",
+        "prompt": "Once",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.7,
+        "seed": 7,
+        "stop": ["end", "\n\n"],
+    }
+
+
+async def test_text_is_shown_while_it_is_made(tab: Tab, server: PageServer) -> None:
+    server.pieces = [" a", HOLD, " b"]
+    await ask(tab, "Once")
+    await tab.until(output_has("Once a"))
+    assert "b" not in await tab.text("#output")
+    server.go_on.set()
+    await tab.until(output_has("Once a b"))
+
+
+async def test_measurements_come_with_the_answer(tab: Tab) -> None:
+    await ask(tab, "Once")
+    await tab.until(shows("#numbers", "ended at max tokens"))
+    numbers = await tab.text("#numbers")
+    assert "first token" in numbers
+    assert "tokens/s" in numbers
+    assert "3 tokens" in numbers
+    assert "prompt 5 (4 cached)" in numbers
+
+
+async def test_what_a_model_writes_is_never_markup(tab: Tab, server: PageServer) -> None:
+    server.pieces = ["<img src=x onerror=document.title='owned'>", "<b>bold</b>"]
+    await ask(tab, "<i>Once</i>")
+    await tab.until(output_has("<i>Once</i><img src=x onerror=document.title='owned'><b>bold</b>"))
+    assert await tab.value("document.querySelectorAll('#output b, #output i, #output img').length") == 0
+
+
+async def test_stop_ends_the_request_at_the_server_and_keeps_what_came(tab: Tab, server: PageServer) -> None:
+    server.pieces = [" a", HOLD]
+    await ask(tab, "Once")
+    await tab.until(output_has("Once a"))
+    await tab.click("#stop")
+    async with asyncio.timeout(LIMIT):
+        await server.abandoned.wait()
+    await tab.until(shows("#numbers", "stopped"))
+    assert await tab.text("#output") == "Once a"
+    assert not await tab.value(SHOWS_ERROR)
+
+
+async def test_escape_stops_too(tab: Tab, server: PageServer) -> None:
+    server.pieces = [" a", HOLD]
+    await ask(tab, "Once")
+    await tab.until(output_has("Once a"))
+    await tab.press("Escape")
+    async with asyncio.timeout(LIMIT):
+        await server.abandoned.wait()
+    await tab.until(IDLE)
+
+
+async def test_the_page_is_usable_with_the_keyboard_alone(tab: Tab, server: PageServer) -> None:
+    reached = []
+    for _ in range(12):
+        reached.append(await tab.value("document.activeElement.id || document.activeElement.tagName"))
+        await tab.press("Tab")
+    assert reached[:4] == ["prompt", "run", "clear", "SUMMARY"]
+    assert {"temperature", "top_p", "max_tokens", "seed", "stopStrings"} <= set(reached)
+
+
+async def test_a_chat_carries_its_history_and_the_system_message(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    await tab.write("#system", "Be brief.")
+    server.pieces = ["Hello", "!"]
+    await tab.write("#prompt", "Hi")
+    await tab.press("Enter")
+    await tab.until(output_has("Hello!"))
+    await tab.until(IDLE)
+    await tab.write("#prompt", "Again")
+    await tab.press("Enter")
+    await tab.until(output_has("Again"))
+    await tab.until(IDLE)
+    path, body = server.requests[1]
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Again"},
+    ]
+
+
+async def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    server.pieces = [f"{THOUGHT}A sum", f"{THOUGHT} of two.", "42"]
+    for question in ("12 + 30?", "Sure?"):
+        await ask(tab, question)
+        await tab.until(output_has(question))
+        await tab.until(IDLE)
+    assert await tab.text(".thought") == "A sum of two."
+    assert await tab.text(".thought + .text") == "42"
+    assert [message["content"] for message in server.requests[1][1]["messages"]] == ["12 + 30?", "42", "Sure?"]
+
+
+async def test_a_message_that_was_refused_is_given_back(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    server.refusal = (400, {"message": "too long", "type": "invalid_request_error", "param": None, "code": "word"}, {})
+    await ask(tab, "a message")
+    assert "too long" in await error(tab)
+    await tab.until(IDLE)
+    assert await tab.value("document.querySelector('#prompt').value") == "a message"
+    assert "a message" not in await tab.text("#output")
+
+
+async def test_without_a_chat_template_there_is_no_chat(browser: Browser) -> None:
+    async with PageServer(chat=False) as server:
+        tab = await browser.open(server.url)
+        await tab.until(shows("#modeNote", "no chat template"))
+        assert not await tab.value(CHAT_IS_OFFERED)
+
+
+async def test_a_model_that_does_not_generate_says_what_it_does(browser: Browser, server: PageServer) -> None:
+    server.capabilities = ["embed", "prefix_caching", "token_embed"]
+    tab = await browser.open(server.url)
+    await tab.until(
+        shows("#modeNote", "This model is served for embeddings, embeddings of tokens; it does not generate text.")
+    )
+    assert await tab.value("document.querySelector('#run').disabled")
+
+
+async def test_an_address_can_hold_prompt_and_parameters_and_run(browser: Browser, server: PageServer) -> None:
+    tab = await browser.open(server.url + "?prompt=Hi&mode=chat&temperature=0&stop=x&stop=y&system=S&run=1")
+    await tab.until(output_has("a b c"))
+    path, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert (body["temperature"], body["stop"]) == (0, ["x", "y"])
+    assert [message["content"] for message in body["messages"]] == ["S", "Hi"]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "message", "words"),
+    [
+        (400, {}, "temperature is 900; it must be from 0 to 100", "The server refuses this request."),
+        (404, {}, "no model 'x'; known: tiny", "The server refuses this request."),
+        (401, {}, "the key is not known", "The server does not let this page in."),
+        (429, {"Retry-After": "3"}, "the queue is full", "Try again in 3 s."),
+        (503, {}, "engine engine-0 is gone", "The request could not be served."),
+        (500, {}, "a defect", "The server failed."),
+    ],
+)
+async def test_a_refusal_is_told_in_words(
+    tab: Tab, server: PageServer, status: int, headers: dict[str, str], message: str, words: str
+) -> None:
+    server.refusal = (status, {"message": message, "type": "error", "param": None, "code": "word"}, headers)
+    await ask(tab, "Once")
+    told = await error(tab)
+    assert words in told
+    assert message in told
+
+
+async def test_an_error_in_the_middle_is_told_and_what_came_stays(tab: Tab, server: PageServer) -> None:
+    server.broken = {
+        "message": "engine engine-0 is gone",
+        "type": "service_unavailable_error",
+        "param": None,
+        "code": "engine_gone",
+    }
+    await ask(tab, "Once")
+    told = await error(tab)
+    assert "The request could not be served." in told
+    assert "engine engine-0 is gone" in told
+    assert await tab.text("#output") == "Once a b c"
+
+
+async def test_an_answer_that_is_cut_off_is_told_as_such(tab: Tab, server: PageServer) -> None:
+    server.pieces = [" a", CUT]
+    server.broken = None
+    await ask(tab, "Once")
+    assert "The answer was cut off." in await error(tab)
+
+
+async def test_without_an_engine_the_page_says_so(tab: Tab, server: PageServer) -> None:
+    server.lose_engines()
+    server.refusal = (
+        503,
+        {"message": "no engine took requests within 30 s", "type": "error", "param": None, "code": "word"},
+        {},
+    )
+    await tab.until(shows("#status", "no engine takes requests"))
+    await ask(tab, "Once")
+    assert "No engine takes requests at the moment." in await error(tab)
+
+
+async def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None:
+    async with PageServer() as server:
+        tab = await browser.open(server.url)
+        await tab.until(CHAT_IS_OFFERED)
+        await server.stop()
+        await tab.until(shows("#status", "unreachable"))
+        await ask(tab, "Once")
+        assert "The server cannot be reached." in await error(tab)
+        async with PageServer(port=server.port):
+            await tab.until(shows("#status", "serving, 1 engine"))
+
+
+async def test_a_number_that_is_none_is_not_taken_for_an_empty_field(tab: Tab, server: PageServer) -> None:
+    await tab.write("#temperature", "-e")
+    await ask(tab, "Once")
+    assert "Temperature is not a number." in await error(tab)
+    assert server.requests == []
+
+
+async def test_the_clusters_state_is_kept_up_to_date(tab: Tab, server: PageServer) -> None:
+    await tab.until(shows("#engines", "serving"))
+    server.set_engine(num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.42, state=EngineState.DRAINING)
+    await tab.until(shows("#engines", "draining"))
+    shown = (await tab.text("#engines")).split()
+    assert shown == [
+        "engine-0",
+        "draining",
+        "127.0.0.1:50052",
+        "3",
+        "running",
+        "2",
+        "waiting",
+        "42",
+        "%",
+        "KV",
+        "cache",
+    ]
+    assert await tab.text("#totals") == "3 requests running, 2 waiting."
+
+
+@pytest.mark.parametrize("dark", [False, True])
+async def test_the_page_follows_the_persons_colours(browser: Browser, server: PageServer, dark: bool) -> None:
+    tab = await browser.open(server.url, dark=dark)
+    red = await tab.value("Number(getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0])")
+    assert (red < 64) is dark
+
+
+async def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, server: PageServer) -> None:
+    server.pieces = ["w" * 500]
+    tab = await browser.open(server.url + "?prompt=Once&run=1", width=360, height=740)
+    await tab.until(output_has("www"))
+    await tab.value("document.querySelector('#settings').open = true")
+    assert not await tab.value(IS_WIDER_THAN_THE_WINDOW)
+
+
+async def test_the_browser_has_nothing_to_complain_about(tab: Tab, tmp_path: Path) -> None:
+    await ask(tab, "Once")
+    await tab.until(shows("#numbers", "ended at max tokens"))
+    assert tab.complaints() == []
+
+
+async def test_a_real_frontend_streams_to_the_page(real: Tab, engine: FakeEngine) -> None:
+    await real.write("#max_tokens", "12")
+    await real.write("#seed", "7")
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    await step_until(engine, real, shows("#numbers", "ended at max tokens"))
+    assert "12 tokens" in await real.text("#numbers")
+    assert "prompt " in await real.text("#numbers")
+    assert real.complaints() == []
+
+
+async def test_a_real_chat_goes_through_the_models_template(real: Tab, engine: FakeEngine) -> None:
+    await real.click("[value=chat]")
+    await real.write("#max_tokens", "12")
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, shows("#numbers", "ended at max tokens"))
+    prompt = byte_level().decode(engine.requests[0].prompt_token_ids)
+    assert prompt == "[hello]"
+
+
+async def test_stop_ends_the_work_in_the_engine(real: Tab, engine: FakeEngine) -> None:
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    steps = engine.num_steps
+    await real.press("Escape")
+    await engine.until(lambda e: e.aborted and not e.running)
+    assert engine.num_steps == steps
+
+
+async def test_a_real_refusal_names_the_field_and_the_limit(real: Tab) -> None:
+    await real.write("#temperature", "900")
+    await ask(real, "hello")
+    told = await error(real)
+    assert "The server refuses this request." in told
+    assert "temperature is 900" in told
+
+
+async def test_an_engine_that_dies_ends_the_answer_with_words(real: Tab, engine: FakeEngine) -> None:
+    await ask(real, "hello")
+    await engine.until(lambda e: e.running)
+    await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    await engine.kill()
+    assert "is gone" in await error(real)
+    await real.until(shows("#status", "no engine takes requests"))

@@ -1,0 +1,129 @@
+"""The page in front of answers that a test makes up: the real page, its ``/cluster``, and an API of streams on command."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.api.page import Page
+from penstock_frontend.config import HttpConfig
+from penstock_frontend.processing.input import ModelLimits
+
+HOLD = "<hold>"
+"""A piece at which the stream stands still until ``go_on`` is set, or the client is gone."""
+THOUGHT = "<thought>"
+CUT = "<cut>"
+"""A piece at which the connection ends without a word."""
+
+
+class PageServer:
+    """``async with PageServer()``: it serves at ``url``.
+
+    ``pieces`` are the texts of the next answers (one that begins with THOUGHT is reasoning), ``refusal`` a status and an
+    error instead of one, ``broken`` an error in the stream behind the pieces. ``requests`` are the bodies that came,
+    ``abandoned`` is set when a client left a stream.
+    ``engines``, ``serving``, ``capabilities``, ``limits`` are what the cluster is.
+    """
+
+    def __init__(self, *, chat: bool = True, port: int = 0) -> None:
+        self.pieces: Sequence[str] = (" a", " b", " c")
+        self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
+        self.broken: dict[str, Any] | None = None
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.go_on = asyncio.Event()
+        self.abandoned = asyncio.Event()
+        self.engines = [EngineStatus(engine_id="engine-0", incarnation="1", address="127.0.0.1:50052")]
+        self.serving = True
+        self.capabilities: Sequence[str] = ("generate",)
+        self.limits: ModelLimits | None = ModelLimits(2048, 4096)
+        page = Page(
+            self,  # type: ignore[arg-type]  # the part of an EngineClient that the page asks
+            model="tiny",
+            chat=chat,
+            serving=lambda: self.serving,
+            coordinator=lambda: "connected",
+        )
+        api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
+        app = make_app(CollectorRegistry(), lambda: self.serving, [*page.routes(), *api])
+        self._http = HttpServer(HttpConfig(host="127.0.0.1", port=port), app)
+
+    @property
+    def port(self) -> int:
+        return self._http.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    async def __aenter__(self) -> "PageServer":
+        await self._http.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Vanish. Idempotent."""
+        self.go_on.set()
+        await self._http.stop()
+
+    def set_engine(self, **fields: Any) -> None:
+        """Change the one engine, e.g. ``state=EngineState.DRAINING``."""
+        known = {name: getattr(self.engines[0], name) for name in EngineStatus.__struct_fields__}
+        self.engines = [EngineStatus(**known | fields)]
+
+    def lose_engines(self) -> None:
+        """No engine takes requests any more."""
+        self.serving, self.limits, self.capabilities = False, None, ()
+        self.set_engine(state=EngineState.DEAD)
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """See EngineClient."""
+        return self.engines
+
+    async def _complete(self, request: Request) -> Response:
+        self.requests.append((request.url.path, await request.json()))
+        if self.refusal is not None:
+            status, error, headers = self.refusal
+            return JSONResponse({"error": error}, status_code=status, headers=headers)
+        return StreamingResponse(self._stream(chat="chat" in request.url.path), media_type="text/event-stream")
+
+    async def _stream(self, *, chat: bool) -> AsyncIterator[str]:
+        try:
+            for piece in self.pieces:
+                if piece == HOLD:
+                    await self.go_on.wait()
+                elif piece == CUT:
+                    return
+                else:
+                    yield event(choices=[{"index": 0, "finish_reason": None, **content(piece, chat=chat)}])
+            if self.broken is not None:
+                yield event(error=self.broken)
+                return
+            yield event(choices=[{"index": 0, "finish_reason": "length", **content("", chat=chat)}])
+            count = len(self.pieces)
+            usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
+            yield event(choices=[], usage=usage | {"prompt_tokens_details": {"cached_tokens": 4}})
+            yield "data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+
+
+def content(text: str, *, chat: bool) -> dict[str, Any]:
+    """A piece of text as a choice of either API holds it."""
+    if text.startswith(THOUGHT):
+        return {"delta": {"reasoning_content": text.removeprefix(THOUGHT)}}
+    return {"delta": {"content": text}} if chat else {"text": text}
+
+
+def event(**fields: Any) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps({'id': 'cmpl-1', 'model': 'tiny', **fields})}\n\n"
