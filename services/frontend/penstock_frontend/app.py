@@ -6,14 +6,16 @@ import uuid
 
 from penstock_common.logging import get_logger
 from penstock_common.rpc.server import RpcServer
-from penstock_frontend.api import admin, inference
+from penstock_frontend.api import admin, inference, vllm_engine
 from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
+from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing.input import InputProcessor
+from penstock_frontend.processing.model_card import load_model_card
 from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs, load_labels
@@ -44,6 +46,7 @@ class Frontend:
         self._tokenizer = files.tokenizer
         self._changed = asyncio.Event()
         self._stopping = False
+        kv_events = KvEventFeed()
         self._engines = GrpcEngineClient(
             model=name,
             frontend_id=config.name,
@@ -51,6 +54,7 @@ class Frontend:
             outputs=SplitOutputs(outputs, pooled),
             wait_timeout=config.engine_wait_timeout,
             on_change=self._changed.set,
+            kv_events=kv_events,
         )
         self._llm = AsyncLLM(
             tokenizer=files.tokenizer,
@@ -65,10 +69,12 @@ class Frontend:
         )
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
-        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
+        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
         self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
         inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
+        card = load_model_card(config.model, files.generation_config)
+        vllm_engine.add_to_server(self._server.server, self._llm, config.model, card, kv_events)
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
     @property

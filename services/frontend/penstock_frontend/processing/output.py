@@ -105,6 +105,16 @@ class OutputProcessor:
         """Stop following a request. Returns whether it had not ended yet."""
         return self._states.pop(state.request_id, None) is not None
 
+    def abort(self, state: RequestState) -> bool:
+        """End a request with what there is of its output. Returns whether it had not ended yet."""
+        if not self.remove(state):
+            return False
+        delta = state.text.add((), ended=True)
+        reason = FinishReason.STOP if delta.stop else FinishReason.ABORT
+        self._metrics.finished(state.started, reason)
+        state.collector.put(delta, Finish(reason, delta.stop or None, state.usage()), index=state.index)
+        return True
+
     def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
 
