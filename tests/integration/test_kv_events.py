@@ -24,7 +24,7 @@ def stored(number: int, parent: int = 0) -> events_pb2.KvCacheEvent:
     block = events_pb2.BlockStored(
         block_hashes=[name(number)],
         parent_block_hash=name(parent) if parent else b"",
-        token_ids=[number, number],
+        token_ids=[abs(number)] * 2,
         block_size=2,
     )
     return events_pb2.KvCacheEvent(block_stored=block)
@@ -107,18 +107,18 @@ async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: Fronten
 
 
 async def test_every_engine_is_a_rank_with_numbers_of_its_own(model: Path) -> None:
-    async with caching("a") as a, caching("b") as b:  # both call themselves rank 0
-        async with FrontendServer(model, engines=[a.address, b.address]) as frontend:
-            await eventually(lambda: frontend.frontend._engines.num_engines == 2)
-            call = await subscribe(frontend)
-            tell(a, stored(1))
-            batches = [await anext(aiter(call))]
-            tell(b, stored(2))
-            batches.append(await anext(aiter(call)))
-            assert [(x.dp_rank, x.sequence_number) for x in batches] == [
-                (0, FIRST_SEQUENCE + 1),
-                (1, FIRST_SEQUENCE + 1),
-            ]
+    a, b = caching("a"), caching("b")  # both call themselves rank 0
+    async with a, b, FrontendServer(model, engines=[a.address, b.address]) as frontend:
+        await eventually(lambda: frontend.frontend._engines.num_engines == 2)
+        call = await subscribe(frontend)
+        tell(a, stored(1))
+        batches = [await anext(aiter(call))]
+        tell(b, stored(2))
+        batches.append(await anext(aiter(call)))
+        assert [(x.dp_rank, x.sequence_number) for x in batches] == [
+            (0, FIRST_SEQUENCE + 1),
+            (1, FIRST_SEQUENCE + 1),
+        ]
 
 
 async def test_the_blocks_of_an_engine_that_goes_away_are_removed(watched: FrontendServer, telling: FakeEngine) -> None:

@@ -109,25 +109,26 @@ async def test_prompt_log_probabilities_come_once_with_a_first_position_without_
 
 async def test_a_stop_string_is_named_and_its_tokens_are_not_sent(model: Path) -> None:
     script = [LETTERS[c] for c in "abcde"]
-    async with FakeEngine(vocab_size=VOCAB, script=lambda _: script) as engine:
-        async with FrontendServer(model, engines=[engine.address]) as frontend:
-            await frontend.until_health(serving=True)
-            for stream in (True, False):
-                outputs = await VllmClient(frontend).outputs(stream=stream, max_tokens=5, stop=["cd"])
-                (complete,) = completes(outputs)
-                assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "cd")
-                assert complete.completion_tokens == 4
-                assert (joined(chunks(outputs)) if stream else list(complete.output_ids)) == script[:2]
+    engine = FakeEngine(vocab_size=VOCAB, script=lambda _: script)
+    async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
+        await frontend.until_health(serving=True)
+        for stream in (True, False):
+            outputs = await VllmClient(frontend).outputs(stream=stream, max_tokens=5, stop=["cd"])
+            (complete,) = completes(outputs)
+            assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "cd")
+            assert complete.completion_tokens == 4
+            assert (joined(chunks(outputs)) if stream else list(complete.output_ids)) == script[:2]
 
 
 async def test_a_stop_token_is_named_and_the_end_of_the_sequence_is_not(model: Path) -> None:
     script = [LETTERS[c] for c in "abc"]
-    async with FakeEngine(vocab_size=VOCAB, script=lambda _: script) as engine:
-        async with FrontendServer(model, engines=[engine.address]) as frontend:
-            await frontend.until_health(serving=True)
-            (stopped,) = await VllmClient(frontend).outputs(stop_token_ids=[script[1]])
-            engine.eos_token_id = script[1]
-            (ended,) = await VllmClient(frontend).outputs()
+    engine = FakeEngine(vocab_size=VOCAB, script=lambda _: script)
+    async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
+        await frontend.until_health(serving=True)
+        (stopped,) = await VllmClient(frontend).outputs(stop_token_ids=[script[1]])
+        engine.eos_token_id = script[1]
+        (ended,) = await VllmClient(frontend).outputs()
+
     assert (stopped.finish_reason, stopped.matched_token_id) == ("stop", script[1])
     assert (ended.finish_reason, ended.WhichOneof("matched_stop")) == ("stop", None)
 

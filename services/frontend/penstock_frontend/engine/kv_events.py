@@ -108,12 +108,12 @@ class KvSubscription:
     async def __anext__(self) -> KvEventBatch:
         """The next batch. Raises DataLoss once the subscriber has fallen too far behind."""
         while not self._batches:
-            self._event.clear()
-            await self._event.wait()
             if self._lost:
                 raise DataLoss(
                     f"the subscriber is more than {MAX_BEHIND} batches behind; subscribe again from sequence number 0"
                 )
+            self._event.clear()
+            await self._event.wait()
         return self._batches.popleft()
 
     def put(self, batch: KvEventBatch) -> None:
