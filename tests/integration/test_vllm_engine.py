@@ -1,5 +1,6 @@
 """Generating through ``vllm.grpc.engine.VllmEngine``, in front of engines without a model."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +108,21 @@ async def test_prompt_log_probabilities_come_once_with_a_first_position_without_
     assert [list(top.token_ids) for top in prompt.top_logprobs] == [[], [0], [0]]
 
 
-async def test_a_stop_string_is_named_and_its_tokens_are_not_sent(model: Path) -> None:
+async def test_a_stop_string_is_named_and_all_tokens_up_to_its_last_are_sent_whatever_is_to_be_shown(
+    model: Path,
+) -> None:
     script = [LETTERS[c] for c in "abcde"]
     engine = FakeEngine(vocab_size=VOCAB, script=lambda _: script)
     async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
         await frontend.until_health(serving=True)
-        for stream in (True, False):
-            outputs = await VllmClient(frontend).outputs(stream=stream, max_tokens=5, stop=["cd"])
+        for stream, include in itertools.product((True, False), repeat=2):
+            outputs = await VllmClient(frontend).outputs(
+                stream=stream, max_tokens=5, stop=["cd"], include_stop_str_in_output=include
+            )
             (complete,) = completes(outputs)
             assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "cd")
             assert complete.completion_tokens == 4
-            assert (joined(chunks(outputs)) if stream else list(complete.output_ids)) == script[:2]
+            assert (joined(chunks(outputs)) if stream else list(complete.output_ids)) == script[:4]
 
 
 async def test_a_stop_token_is_named_and_the_end_of_the_sequence_is_not(model: Path) -> None:

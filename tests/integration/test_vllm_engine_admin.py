@@ -17,6 +17,7 @@ from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock_common.errors import Cancelled, InvalidArgument, NotFound, Unavailable, Unimplemented
 from penstock_frontend.api import vllm_engine
+from penstock_frontend.processing.tokenizer_bundle import TokenizerBundle
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
 from tests.fakes.small_tokenizers import byte_level, save_model
@@ -185,9 +186,7 @@ async def test_the_tokenizers_files_come_as_an_archive(engine: FakeEngine, tmp_p
         assert archive.read("tokenizer.json") == (folder / "tokenizer.json").read_bytes()
 
 
-async def test_a_model_without_tokenizer_files_is_not_found(frontend: FrontendServer, tmp_path: Path) -> None:
-    from penstock_frontend.processing.tokenizer_bundle import TokenizerBundle
-
+async def test_a_model_without_tokenizer_files_is_not_found(tmp_path: Path) -> None:
     bundle = TokenizerBundle(tmp_path)
     for _ in range(2):  # a failure is not kept
         with pytest.raises(NotFound):

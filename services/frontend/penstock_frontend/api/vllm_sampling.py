@@ -18,7 +18,6 @@ _SAME = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "ignore_eos",
-    "include_stop_str_in_output",
 )
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
@@ -27,7 +26,8 @@ def sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
     """All parameters, by the names of ``SamplingParams``: the model's own defaults are for the gateway to apply.
 
     Unset and 0 are the same for most fields of this contract: ``n``, ``top_p`` and ``repetition_penalty`` are 1 then.
-    Text is made only for stop strings to be found: what is sent are token ids. Raises InvalidArgument.
+    Text is made only for stop strings to be found: what is sent are token ids, all up to the one that completes a stop
+    string, because gateways cut the text themselves, and a token may have a part of it. Raises InvalidArgument.
     """
     stop = tuple(message.stop)
     values = {name: getattr(message, name) for name in _SAME}
@@ -39,6 +39,7 @@ def sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
         "top_k": min(message.top_k, _MAX_TOP_K),
         "repetition_penalty": message.repetition_penalty or 1.0,
         "stop": stop,
+        "include_stop_str_in_output": True,
         "stop_token_ids": tuple(message.stop_token_ids),
         "logit_bias": _logit_bias(message),
         "structured_output": _constraint(message),
