@@ -33,6 +33,7 @@ def make_config(
     num_blocks: int | None = 64,
     block_size: int = 4,
     prefix_caching: bool = True,
+    enable_kv_events: bool = False,
     max_model_len: int | None = None,
     drain_timeout: float = 30.0,
     max_concurrent_batches: int = 1,
@@ -42,7 +43,12 @@ def make_config(
     """A small engine; further arguments go to SchedulerConfig."""
     return EngineCoreConfig(
         model=ModelConfig(path="fake", max_model_len=max_model_len),
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=prefix_caching,
+            enable_kv_events=enable_kv_events,
+        ),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
         executor=ExecutorConfig(kind=kind, max_concurrent_batches=max_concurrent_batches),
         drain_timeout=drain_timeout,

@@ -10,6 +10,8 @@ PenstockError
      ├─ Unavailable          no engine, or the engine went away; retry
      ├─ DeadlineExceeded     the request's deadline has passed
      ├─ Cancelled            the client or an operator ended the request
+     ├─ OutOfRange           a stream cannot begin at the position asked for
+     ├─ DataLoss             a stream cannot go on without a gap; begin again
      └─ Internal             a defect of ours
 """
 
@@ -94,6 +96,20 @@ class Cancelled(RequestFailed):
     default_reason = "CANCELLED"
 
 
+class OutOfRange(RequestFailed):
+    """A stream cannot begin at the position asked for."""
+
+    code = "OUT_OF_RANGE"
+    default_reason = "POSITION_GONE"
+
+
+class DataLoss(RequestFailed):
+    """A stream cannot go on without a gap: begin again."""
+
+    code = "DATA_LOSS"
+    default_reason = "TOO_FAR_BEHIND"
+
+
 class Internal(RequestFailed):
     """Something that should not happen did."""
 
@@ -108,6 +124,8 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
         Unavailable,
         DeadlineExceeded,
         Cancelled,
+        OutOfRange,
+        DataLoss,
         Internal,
     )
 }

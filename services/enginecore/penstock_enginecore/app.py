@@ -68,6 +68,12 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
         metrics.stop()
 
 
+def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ...]:
+    if engine.pooling:
+        return engine.pooling.words
+    return (*GENERATES, "kv_events") if config.cache.enable_kv_events else GENERATES
+
+
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
     """Who this engine is. Its id is the configured one, else the host's name and the process id."""
     agreed = repr((config.model.path, config.model.revision, config.model.dtype, config.cache.block_size))
@@ -81,5 +87,5 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         block_size=engine.kv_cache_config.block_size,
         vocab_size=engine.vocab_size,
         config_hash=hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest(),
-        capabilities=engine.pooling.words if engine.pooling else GENERATES,
+        capabilities=_capabilities(config, engine),
     )

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from penstock_common.logging import get_logger
 from penstock_common.rpc.server import RpcServer
-from penstock_frontend.api import admin, inference
+from penstock_frontend.api import admin, inference, vllm_engine
 from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.api.openai import app as openai
 from penstock_frontend.api.page import Page
@@ -16,11 +16,13 @@ from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
+from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing.chat import ChatRenderer
 from penstock_frontend.processing.chat_template import load_chat_templates
 from penstock_frontend.processing.input import InputProcessor
+from penstock_frontend.processing.model_card import load_model_card
 from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
@@ -56,6 +58,7 @@ class Frontend:
         self._tokenizer = files.tokenizer
         self._changed = asyncio.Event()
         self._stopping = False
+        kv_events = KvEventFeed()
         self._engines = GrpcEngineClient(
             model=name,
             frontend_id=config.name,
@@ -63,6 +66,7 @@ class Frontend:
             outputs=SplitOutputs(outputs, pooled),
             wait_timeout=config.engine_wait_timeout,
             on_change=self._changed.set,
+            kv_events=kv_events,
         )
         self._llm = AsyncLLM(
             tokenizer=files.tokenizer,
@@ -79,7 +83,7 @@ class Frontend:
         self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
-        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
+        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
         self._http = HttpServer(
             config.http,
@@ -92,6 +96,8 @@ class Frontend:
             ),
         )
         inference.add_to_server(self._server.server, self._llm, self._chat, config, load_labels(config.model))
+        card = load_model_card(config.model, files.generation_config)
+        vllm_engine.add_to_server(self._server.server, self._llm, config.model, card, kv_events)
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
     @property

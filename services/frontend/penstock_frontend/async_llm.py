@@ -1,10 +1,18 @@
 """The model as the public APIs see it: prompts in, streams of output out."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    RequestFailed,
+    ResourceExhausted,
+    Unavailable,
+)
 from penstock_common.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.config import LimitsConfig
@@ -22,14 +30,39 @@ from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 
 
 class LiveRequest:
-    """A request between acceptance and release. ``states``: its sequences, none until it is on its way to an engine."""
+    """A request between acceptance and release.
 
-    __slots__ = ("released", "request_id", "states")
+    ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``released``: it is over.
+    """
+
+    __slots__ = ("_aborted", "_wait", "prompt_token_ids", "released", "request_id", "states")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.prompt_token_ids: Sequence[int] = ()
         self.states: Sequence[RequestState] = ()
         self.released = False
+        self._aborted = False
+        self._wait: asyncio.Timeout | None = None
+
+    @contextlib.asynccontextmanager
+    async def until_aborted(self) -> AsyncIterator[None]:
+        """What is waited for inside ends with Cancelled when the request is aborted."""
+        try:
+            async with asyncio.timeout(0 if self._aborted else None) as self._wait:
+                yield
+        except TimeoutError:
+            if not self._aborted:
+                raise
+            raise Cancelled(f"request {self.request_id} was aborted", reason="ABORTED") from None
+        finally:
+            self._wait = None
+
+    def abort(self) -> None:
+        """End what is waited for. Idempotent."""
+        if self._wait is not None and not self._aborted:
+            self._wait.reschedule(0)
+        self._aborted = True
 
 
 class AsyncLLM:
@@ -59,6 +92,8 @@ class AsyncLLM:
         self._limits = limits
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
+        self.last_accepted = 0.0
+        """When the last request came, in seconds since the Unix epoch; 0 before the first."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -67,6 +102,11 @@ class AsyncLLM:
     def serving(self) -> bool:
         """Whether a request would be served now."""
         return self.engines.usable and not self._draining
+
+    @property
+    def num_live(self) -> int:
+        """Requests between acceptance and release."""
+        return len(self._live)
 
     @property
     def vocab_size(self) -> int:
@@ -94,6 +134,7 @@ class AsyncLLM:
                 retry_after=1.0,
             )
         live = self._live[request_id] = LiveRequest(request_id)
+        self.last_accepted = time.time()
         self._idle.clear()
         self._metrics.set_in_flight(len(self._live))
         return live
@@ -104,7 +145,8 @@ class AsyncLLM:
         The request is released before its last output is handed out: its id is free when its client reads that.
         Raises RequestFailed.
         """
-        live.states = await self._start(request, live.request_id)
+        async with live.until_aborted():
+            await self._start(request, live)
         collector = live.states[0].collector
         finished = False
         while not finished:
@@ -129,7 +171,8 @@ class AsyncLLM:
         live = self.accept(request.request_id)
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         try:
-            return await self.pooling.run(request, live.request_id), live.request_id
+            async with live.until_aborted():
+                return await self.pooling.run(request, live.request_id), live.request_id
         finally:
             self.release(live)
 
@@ -137,6 +180,17 @@ class AsyncLLM:
         """Whether the model scores pairs itself. Waits for an engine that can tell, ``time_left`` seconds at most."""
         await self.engines.wait_until_usable(None if time_left is None else time.time() + time_left)
         return PoolingTask.SCORE.name.lower() in self.engines.capabilities
+
+    def abort_ids(self, request_ids: Iterable[str]) -> None:
+        """End requests by the ids their clients gave. Those that do not run are passed over.
+
+        A client gets the output there is so far and the finish reason ABORT, or Cancelled if its request has not begun.
+        """
+        for request_id in request_ids:
+            if (live := self._live.get(request_id)) is None:
+                continue
+            live.abort()
+            self.abort(live)
 
     def release(self, live: LiveRequest) -> None:
         """The request is over for its client. Idempotent."""
@@ -187,8 +241,8 @@ class AsyncLLM:
         self._outputs.fail_all(error)
         self.pooling.outputs.fail_all(error)
 
-    async def _start(self, request: GenerateRequest, request_id: str) -> list[RequestState]:
-        core_request = await self.inputs.process(request, request_id)
+    async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
+        core_request = await self.inputs.process(request, live.request_id)
         limits = await self.engines.wait_until_usable(request.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
@@ -203,7 +257,7 @@ class AsyncLLM:
             raise
         for state in states:
             state.engine = engine
-        return states
+        live.prompt_token_ids, live.states = core_request.prompt_token_ids, states
 
 
 async def _before(deadline: float | None, collector: OutputCollector) -> RequestOutput:

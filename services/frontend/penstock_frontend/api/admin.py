@@ -9,9 +9,10 @@ import msgspec
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
-from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, request_failed
+from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.cluster import engine_to_proto
 from penstock_frontend.api.unserved import refuses_unserved
+from penstock_frontend.api.utilities import ask_all
 from penstock_frontend.engine.client import EngineClient
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
@@ -129,14 +130,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return sum(result is True for result in (await self._ask(method, *arguments)).values())
 
     async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
-        """Results by engine id, in the order of the ids. Raises the first error, with its engine's name."""
-        results = await self._engines.call_utility(method, arguments)
-        if not results:
-            raise Unavailable("no engine is connected", retry_after=1.0)
-        for engine, result in sorted(results.items()):
-            if isinstance(result, RequestFailed):
-                raise _of_engine(engine, result)
-        return dict(sorted(results.items()))
+        return await ask_all(self._engines, method, *arguments)
 
 
 def add_to_server(server: grpc.aio.Server, engines: EngineClient, coordinator_connected: Callable[[], bool]) -> None:
@@ -161,10 +155,3 @@ def _arguments(packed: bytes) -> Sequence[object]:
         return msgspec.msgpack.decode(packed, type=list[Any])
     except msgspec.DecodeError as e:  # ValidationError is one
         raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
-
-
-def _of_engine(engine: str, error: RequestFailed) -> RequestFailed:
-    """The same error with the engine's name."""
-    failed = request_failed(error.code, f"engine {engine}: {error.message}", field=error.field, reason=error.reason)
-    failed.retry_after = error.retry_after
-    return failed

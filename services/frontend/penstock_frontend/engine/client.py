@@ -12,6 +12,7 @@ from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.engine.connection import EngineConnection
+from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.router import Candidate, Router
 from penstock_frontend.processing.input import ModelLimits
@@ -29,6 +30,16 @@ class OutputHandler(Protocol):
 
     def fail_engine(self, engine: str, error: RequestFailed) -> None:
         """End every request of an engine."""
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a connected engine has to do. ``rank``: no two engines have the same; ``capacity``: tokens its KV cache holds."""
+
+    rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+    capacity: int
 
 
 class EngineClient(Protocol):
@@ -68,11 +79,14 @@ class EngineClient(Protocol):
     def cluster(self) -> Sequence[EngineStatus]:
         """The engines as this frontend sees them."""
 
+    def loads(self) -> Sequence[EngineLoad]:
+        """The load of every connected engine, by rank."""
+
 
 class GrpcEngineClient:
     """The EngineClient over one session per engine.
 
-    ``on_change`` is called whenever ``usable`` may have changed.
+    ``on_change`` is called whenever ``usable`` may have changed, ``kv_events`` is told how the engines' prefix caches change.
     """
 
     def __init__(
@@ -84,8 +98,10 @@ class GrpcEngineClient:
         outputs: OutputHandler,
         wait_timeout: float,
         on_change: Callable[[], None],
+        kv_events: KvEventListener,
     ) -> None:
         self._outputs = outputs
+        self._kv_events = kv_events
         self._wait_timeout = wait_timeout
         self._on_change = on_change
         self._pool = EnginePool(model=model, frontend_id=frontend_id, incarnation=incarnation, listener=self)
@@ -184,6 +200,22 @@ class GrpcEngineClient:
         known = {c.address: self._status(c) for c in self._pool}
         return [*known.values(), *(status for status in self._view.engines if status.address not in known)]
 
+    def loads(self) -> Sequence[EngineLoad]:
+        """See EngineClient. Engines that call themselves the same rank are numbered by their addresses instead."""
+        connected = [(c, c.ready, self._router.load(c.address)) for c in self._pool.connected() if c.ready is not None]
+        distinct = len({c.rank for c, _, _ in connected}) == len(connected)
+        loads = [
+            EngineLoad(
+                rank=connection.rank if distinct else position,
+                num_running_reqs=load.running,
+                num_waiting_reqs=load.waiting,
+                kv_cache_usage=load.kv_cache_usage,
+                capacity=ready.num_kv_blocks * ready.block_size,
+            )
+            for position, (connection, ready, load) in enumerate(connected)
+        ]
+        return sorted(loads, key=lambda load: load.rank)
+
     def refuse(self) -> None:
         """See EngineClient."""
         self._closed = True
@@ -209,6 +241,8 @@ class GrpcEngineClient:
                 running=stats.num_running_reqs,
                 kv_cache_usage=stats.kv_cache_usage,
             )
+        if outputs.kv_events:
+            self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
         if outputs.outputs:
             not_needed = self._outputs.process(outputs.outputs)
             if not_needed:
@@ -229,6 +263,7 @@ class GrpcEngineClient:
         self._router.forget(connection.address)
         error = Unavailable(f"engine {connection.name} is gone: {reason}", reason="ENGINE_GONE", retry_after=1.0)
         self._outputs.fail_engine(connection.address, error)
+        self._kv_events.gone(connection.address)
         self._changed()
 
     def _session(self, key: str) -> EngineSession | None:

@@ -107,13 +107,13 @@ class OutputProcessor:
         return self._states.pop(state.request_id, None) is not None
 
     def abort(self, state: RequestState) -> bool:
-        """End a request that its client ended; what was held back is its last output. Returns False if it had ended."""
+        """End a request with what there is of its output. Returns whether it had not ended yet."""
         if not self.remove(state):
             return False
         delta = state.text.add((), ended=True)
-        finish = Finish(FinishReason.ABORT, None, state.usage())
-        self._metrics.finished(state.started, finish.reason)
-        state.collector.put(delta, finish, index=state.index)
+        reason = FinishReason.STOP if delta.stop else FinishReason.ABORT
+        self._metrics.finished(state.started, reason)
+        state.collector.put(delta, Finish(reason, delta.stop or None, state.usage()), index=state.index)
         return True
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:

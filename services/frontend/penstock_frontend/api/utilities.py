@@ -1,0 +1,27 @@
+"""Utility calls to all engines on behalf of an API."""
+
+from typing import Any
+
+from penstock_common.errors import RequestFailed, Unavailable, request_failed
+from penstock_frontend.engine.client import EngineClient
+
+
+async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:
+    """Results by engine id, in the order of the ids.
+
+    Raises the first error, with its engine's name, after all have answered; Unavailable when no engine is connected.
+    """
+    results = await engines.call_utility(method, arguments)
+    if not results:
+        raise Unavailable("no engine is connected", retry_after=1.0)
+    for engine, result in sorted(results.items()):
+        if isinstance(result, RequestFailed):
+            raise _of_engine(engine, result)
+    return dict(sorted(results.items()))
+
+
+def _of_engine(engine: str, error: RequestFailed) -> RequestFailed:
+    """The same error with the engine's name."""
+    failed = request_failed(error.code, f"engine {engine}: {error.message}", field=error.field, reason=error.reason)
+    failed.retry_after = error.retry_after
+    return failed

@@ -1,0 +1,71 @@
+"""Sampling parameters of ``vllm.grpc.engine`` as the domain's."""
+
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import OutputKind, StructuredOutput
+
+_PATH = "sampling_params"
+_MAX_TOP_K = 2**31 - 1
+"""No vocabulary is larger: above it, as below, the filter does nothing."""
+_SAME = (
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "ignore_eos",
+)
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+def sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
+    """All parameters, by the names of ``SamplingParams``: the model's own defaults are for the gateway to apply.
+
+    Unset and 0 are the same for most fields of this contract: ``n``, ``top_p`` and ``repetition_penalty`` are 1 then.
+    Text is made only for stop strings to be found: what is sent are token ids, all up to the one that completes a stop
+    string, because gateways cut the text themselves, and a token may have a part of it. Raises InvalidArgument.
+    """
+    stop = tuple(message.stop)
+    values = {name: getattr(message, name) for name in _SAME}
+    values |= {name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL}
+    values |= {
+        "n": message.n or 1,
+        "temperature": message.temperature if message.HasField("temperature") else 1.0,
+        "top_p": message.top_p or 1.0,
+        "top_k": min(message.top_k, _MAX_TOP_K),
+        "repetition_penalty": message.repetition_penalty or 1.0,
+        "stop": stop,
+        "include_stop_str_in_output": True,
+        "stop_token_ids": tuple(message.stop_token_ids),
+        "logit_bias": _logit_bias(message),
+        "structured_output": _constraint(message),
+        "detokenize": bool(stop),
+        "output_kind": OutputKind.DELTA if stream else OutputKind.FINAL,
+    }
+    if message.HasField("seed"):  # else one is picked
+        values["seed"] = message.seed
+    return values
+
+
+def _logit_bias(message: pb.SamplingParams) -> dict[int, float]:
+    for token_id in message.logit_bias:
+        if token_id < 0:
+            raise InvalidArgument(
+                f"{_PATH}.logit_bias is given for token id {token_id}; ids are not negative",
+                field=f"{_PATH}.logit_bias",
+            )
+    return dict(message.logit_bias)
+
+
+def _constraint(message: pb.SamplingParams) -> StructuredOutput | None:
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        return None
+    if kind == "choice":
+        return StructuredOutput(choice=tuple(message.choice.choices))
+    constraint: dict[str, Any] = {kind: getattr(message, kind)}
+    return StructuredOutput(**constraint)

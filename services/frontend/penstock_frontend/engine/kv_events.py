@@ -1,0 +1,205 @@
+"""Changes of the engines' prefix caches, for gateways that route prompts to where their beginnings are cached."""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from penstock_common.errors import DataLoss
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+
+FIRST_SEQUENCE = 1 << 20
+"""Below it is room for the numbers of the batches that tell a state."""
+MAX_BEHIND = 10_000
+"""Batches a subscriber may be behind before it has to begin again."""
+_BATCH_BLOCKS = 256
+"""Blocks in one batch of a state: some 100 KiB."""
+
+
+class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of one engine's prefix cache. ``timestamp``: seconds since the Unix epoch at which they came here."""
+
+    rank: int
+    sequence: int
+    timestamp: float
+    events: Sequence[KvCacheEvent]
+
+
+class KvEventListener(Protocol):
+    """Who is told of changes. Engines are named by their address; ``rank`` is what they call themselves."""
+
+    def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
+        """An engine's prefix cache has changed."""
+
+    def gone(self, engine: str) -> None:
+        """The engine is gone, and its cache with it."""
+
+
+class KvEventFeed:
+    """Numbers the changes of every engine and hands them to all subscribers. See KvEventListener.
+
+    It keeps what can be found in the caches, as far as it was told of it, so that every subscriber begins with the
+    current state. Each engine is a rank with a numbering of its own, without gaps. Two engines that call themselves the
+    same rank get different ones, and whoever takes the rank of one that is gone goes on with its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[str, _Cache] = {}
+        self._sequences: dict[int, int] = {}  # the last one of each rank there ever was
+        self._subscriptions: set[KvSubscription] = set()
+
+    def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
+        """See KvEventListener."""
+        cache = self._engines.get(engine)
+        if cache is None:
+            cache = self._engines[engine] = _Cache(self._free_rank(rank))
+        for event in events:
+            cache.apply(event)
+        self._send(cache.rank, events)
+
+    def gone(self, engine: str) -> None:
+        """See KvEventListener. Its blocks are removed one by one: to clear would mean other engines' too for some."""
+        cache = self._engines.pop(engine, None)
+        if cache is not None and cache.blocks:
+            self._send(cache.rank, [BlockRemoved(block_hashes=list(cache.blocks))])
+
+    def subscribe(self) -> "KvSubscription":
+        """The state now and everything that follows. To be closed."""
+        subscription = KvSubscription(self._state(), on_close=self._subscriptions.discard)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def _send(self, rank: int, events: Sequence[KvCacheEvent]) -> None:
+        sequence = self._sequences[rank] = self._sequences.get(rank, FIRST_SEQUENCE) + 1
+        batch = KvEventBatch(rank=rank, sequence=sequence, timestamp=time.time(), events=events)
+        for subscription in list(self._subscriptions):
+            subscription.put(batch)
+
+    def _state(self) -> Iterator[KvEventBatch]:
+        for cache in self._engines.values():
+            batches = list(_batches(cache.runs()))
+            last = self._sequences[cache.rank]
+            for index, runs in enumerate(batches):
+                sequence = last - len(batches) + 1 + index  # the last is the number of the state
+                yield KvEventBatch(rank=cache.rank, sequence=sequence, timestamp=time.time(), events=runs)
+
+    def _free_rank(self, wanted: int) -> int:
+        taken = {cache.rank for cache in self._engines.values()}
+        return wanted if wanted not in taken else min(set(range(len(taken) + 1)) - taken)
+
+
+class KvSubscription:
+    """The batches for one subscriber. An asynchronous iterator that never ends by itself."""
+
+    def __init__(self, state: Iterable[KvEventBatch], on_close: "Callable[[KvSubscription], None]") -> None:
+        self._batches = deque(state)
+        self._limit = len(self._batches) + MAX_BEHIND
+        self._on_close = on_close
+        self._event = asyncio.Event()
+        self._lost = False
+
+    def __aiter__(self) -> "KvSubscription":
+        return self
+
+    async def __anext__(self) -> KvEventBatch:
+        """The next batch. Raises DataLoss once the subscriber has fallen too far behind."""
+        while not self._batches:
+            if self._lost:
+                raise DataLoss(
+                    f"the subscriber is more than {MAX_BEHIND} batches behind; subscribe again from sequence number 0"
+                )
+            self._event.clear()
+            await self._event.wait()
+        return self._batches.popleft()
+
+    def put(self, batch: KvEventBatch) -> None:
+        """Add a batch."""
+        if len(self._batches) < self._limit:
+            self._batches.append(batch)
+        else:
+            self._lost = True
+            self._batches.clear()
+            self.close()
+        self._event.set()
+
+    def close(self) -> None:
+        """Take no more batches. Idempotent."""
+        self._on_close(self)
+
+
+class _Block(NamedTuple):
+    parent_hash: bytes
+    token_ids: "array[int]"
+
+
+class _Cache:
+    """The blocks that can be found in one engine's cache."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.blocks: dict[bytes, _Block] = {}
+
+    def apply(self, event: KvCacheEvent) -> None:
+        """Follow a change."""
+        match event:
+            case BlockStored():
+                parent, size = event.parent_hash, event.block_size
+                for index, block_hash in enumerate(event.block_hashes):
+                    token_ids = array("I", event.token_ids[index * size : (index + 1) * size])
+                    self.blocks[block_hash] = _Block(parent, token_ids)
+                    parent = block_hash
+            case BlockRemoved():
+                for block_hash in event.block_hashes:
+                    self.blocks.pop(block_hash, None)
+            case AllBlocksCleared():
+                self.blocks.clear()
+
+    def runs(self) -> Iterator[BlockStored]:
+        """All blocks in rows of neighbours, parents before their children."""
+        run: list[bytes] = []
+        for chain in self._chains():
+            if run and (self.blocks[chain[0]].parent_hash != run[-1] or len(run) >= _BATCH_BLOCKS):
+                yield self._stored(run)
+                run = []
+            run += chain
+        if run:
+            yield self._stored(run)
+
+    def _chains(self) -> Iterator[list[bytes]]:
+        """Every block once, each behind those of its ancestors that were not there yet."""
+        seen: set[bytes] = set()
+        for block_hash in self.blocks:
+            chain = []
+            while block_hash in self.blocks and block_hash not in seen:
+                seen.add(block_hash)
+                chain.append(block_hash)
+                block_hash = self.blocks[block_hash].parent_hash
+            if chain:
+                yield chain[::-1]
+
+    def _stored(self, run: Sequence[bytes]) -> BlockStored:
+        blocks = [self.blocks[block_hash] for block_hash in run]
+        return BlockStored(
+            block_hashes=list(run),
+            parent_hash=blocks[0].parent_hash,
+            token_ids=[token_id for block in blocks for token_id in block.token_ids],
+            block_size=len(blocks[0].token_ids),
+        )
+
+
+def _batches(runs: Iterable[BlockStored]) -> Iterator[list[BlockStored]]:
+    """Rows of blocks in batches of a size that a message can have."""
+    batch: list[BlockStored] = []
+    count = 0
+    for run in runs:
+        batch.append(run)
+        count += len(run.block_hashes)
+        if count >= _BATCH_BLOCKS:
+            yield batch
+            batch, count = [], 0
+    if batch:
+        yield batch

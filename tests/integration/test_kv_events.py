@@ -1,0 +1,158 @@
+"""SubscribeKvEvents: engines' cache changes on their way to gateways."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smg_grpc_proto.generated import common_pb2
+
+from penstock.common.v1 import events_pb2
+from penstock.enginecore.v1 import messages_pb2 as engine_pb
+from penstock_common.errors import OutOfRange, Unavailable, Unimplemented
+from penstock_frontend.engine.kv_events import FIRST_SEQUENCE
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer, eventually, failure
+from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.vllm_client import VllmClient
+
+VOCAB = byte_level().get_vocab_size()
+
+
+def stored(number: int, parent: int = 0) -> events_pb2.KvCacheEvent:
+    """Block ``number``, of two tokens, behind block ``parent``."""
+    block = events_pb2.BlockStored(
+        block_hashes=[name(number)],
+        parent_block_hash=name(parent) if parent else b"",
+        token_ids=[abs(number)] * 2,
+        block_size=2,
+    )
+    return events_pb2.KvCacheEvent(block_stored=block)
+
+
+def removed(number: int) -> events_pb2.KvCacheEvent:
+    return events_pb2.KvCacheEvent(block_removed=events_pb2.BlockRemoved(block_hashes=[name(number)]))
+
+
+def name(number: int) -> bytes:
+    """A digest of 32 bytes whose last eight are ``number``."""
+    return b"\xff" * 24 + number.to_bytes(8, "big", signed=True)
+
+
+def tell(engine: FakeEngine, *events: events_pb2.KvCacheEvent) -> None:
+    """The engine tells its frontends."""
+    for session in engine.sessions:
+        session.send(outputs=engine_pb.EngineCoreOutputs(kv_events=events))
+
+
+def caching(engine_id: str = "engine-0", rank: int = 0) -> FakeEngine:
+    engine = FakeEngine(engine_id, vocab_size=VOCAB, manual=True, rank=rank)
+    engine.ready.capabilities.append("kv_events")
+    return engine
+
+
+@pytest.fixture
+async def telling() -> AsyncIterator[FakeEngine]:
+    async with caching() as engine:
+        yield engine
+
+
+@pytest.fixture
+async def watched(telling: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
+    async with FrontendServer(model, engines=[telling.address]) as frontend:
+        await frontend.until_health(serving=True)
+        yield frontend
+
+
+async def subscribe(frontend: FrontendServer) -> Any:
+    """A subscription that is sure to see what happens from now on."""
+    call = VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=20)
+    await call.initial_metadata()
+    return call
+
+
+async def test_changes_come_as_they_happen_under_consecutive_numbers(
+    watched: FrontendServer, telling: FakeEngine
+) -> None:
+    call = await subscribe(watched)
+    tell(telling, stored(1), stored(-2, parent=1))
+    tell(telling, removed(-2))
+    tell(telling, events_pb2.KvCacheEvent(all_blocks_cleared=events_pb2.AllBlocksCleared()))
+    first, second, third = [await anext(aiter(call)) for _ in range(3)]
+    assert [b.sequence_number for b in (first, second, third)] == [FIRST_SEQUENCE + i for i in (1, 2, 3)]
+    assert {b.dp_rank for b in (first, second, third)} == {0}
+    assert [e.event_id for b in (first, second, third) for e in b.events] == [1, 2, 3, 4]
+    root, child = [event.stored for event in first.events]
+    assert not root.HasField("parent_block_hash")
+    assert child.parent_block_hash == 1
+    assert [(b.block_hash, list(b.token_ids), b.block_size) for b in root.blocks] == [(1, [1, 1], 2)]
+    assert list(second.events[0].removed.block_hashes) == [-2]
+    assert third.events[0].WhichOneof("data") == "cleared"
+    assert first.timestamp > 0
+
+
+async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: FrontendServer, telling: FakeEngine) -> None:
+    early = await subscribe(watched)
+    tell(telling, stored(1), stored(2, parent=1), stored(3))
+    tell(telling, removed(3))
+    for _ in range(2):
+        await anext(aiter(early))
+    late = await subscribe(watched)
+    tell(telling, stored(4, parent=2))
+    state, change = [await anext(aiter(late)) for _ in range(2)]
+    (run,) = [event.stored for event in state.events]
+    assert [block.block_hash for block in run.blocks] == [1, 2]
+    assert [list(block.token_ids) for block in run.blocks] == [[1, 1], [2, 2]]
+    assert (state.sequence_number, change.sequence_number) == (FIRST_SEQUENCE + 2, FIRST_SEQUENCE + 3)
+
+
+async def test_every_engine_is_a_rank_with_numbers_of_its_own(model: Path) -> None:
+    a, b = caching("a"), caching("b")  # both call themselves rank 0
+    async with a, b, FrontendServer(model, engines=[a.address, b.address]) as frontend:
+        await eventually(lambda: frontend.frontend._engines.num_engines == 2)
+        call = await subscribe(frontend)
+        tell(a, stored(1))
+        batches = [await anext(aiter(call))]
+        tell(b, stored(2))
+        batches.append(await anext(aiter(call)))
+        assert [(x.dp_rank, x.sequence_number) for x in batches] == [
+            (0, FIRST_SEQUENCE + 1),
+            (1, FIRST_SEQUENCE + 1),
+        ]
+
+
+async def test_the_blocks_of_an_engine_that_goes_away_are_removed(watched: FrontendServer, telling: FakeEngine) -> None:
+    call = await subscribe(watched)
+    tell(telling, stored(1), stored(2))
+    await anext(aiter(call))
+    await telling.kill()
+    batch = await anext(aiter(call))
+    assert list(batch.events[0].removed.block_hashes) == [1, 2]
+    assert batch.sequence_number == FIRST_SEQUENCE + 2
+
+
+async def test_a_subscription_that_ends_is_forgotten(watched: FrontendServer, telling: FakeEngine) -> None:
+    call = await subscribe(watched)
+    feed: Any = watched.frontend._engines._kv_events
+    assert len(feed._subscriptions) == 1
+    call.cancel()
+    await eventually(lambda: not feed._subscriptions)
+
+
+async def test_resuming_is_out_of_range(watched: FrontendServer) -> None:
+    request = common_pb2.SubscribeKvEventsRequest(start_sequence_number=7)
+    error = await failure(VllmClient(watched).stub.SubscribeKvEvents(request))
+    assert isinstance(error, OutOfRange)
+    assert "from 0" in error.message
+
+
+async def test_engines_that_tell_nothing_are_named_as_the_reason(frontend: FrontendServer) -> None:
+    error = await failure(VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
+    assert isinstance(error, Unimplemented)
+    assert "cache.enable_kv_events" in error.message
+
+
+async def test_without_an_engine_a_subscription_is_unavailable_rather_than_refused_for_good(model: Path) -> None:
+    async with FrontendServer(model, engines=["127.0.0.1:1"]) as frontend:
+        error = await failure(VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
+    assert isinstance(error, Unavailable)
