@@ -31,7 +31,12 @@ _STYLES = {
     EngineState.WEDGED: "bold red",
     EngineState.DEAD: "red",
 }
-_BAR_WIDTH = 10
+_NUMBERS = ("running", "waiting", "last step", "longest")
+_WIDE_ONLY = ("longest", "address")
+_COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
+_WIDE = 100
+_PIPE_WIDTH = 200
+_BAR_WIDTH = 8
 
 
 class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +71,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 async def status(options: StatusOptions) -> int:
     """Show the cluster. Returns the exit code: 0 when an engine takes requests, or after Ctrl-C of a live table."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
     async with AdminClient(options.admin_address) as admin:
         try:
             snapshot = await look(admin, options)
@@ -75,7 +82,7 @@ async def status(options: StatusOptions) -> int:
         if options.json:
             sys.stdout.write(json.dumps(as_json(snapshot), indent=2) + "\n")
         elif options.once or not console.is_terminal:
-            console.print(table(snapshot, options), soft_wrap=not console.is_terminal)
+            console.print(table(snapshot, options, width=console.width))
         else:
             await _watch(admin, options, console, snapshot)
             return 0
@@ -101,13 +108,13 @@ async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
 async def _watch(admin: AdminClient, options: StatusOptions, console: Console, snapshot: Snapshot) -> None:
     """Refresh the table until Ctrl-C. A frontend that goes away is looked for until it is back."""
     footer = Text("Ctrl-C ends", style="dim")
-    shown: RenderableType = table(snapshot, options)
+    shown: RenderableType = table(snapshot, options, width=console.width)
     with Live(Group(shown, footer), console=console, auto_refresh=False) as live:
         try:
             while True:
                 await asyncio.sleep(options.interval)
                 try:
-                    shown = table(await look(admin, options), options)
+                    shown = table(await look(admin, options), options, width=console.width)
                     live.update(Group(shown, footer), refresh=True)
                 except PenstockError as e:
                     live.update(Group(shown, Text(_one_line(e), style="red"), footer), refresh=True)
@@ -119,28 +126,33 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
             live.update(shown, refresh=True)
 
 
-def table(snapshot: Snapshot, options: StatusOptions) -> RenderableType:
-    """A line on the cluster and a row per engine."""
+def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
+    """A line on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
     engines = snapshot.cluster.engines
     if not engines:
         return Group(_head(snapshot, options), Text("no engine is known yet", style="yellow"))
     rows = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("engine", "state", "running", "waiting", "KV cache", "last step", "model", "sequences", "address"):
-        rows.add_column(name, justify="right" if name in ("running", "waiting", "last step") else "left", no_wrap=True)
+    columns = _COLUMNS if width >= _WIDE else _COLUMNS[: -len(_WIDE_ONLY)]
+    for name in columns:
+        rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine in engines:
-        info = snapshot.infos.get(engine.engine_id, {})
-        rows.add_row(
-            engine.engine_id or f"#{engine.index}",
-            _state(engine, info),
-            str(engine.num_running_reqs),
-            str(engine.num_waiting_reqs),
-            _usage(engine.kv_cache_usage),
-            f"{engine.seconds_since_last_step:.1f} s" if engine.seconds_since_last_step else "idle",
-            engine.model,
-            f"up to {info['max_model_len']}" if "max_model_len" in info else "",
-            engine.address,
-        )
+        rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
     return Group(_head(snapshot, options), rows)
+
+
+def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
+    """A row, as ``_COLUMNS`` names it."""
+    return [
+        engine.engine_id or f"#{engine.index}",
+        _state(engine, info),
+        str(engine.num_running_reqs),
+        str(engine.num_waiting_reqs),
+        _usage(engine.kv_cache_usage),
+        f"{engine.seconds_since_last_step:.1f} s" if engine.seconds_since_last_step else "idle",
+        engine.model,
+        f"{info['max_model_len']}" if "max_model_len" in info else "",
+        engine.address,
+    ]
 
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:

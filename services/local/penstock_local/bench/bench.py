@@ -41,7 +41,8 @@ async def bench(options: BenchOptions) -> int:
         source = prompts(options, model)
         async with LoadClient(options.address, channels=options.channels) as client:
             load = Load(options, client, source)
-            say(f"{model.name} at {options.address}, {model.num_engines} engine(s): {options.load}")
+            engines = "1 engine" if model.num_engines == 1 else f"{model.num_engines} engines"
+            say(f"{model.name} at {options.address}, {engines}: {options.load}")
             await load.warm_up()
             interrupted = await _run(load, options)
     except ServerUnreachableError as e:
@@ -91,7 +92,8 @@ async def _run(load: Load, options: BenchOptions) -> bool:
 
 
 def _progress() -> Progress:
-    """On standard error, gone when done."""
+    """On standard error where that is a terminal, gone when done."""
+    console = Console(stderr=True, highlight=False)
     return Progress(
         SpinnerColumn(),
         BarColumn(bar_width=30),
@@ -100,9 +102,10 @@ def _progress() -> Progress:
         TextColumn("{task.fields[running]}"),
         TextColumn("[red]{task.fields[failed]}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True, highlight=False),
+        console=console,
         auto_refresh=False,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 

@@ -21,6 +21,7 @@ _STYLE: Any = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
 }
+_LEGEND: Any = {"framealpha": 0.9, "edgecolor": "none", "fancybox": False}
 
 
 def check(file: str) -> None:
@@ -87,19 +88,23 @@ def _spread(axes: Any, title: str, seconds: Sequence[float], numbers: Latencies 
         value = getattr(numbers, name)
         axes.axvline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:,.1f} ms")
     axes.set_xlim(0, end)
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(loc="upper right", **_LEGEND)
 
 
 def _requests(axes: Any, records: Sequence[Record]) -> None:
-    """Every request: how long it took, by how many tokens came."""
+    """Every request at the time it was sent: how long its first token and its end took."""
+    good, bad = [r for r in records if r.ok], [r for r in records if not r.ok]
+    series = (
+        ("end", [(r.start, r.latency) for r in good], _BLUE),
+        ("first token", [(r.start, r.ttft) for r in good if r.ttft is not None], _GREEN),
+        ("failure", [(r.start, r.latency) for r in bad], _RED),
+    )
     axes.set_title("Requests")
-    axes.set(xlabel="output tokens", ylabel="seconds to the end")
-    for name, chosen, color in (
-        ("ended well", [record for record in records if record.ok], _BLUE),
-        ("failed", [record for record in records if not record.ok], _RED),
-    ):
-        if chosen:
-            axes.scatter([r.num_tokens for r in chosen], [r.latency for r in chosen], s=14, color=color, label=name)
+    axes.set(xlabel="sent at, seconds", ylabel="seconds until")
+    for name, points, color in series:
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=10, color=color, alpha=0.7, linewidth=0, label=name)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="lower right")
+    if records:
+        axes.legend(loc="upper right", **_LEGEND)
