@@ -13,7 +13,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue. ``prompt`` is text or token ids.
 
     ``sampling`` holds the sampling parameters that the client set, under the names of ``SamplingParams``.
-    ``deadline`` is in seconds since the Unix epoch.
+    ``deadline`` is in seconds since the Unix epoch. ``tenant``: who the request is for, in logs.
     """
 
     prompt: str | Sequence[int]
@@ -24,6 +24,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     data_parallel_rank: int | None = None
     priority: int = 0
+    tenant: str = ""
     trace_context: dict[str, str] = {}
     deadline: float | None = None
 

@@ -1,16 +1,20 @@
 """The model's tokenizer, on the ``tokenizers`` library alone: importing transformers costs seconds."""
 
 import asyncio
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tokenizers
 
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHT_INDEXES = ("*.index.json",)
@@ -83,6 +87,12 @@ class Tokenizer:
         kept = [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.decode, kept)
 
+    async def in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``function`` returns, called in a thread of the pool: for work on texts that would hold the loop up."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, functools.partial(function, *args, **kwargs)
+        )
+
     def close(self) -> None:
         """End the thread pool; texts not begun yet are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -119,7 +129,7 @@ def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
     """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError naming what is missing."""
     folder = resolve(config)
     backend = _load_backend(folder, config.path)
-    return ModelFiles(Tokenizer(backend, num_threads=num_threads), _read_json(folder / "generation_config.json"))
+    return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
 
 
 def resolve(config: ModelConfig) -> Path:
@@ -173,7 +183,8 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty when there is no file. Raises ConfigError."""
     if not path.is_file():
         return {}
     try:
