@@ -1,6 +1,7 @@
 """What a user types: messages of one line or several, from a terminal or a pipe."""
 
 import contextlib
+import io
 import sys
 
 from penstock_common.errors import ConfigError
@@ -19,6 +20,8 @@ class LineReader:
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
         self._edits = self.interactive and sys.stdout.isatty()
         if self._edits:
             with contextlib.suppress(ImportError):  # not every Python has it
