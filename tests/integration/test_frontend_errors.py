@@ -5,13 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock.inference.v1 import service_pb2
 from penstock_common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable, Unimplemented
 from penstock_frontend.config import LimitsConfig
 from tests.fakes.fake_engine import FakeEngine
@@ -72,6 +70,7 @@ def ids(*token_ids: int) -> pb.TokenIds:
         (make_request(structured_output={"choice": {}}), "sampling_params.structured_output"),
         (make_request(output_kind=99), "sampling_params.output_kind"),
         (make_request(routing=pb.RoutingHints(data_parallel_rank=5)), "routing.data_parallel_rank"),
+        (make_request(routing=pb.RoutingHints(tenant="t" * 257)), "routing.tenant"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -89,7 +88,6 @@ async def test_a_wrong_field_of_generate_is_named(
     [
         (make_request(lora="adapter"), "lora"),
         (pb.GenerateRequest(embeds=tensor_pb2.Tensor(shape=[1])), "embeds"),
-        (make_request(routing=pb.RoutingHints(tenant="t")), "routing.tenant"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -136,23 +134,6 @@ async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: Fro
     error = await failure(frontend.generate(token_ids=ids(*[1] * 300)))
     assert error.message == "prompt is 300 tokens; max_model_len is 128"
     assert error.reason == "PROMPT_TOO_LONG"
-
-
-@pytest.mark.parametrize("method", ["Chat", "GenerateSession"])
-async def test_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
-    descriptor = service_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[method]
-    channel: Any = frontend.channel
-    path = f"/{descriptor.containing_service.full_name}/{method}"
-    call: Any
-    if descriptor.client_streaming:
-        call = channel.stream_stream(path)(iter([b""]))
-    elif descriptor.server_streaming:
-        call = channel.unary_stream(path)(b"")
-    else:
-        call = channel.unary_unary(path)(b"")
-    with pytest.raises(grpc.aio.AioRpcError) as e:
-        await call if not descriptor.server_streaming else [m async for m in call]
-    assert (e.value.code(), e.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served yet")
 
 
 @pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora", "Scale", "Drain"])

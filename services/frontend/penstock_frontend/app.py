@@ -9,12 +9,16 @@ from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api import admin, inference
 from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling import PoolingCalls
+from penstock_frontend.processing.chat import ChatRenderer
+from penstock_frontend.processing.chat_template import load_chat_templates
 from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.tokenizer import load_model_files
@@ -40,6 +44,10 @@ class Frontend:
         outputs = OutputProcessor(files.tokenizer, metrics)
         pooled = PooledOutputs(lambda state: metrics.pooled(state.started, state.num_prompt))
         inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits)
+        templates = load_chat_templates(config.model)
+        parsers = registry.pick(
+            tool=config.model.tool_parser, reasoning=config.model.reasoning_parser, template=templates.source
+        )
         incarnation = uuid.uuid4().hex
         self._tokenizer = files.tokenizer
         self._changed = asyncio.Event()
@@ -63,12 +71,14 @@ class Frontend:
                 inputs=PoolingInputs(files.tokenizer, inputs, config.limits), outputs=pooled, engines=self._engines
             ),
         )
+        renderer = ChatRenderer(templates, files.tokenizer, config.limits)
+        self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
         self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
         self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
         self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
-        inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
+        inference.add_to_server(self._server.server, self._llm, self._chat, config, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
     @property

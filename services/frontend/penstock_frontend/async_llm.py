@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.client import EngineClient
@@ -22,11 +23,12 @@ from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 class LiveRequest:
     """A request between acceptance and release. ``states``: its sequences, none until it is on its way to an engine."""
 
-    __slots__ = ("request_id", "states")
+    __slots__ = ("released", "request_id", "states")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.states: Sequence[RequestState] = ()
+        self.released = False
 
 
 class AsyncLLM:
@@ -111,9 +113,20 @@ class AsyncLLM:
                 self.release(live)
             yield output
 
+    def abort(self, live: LiveRequest) -> bool:
+        """End a request with what there is of its outputs. Returns False when it is not on its way to an engine yet.
+
+        The last output of each sequence that has not ended comes out of ``generate``, with finish reason ABORT.
+        """
+        running = [state for state in live.states if self._outputs.abort(state)]
+        if running:
+            self.engines.abort(running[0].engine, [state.request_id for state in running], "the client ended it")
+        return bool(live.states)
+
     async def pool(self, request: PoolingRequest) -> tuple[PoolingResult, str]:
         """The vectors of a pooling request's inputs, and the request's id. Raises RequestFailed."""
         live = self.accept(request.request_id)
+        get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         try:
             return await self.pooling.run(request, live.request_id), live.request_id
         finally:
@@ -129,6 +142,7 @@ class AsyncLLM:
         if self._live.get(live.request_id) is not live:
             return
         del self._live[live.request_id]
+        live.released = True
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
             self.engines.abort(running[0].engine, [state.request_id for state in running], "the client is gone")
@@ -169,6 +183,7 @@ class AsyncLLM:
         limits = await self.engines.wait_until_usable(request.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
+        get_logger().debug("request", request=request_id, tenant=request.tenant, priority=request.priority)
         sequences = parallel_sampling.sequences(core_request)
         states = self._outputs.add(*sequences)
         try:

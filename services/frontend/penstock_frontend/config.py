@@ -14,14 +14,22 @@ from penstock_common.errors import ConfigError
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose tokenizer and generation config to use. ``path`` is a directory or a Hugging Face model id."""
+    """Whose tokenizer and generation config to use. ``path`` is a directory or a Hugging Face model id.
+
+    ``tool_parser`` and ``reasoning_parser``: what finds tool calls and reasoning in the answers of a chat, by name: ``hermes``,
+    ``llama3_json``; ``qwen3``; one that a plugin brings; ``none``; ``auto`` goes by the model's chat template.
+    """
 
     path: str
     served_model_name: str = ""
     revision: str = ""
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         require("model.path", self.path)
+        require("model.tool_parser", self.tool_parser)
+        require("model.reasoning_parser", self.reasoning_parser)
 
     @property
     def name(self) -> str:
@@ -58,14 +66,17 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``max_prompt_length`` bounds work before the engines' own limit is applied: characters of a text, ids of a list of token
     ids. Request ids, cache salts and constraints on the output are bounded in bytes. ``max_requests`` counts calls;
-    each has ``max_n`` sequences at most. ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score.
+    each has ``max_n`` sequences at most. ``max_session_requests``: requests of one GenerateSession at once.
+    ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score. ``max_tenant_bytes`` is of tenants' names.
     """
 
     max_requests: int = 20_000
+    max_session_requests: int = 1024
     max_prompt_length: int = 4 * 1024 * 1024
     max_pooling_inputs: int = 2048
     max_request_id_bytes: int = 256
     max_cache_salt_bytes: int = 256
+    max_tenant_bytes: int = 256
     max_stop_strings: int = 64
     max_stop_string_chars: int = 256
     max_stop_token_ids: int = 1024

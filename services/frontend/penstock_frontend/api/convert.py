@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import logprobs_to_proto
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_common.types.logprobs import Logprobs
@@ -26,26 +26,35 @@ def generate_request(
     Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
     """
     refuse_set(message, ("embeds", "lora"))
-    refuse_set(message.routing, ("tenant",), path="routing")
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidArgument("prompt is not set: give text or token_ids", field="prompt")
-    output_kind = message.sampling_params.output_kind
-    if output_kind != sampling_pb2.OUTPUT_KIND_UNSPECIFIED and output_kind not in _OUTPUT_KINDS:
-        raise InvalidArgument(
-            f"sampling_params.output_kind is {output_kind}; known: {', '.join(k.name for k in OutputKind)}",
-            field="sampling_params.output_kind",
-        )
     return GenerateRequest(
         prompt=message.text if kind == "text" else message.token_ids.ids,
-        sampling=set_fields(message.sampling_params),
+        sampling=sampling(message.sampling_params),
         model=message.model,
         request_id=message.request_id,
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         cache_salt=message.cache_salt,
         **routing(message.routing, metadata),
-        deadline=None if time_left is None else time.time() + time_left,
+        deadline=deadline(time_left),
     )
+
+
+def sampling(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
+    """The sampling parameters that are set, by the domain's names. Raises InvalidArgument for an unknown output kind."""
+    kind = params.output_kind
+    if kind != sampling_pb2.OUTPUT_KIND_UNSPECIFIED and kind not in _OUTPUT_KINDS:
+        raise InvalidArgument(
+            f"sampling_params.output_kind is {kind}; known: {', '.join(k.name for k in OutputKind)}",
+            field="sampling_params.output_kind",
+        )
+    return set_fields(params)
+
+
+def deadline(time_left: float | None) -> float | None:
+    """Seconds since the Unix epoch of a deadline that is so many seconds away."""
+    return None if time_left is None else time.time() + time_left
 
 
 def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -57,6 +66,7 @@ def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, An
         "priority": hints.priority
         if hints.HasField("priority")
         else _integer(metadata, "x-penstock-priority", _INT32) or 0,
+        "tenant": hints.tenant or metadata.get("x-penstock-tenant", ""),
         "trace_context": dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
     }
 
@@ -68,19 +78,21 @@ def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResp
         index=output.index,
         text=output.text,
         token_ids=output.token_ids,
-        logprobs=_logprobs(output.logprobs),
-        prompt_logprobs=_logprobs(output.prompt_logprobs),
+        logprobs=logprobs(output.logprobs),
+        prompt_logprobs=logprobs(output.prompt_logprobs),
     )
     if output.finish is not None:
-        _add_finish(message, output.finish)
+        add_finish(message, output.finish)
     return message
 
 
-def _logprobs(logprobs: Logprobs | None) -> logprobs_pb2.Logprobs | None:
-    return None if logprobs is None else logprobs_to_proto(logprobs)
+def logprobs(values: Logprobs | None) -> logprobs_pb2.Logprobs | None:
+    """The message for log-probabilities, where there are some."""
+    return None if values is None else logprobs_to_proto(values)
 
 
-def _add_finish(message: pb.GenerateResponse, finish: Finish) -> None:
+def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -> None:
+    """Say in the last message of a sequence how it ended."""
     message.finish_reason = finish_pb2.FinishReason.ValueType(finish.reason)
     if isinstance(finish.stop_reason, str):
         message.stop_reason.text = finish.stop_reason
@@ -96,6 +108,14 @@ def usage(counts: Usage) -> stats_pb2.Usage:
         cached_tokens=counts.cached_tokens,
         completion_tokens=counts.completion_tokens,
     )
+
+
+def request_error(error: RequestFailed) -> finish_pb2.RequestError:
+    """The message for an error of one request among many."""
+    message = finish_pb2.RequestError(code=error.code, message=error.message, field=error.field, reason=error.reason)
+    if error.retry_after is not None:
+        message.retry_after = error.retry_after
+    return message
 
 
 def _rank(metadata: Mapping[str, str], key: str) -> int | None:

@@ -9,10 +9,12 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.errors import NotFound
 from penstock_common.types.pooling import PoolingTask
-from penstock_frontend.api import convert, pooling
+from penstock_frontend.api import chat, convert, pooling
+from penstock_frontend.api.session import GenerateSession
 from penstock_frontend.api.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.config import ModelConfig
+from penstock_frontend.chat import ChatCalls
+from penstock_frontend.config import FrontendConfig
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -24,10 +26,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     """Turns calls into requests of the AsyncLLM. Errors become statuses in the server's interceptor."""
 
-    def __init__(self, llm: AsyncLLM, model: ModelConfig, labels: Sequence[str]) -> None:
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, labels: Sequence[str]) -> None:
         self._llm = llm
+        self._chat = chat
         self._labels = labels
-        self._model = model
+        self._model = config.model
+        self._max_session_requests = config.limits.max_session_requests
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
@@ -37,6 +41,28 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._llm.generate(converted, live):
             yield convert.generate_response(output, live.request_id)
+
+    async def GenerateSession(
+        self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
+    ) -> AsyncIterator[pb.GenerateSessionResponse]:
+        """Many requests on one stream."""
+        session = GenerateSession(
+            self._llm,
+            metadata=_metadata(context),
+            time_left=context.time_remaining,
+            max_requests=self._max_session_requests,
+        )
+        context.add_done_callback(lambda _: session.close())  # type: ignore[arg-type]  # its stub is no Protocol
+        async for response in session.responses(request_iterator):
+            yield response
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
+        """Answers a conversation; the answer is streamed."""
+        converted = chat.chat_request(request, **_call(context))
+        live = self._llm.accept(converted.request_id)
+        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        async for output in self._chat.run(converted, live):
+            yield chat.chat_response(output, live.request_id)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Vectors of the inputs."""
@@ -100,10 +126,11 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
 
-def add_to_server(server: grpc.aio.Server, llm: AsyncLLM, model: ModelConfig, labels: Sequence[str]) -> None:
+def add_to_server(
+    server: grpc.aio.Server, llm: AsyncLLM, chat_calls: ChatCalls, config: FrontendConfig, labels: Sequence[str]
+) -> None:
     """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order."""
-    # The methods that the class does not define are added by its decorator, which mypy does not see.
-    servicer = InferenceServicer(llm, model, labels)  # type: ignore[abstract]
+    servicer = InferenceServicer(llm, chat_calls, config, labels)
     service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
 
 

@@ -8,7 +8,6 @@ from penstock.common.v1 import pooling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api import convert
@@ -116,7 +115,6 @@ def _vectors(output: EngineCoreOutput) -> Vectors:
 
 
 def _common(message: Calls, metadata: Mapping[str, str], time_left: float | None) -> dict[str, Any]:
-    refuse_set(message.routing, ("tenant",), path="routing")
     return {
         "model": message.model,
         "request_id": message.request_id,

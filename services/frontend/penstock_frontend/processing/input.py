@@ -52,9 +52,18 @@ class InputProcessor:
             )
         return given or uuid.uuid4().hex
 
+    def check_tenant(self, tenant: str) -> None:
+        """Raise InvalidArgument when a tenant's name is too long."""
+        size = len(tenant.encode())
+        if size > self._limits.max_tenant_bytes:
+            raise InvalidArgument(
+                f"routing.tenant has {size} bytes; the limit is {self._limits.max_tenant_bytes}", field="routing.tenant"
+            )
+
     async def process(self, request: GenerateRequest, request_id: str) -> EngineCoreRequest:
         """Everything that can be said without an engine. ``request_id``: as from ``request_id()``."""
         self.check_model(request.model)
+        self.check_tenant(request.tenant)
         params = sampling.resolve(request.sampling, self._defaults, self._limits)
         salt_size = len(request.cache_salt.encode())
         if salt_size > self._limits.max_cache_salt_bytes:

@@ -105,6 +105,16 @@ class OutputProcessor:
         """Stop following a request. Returns whether it had not ended yet."""
         return self._states.pop(state.request_id, None) is not None
 
+    def abort(self, state: RequestState) -> bool:
+        """End a request that its client ended; what was held back is its last output. Returns False if it had ended."""
+        if not self.remove(state):
+            return False
+        delta = state.text.add((), ended=True)
+        finish = Finish(FinishReason.ABORT, None, state.usage())
+        self._metrics.finished(state.started, finish.reason)
+        state.collector.put(delta, finish, index=state.index)
+        return True
+
     def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
 

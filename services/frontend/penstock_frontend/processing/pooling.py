@@ -38,6 +38,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     data_parallel_rank: int | None = None
     priority: int = 0
+    tenant: str = ""
     trace_context: dict[str, str] = {}
     deadline: float | None = None
 
@@ -71,6 +72,7 @@ class PoolingInputs:
     async def process(self, request: PoolingRequest, request_id: str) -> list[EngineCoreRequest]:
         """Everything that can be said without an engine: one request per input."""
         self._inputs.check_model(request.model)
+        self._inputs.check_tenant(request.tenant)
         arrival_time = time.time()
         tokenized = await asyncio.gather(*(self._tokens(request, index) for index in range(len(request.inputs))))
         return [

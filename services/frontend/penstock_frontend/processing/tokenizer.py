@@ -62,6 +62,10 @@ class Tokenizer:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
+    def is_special(self, text: str) -> bool:
+        """Whether ``text`` is a special token, which is left out of outputs unless they are asked to show it."""
+        return self._backend.token_to_id(text) in self.special_ids
+
     def text_of(self, token_id: int) -> str:
         """What a token adds to a text behind another token: its leading space, which decoding it alone may lose, is there.
 

@@ -1,0 +1,140 @@
+"""GenerateSession: many requests on one stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import NamedTuple
+
+from penstock.common.v1 import finish_pb2, stats_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.logging import get_logger
+from penstock_frontend.api import convert
+from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+
+_MAX_QUEUED = 16
+"""Messages that wait to be written. What comes while they do is merged in the requests' collectors."""
+
+
+class _Running(NamedTuple):
+    """A request of the session, and the task that serves it."""
+
+    live: LiveRequest
+    task: asyncio.Task[None]
+
+
+class GenerateSession:
+    """One client's stream: a task reads it, each request has a task, and ``responses`` is what is written.
+
+    A request's task puts one output at a time and waits for room, so a client that reads slowly costs memory proportional
+    to the outputs of its requests, and holds up nobody else. An aborted request ends like any other, with a last output;
+    its finish reason is ABORT. The stream ends when its client has half-closed it and the last request has ended.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        metadata: Mapping[str, str],
+        time_left: Callable[[], float | None],
+        max_requests: int,
+    ) -> None:
+        """``time_left``: seconds until the call's deadline, which is that of each request."""
+        self._llm = llm
+        self._metadata = metadata
+        self._time_left = time_left
+        self._max_requests = max_requests
+        self._running: dict[str, _Running] = {}
+        self._out: asyncio.Queue[pb.GenerateSessionResponse | None] = asyncio.Queue(_MAX_QUEUED)
+        self._main: asyncio.Task[None] | None = None
+
+    async def responses(
+        self, requests: AsyncIterator[pb.GenerateSessionRequest]
+    ) -> AsyncIterator[pb.GenerateSessionResponse]:
+        """What the stream answers to ``requests``."""
+        self._main = asyncio.create_task(self._serve(requests), name="generate session")
+        try:
+            while (response := await self._out.get()) is not None:
+                yield response
+            await self._main
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """The call is over: end everything it started. Idempotent."""
+        if self._main is not None:
+            self._main.cancel()
+        for running in self._running.values():
+            running.task.cancel()
+            self._llm.release(running.live)
+        self._running.clear()
+
+    async def _serve(self, requests: AsyncIterator[pb.GenerateSessionRequest]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for message in requests:
+                    try:
+                        await self._take(message, tasks)
+                    except RequestFailed as e:
+                        await self._fail(message.generate.request_id, e)
+        except Exception:  # reaches the call's end through ``responses``
+            await self._out.put(None)
+            raise
+        await self._out.put(None)
+
+    async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
+        """Act on one message. Raises RequestFailed when the request that it starts is refused."""
+        kind = message.WhichOneof("message")
+        if kind == "abort_request_id":
+            await self._abort(message.abort_request_id)
+            return
+        if kind != "generate":
+            raise InvalidArgument("message is not set: give generate or abort_request_id", field="message")
+        if not message.generate.request_id:
+            raise InvalidArgument("request_id is empty; in a session each request must have one", field="request_id")
+        if len(self._running) >= self._max_requests:
+            raise ResourceExhausted(
+                f"{len(self._running)} requests of this session are running; limits.max_session_requests is "
+                f"{self._max_requests}",
+                retry_after=1.0,
+            )
+        live = self._llm.accept(message.generate.request_id)
+        self._running[live.request_id] = _Running(live, tasks.create_task(self._run(message.generate, live)))
+
+    async def _abort(self, request_id: str) -> None:
+        """End a request; one that has ended meanwhile is none any more."""
+        running = self._running.get(request_id)
+        if running is None or self._llm.abort(running.live):
+            return
+        # It is not on its way to an engine yet: there is no output but this.
+        running.task.cancel()
+        self._end(running.live)
+        last = pb.GenerateResponse(request_id=request_id, finish_reason=finish_pb2.FINISH_REASON_ABORT)
+        last.usage.CopyFrom(stats_pb2.Usage())
+        await self._out.put(pb.GenerateSessionResponse(output=last))
+
+    async def _run(self, message: pb.GenerateRequest, live: LiveRequest) -> None:
+        """Serve one request to its end; whatever that is, the others go on."""
+        try:
+            request = convert.generate_request(message, metadata=self._metadata, time_left=self._time_left())
+            async for output in self._llm.generate(request, live):
+                if live.released:
+                    self._end(live)  # with this output: the id is free when its client reads it
+                response = convert.generate_response(output, live.request_id)
+                await self._out.put(pb.GenerateSessionResponse(output=response))
+        except RequestFailed as e:
+            self._end(live)
+            await self._fail(live.request_id, e)
+        except Exception as e:
+            self._end(live)
+            get_logger().error("unexpected error", request=live.request_id, exc_info=e)
+            await self._fail(live.request_id, Internal(f"internal error ({type(e).__name__})"))
+
+    async def _fail(self, request_id: str, error: RequestFailed) -> None:
+        failed = pb.SessionError(request_id=request_id, error=convert.request_error(error))
+        await self._out.put(pb.GenerateSessionResponse(error=failed))
+
+    def _end(self, live: LiveRequest) -> None:
+        self._llm.release(live)
+        running = self._running.get(live.request_id)
+        if running is not None and running.live is live:
+            del self._running[live.request_id]

@@ -1,0 +1,73 @@
+"""Conversations as the public APIs see them: messages in, streams of answers out."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import OutputKind
+from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.processing.chat import ChatRenderer, ChatRequest
+from penstock_frontend.processing.chat_output import ChatOutput, ChatOutputs
+from penstock_frontend.processing.parsers.answer import AnswerParser
+from penstock_frontend.processing.parsers.registry import Parsers
+from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.tool_choice import check_choice, tool_constraint
+
+
+class ChatCalls:
+    """Renders conversations, has the AsyncLLM continue them, and reads what comes with the model's parsers.
+
+    Tool calls are looked for when there are tools that may be called, reasoning always.
+    """
+
+    def __init__(self, llm: AsyncLLM, renderer: ChatRenderer, parsers: Parsers, tokenizer: Tokenizer) -> None:
+        self._llm = llm
+        self._renderer = renderer
+        self._parsers = parsers
+        self._tokenizer = tokenizer
+
+    async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
+        """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
+        self._llm.inputs.check_model(request.model)
+        check_choice(request.tools, request.tool_choice, request.named_tool)
+        parsers = self._parsers if _may_call(request) else self._parsers._replace(tool=None)
+        rendered = self._constrained(request, await self._renderer.render(request), parsers)
+        prompt = str(rendered.prompt)
+
+        def make_parser() -> AnswerParser:
+            reasoning = parsers.reasoning(prompt) if parsers.reasoning is not None else None
+            return AnswerParser(reasoning, parsers.tool() if parsers.tool is not None else None)
+
+        outputs = ChatOutputs(request.sampling.get("output_kind", OutputKind.DELTA), make_parser)
+        async for output in self._llm.generate(rendered, live):
+            yield outputs.read(output)
+
+    def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
+        """The request with what its tools ask of the output: a constraint, and tags that must not be left out."""
+        sampling: dict[str, Any] = dict(rendered.sampling)
+        constraint = tool_constraint(
+            request.tools,
+            request.tool_choice,
+            parsers.tool,
+            named=request.named_tool,
+            reasoning=parsers.reasoning,
+            prompt=str(rendered.prompt),
+        )
+        if constraint is not None:
+            if "structured_output" in sampling:
+                raise InvalidArgument(
+                    "sampling_params.structured_output is set; a tool that must be called is a constraint, too",
+                    field="sampling_params.structured_output",
+                )
+            sampling["structured_output"] = constraint
+        tags = [tag for parser in parsers if parser is not None for tag in parser.tags]
+        if any(self._tokenizer.is_special(tag) for tag in tags):
+            sampling.setdefault("skip_special_tokens", False)
+        return msgspec.structs.replace(rendered, sampling=sampling)
+
+
+def _may_call(request: ChatRequest) -> bool:
+    return bool(request.tools) and (bool(request.named_tool) or request.tool_choice != "none")

@@ -1,0 +1,106 @@
+"""What a parser of a model's answers is: text in pieces in, what it means in pieces out.
+
+A parser is built for one sequence, is given its text in order by ``push`` and told of its end by ``finish``. However the text
+is cut into pieces, the results put together are the same: a tag is held back until it is complete or cannot become one.
+Plugins subclass ``ToolParser`` or ``ReasoningParser`` and are found by the entry point group ``penstock.parsers``.
+"""
+
+import abc
+import uuid
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of one tool call. ``index`` counts the calls of an answer, ``id`` is that of the call, on every piece.
+
+    ``name`` comes whole, on the first piece of a call; ``arguments`` of all pieces together are the call's.
+    """
+
+    index: int
+    id: str
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolDelta(NamedTuple):
+    """What is new of an answer: text beside calls, and calls."""
+
+    content: str = ""
+    calls: Sequence[ToolCallDelta] = ()
+
+
+class ReasoningDelta(NamedTuple):
+    """What is new of an answer: reasoning, and what comes after it."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ToolForm(NamedTuple):
+    """How a model writes a call: ``begin``, in which ``{name}`` is a JSON string, then the arguments as JSON, then ``end``.
+
+    ``separator`` stands between two calls; None where the model makes one call at a time.
+    """
+
+    begin: str
+    end: str
+    separator: str | None
+
+
+class ToolParser(abc.ABC):
+    """Finds the calls of tools in a model's answer. ``tags`` are the texts that must reach it, special tokens or not."""
+
+    form: ClassVar[ToolForm]
+    tags: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    @abc.abstractmethod
+    def fits(cls, template: str) -> bool:
+        """Whether a model with this chat template writes its calls so."""
+
+    @abc.abstractmethod
+    def push(self, text: str) -> ToolDelta:
+        """Take the next piece of the answer."""
+
+    @abc.abstractmethod
+    def finish(self) -> ToolDelta:
+        """What was held back, at the end of the answer."""
+
+
+class ReasoningParser(abc.ABC):
+    """Splits a model's answer into reasoning and the rest. ``tags`` as of ToolParser; the first begins, the second ends it."""
+
+    tags: ClassVar[tuple[str, str]]
+
+    @abc.abstractmethod
+    def __init__(self, prompt: str) -> None:
+        """``prompt``: what the model goes on with; templates may begin or end the reasoning themselves."""
+
+    @classmethod
+    @abc.abstractmethod
+    def fits(cls, template: str) -> bool:
+        """Whether a model with this chat template reasons so."""
+
+    @abc.abstractmethod
+    def push(self, text: str) -> ReasoningDelta:
+        """Take the next piece of the answer."""
+
+    @abc.abstractmethod
+    def finish(self) -> ReasoningDelta:
+        """What was held back, at the end of the answer."""
+
+
+def call_id() -> str:
+    """A random id of a call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def partial(text: str, tag: str) -> int:
+    """Length of the longest end of ``text`` that ``tag`` begins with; less than all of ``tag``."""
+    for size in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0

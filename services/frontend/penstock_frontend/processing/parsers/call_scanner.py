@@ -1,0 +1,202 @@
+"""One call of a tool as a JSON object, ``{"name": ..., "arguments": ...}``, read while it is being written."""
+
+import enum
+import json
+from typing import NamedTuple
+
+_BLANKS = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class _At(enum.Enum):
+    OPEN = enum.auto()
+    KEY = enum.auto()
+    IN_KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    IN_STRING = enum.auto()
+    IN_CONTAINER = enum.auto()
+    IN_SCALAR = enum.auto()
+    AFTER_VALUE = enum.auto()
+
+
+class Scanned(NamedTuple):
+    """``taken``: how many characters. ``name`` when the call has just become one. ``arguments``: more of them as text.
+
+    ``ended``: the object is complete, or is none: the next character does not belong to it.
+    """
+
+    taken: int
+    name: str = ""
+    arguments: str = ""
+    ended: bool = False
+
+
+class CallScanner:
+    """Follows the object's outermost level and hands its arguments on as they stand.
+
+    It is known to be a call once its name and the begin of its arguments have been read. Arguments that are no object are
+    handed on whole: a string holds them as JSON once more, null is none.
+    """
+
+    def __init__(self, *, need_arguments: bool) -> None:
+        """``need_arguments``: an object without any is no call; else it is one with none."""
+        self._need_arguments = need_arguments
+        self._has_arguments = False
+        self._at = _At.OPEN
+        self._key = ""
+        self._name = ""
+        self._value: list[str] = []  # of the key or value that is being read
+        self._ready: list[str] = []  # of the arguments, not handed on yet
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+        self.raw: list[str] = []
+        """All characters taken until it was known to be a call."""
+        self.started = False
+        """Whether it is known to be a call."""
+        self.complete = False
+        """Whether it ended as JSON does."""
+
+    def push(self, text: str) -> Scanned:
+        """Take characters up to the object's end."""
+        before = self.started
+        count = 0
+        ended = False
+        for char in text:
+            if not self._take(char):
+                ended = True
+                break
+            count += 1
+            if self.complete:
+                ended = True
+                break
+        if not self.started:
+            self.raw.append(text[:count])
+            return Scanned(count, ended=ended)
+        arguments, self._ready = "".join(self._ready), []
+        return Scanned(count, "" if before else self._name, arguments, ended)
+
+    def _take(self, char: str) -> bool:
+        """Move by one character. Returns False when it does not belong here."""
+        match self._at:
+            case _At.IN_CONTAINER:
+                self._in_container(char)
+                return True
+            case _At.IN_STRING | _At.IN_KEY:
+                return self._in_string(char)
+            case _At.IN_SCALAR:
+                if char not in ",}" and char not in _BLANKS:
+                    self._value.append(char)
+                    return True
+                return self._end_value() and self._between(char)
+            case _:
+                return self._between(char)
+
+    def _between(self, char: str) -> bool:
+        """A character of the outermost level, outside of keys and values."""
+        if char in _BLANKS:
+            return True
+        match self._at, char:
+            case _At.OPEN, "{":
+                self._at = _At.KEY
+            case _At.KEY, '"':
+                self._at, self._value = _At.IN_KEY, []
+            case _At.COLON, ":":
+                self._at = _At.VALUE
+            case _At.AFTER_VALUE, ",":
+                self._at = _At.KEY
+            case ((_At.AFTER_VALUE | _At.KEY), "}"):
+                return self._close()
+            case _At.VALUE, _:
+                return self._begin_value(char)
+            case _:
+                return False
+        return True
+
+    def _begin_value(self, char: str) -> bool:
+        self._value = []
+        if self._key in _ARGUMENTS:
+            if self._has_arguments:
+                self._key = ""  # the first ones count
+            self._has_arguments = True
+        if char in "{[":
+            self._at, self._depth, self._quoted = _At.IN_CONTAINER, 0, False
+            self._in_container(char)
+        elif char == '"':
+            self._at = _At.IN_STRING
+        elif char in "}],:":
+            return False
+        else:
+            self._at = _At.IN_SCALAR
+            self._value.append(char)
+        return True
+
+    def _in_container(self, char: str) -> None:
+        streamed = self._key in _ARGUMENTS
+        if streamed:
+            self._ready.append(char)
+        if self._escaped:
+            self._escaped = False
+        elif self._quoted:
+            self._quoted = char != '"'
+            self._escaped = char == "\\"
+        elif char == '"':
+            self._quoted = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == 0:
+                self._at = _At.AFTER_VALUE
+        if streamed:
+            self._start()
+
+    def _in_string(self, char: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            return self._end_string()
+        self._value.append(char)
+        return True
+
+    def _end_string(self) -> bool:
+        try:
+            text = json.loads(f'"{"".join(self._value)}"', strict=False)
+        except ValueError:
+            return False
+        if self._at is _At.IN_KEY:
+            self._key, self._at = text, _At.COLON
+            return True
+        if self._key == "name":
+            self._name = text
+            self._start()
+        elif self._key in _ARGUMENTS:
+            self._ready.append(text)
+            self._start()
+        self._at = _At.AFTER_VALUE
+        return bool(text) or self._key != "name"
+
+    def _end_value(self) -> bool:
+        """Behind a number, or a word: a name is none of these."""
+        text = "".join(self._value)
+        if self._key in _ARGUMENTS:
+            self._ready.append("{}" if text == "null" else text)
+            self._start()
+        self._at = _At.AFTER_VALUE
+        return self._key != "name"
+
+    def _start(self) -> None:
+        if self._name and self._ready:
+            self.started = True
+
+    def _close(self) -> bool:
+        if not self.started:
+            if not self._name or self._need_arguments:
+                return False
+            self._ready.append("{}")
+            self.started = True
+        self.complete = True
+        return True

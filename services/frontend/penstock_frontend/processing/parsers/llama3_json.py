@@ -1,0 +1,95 @@
+"""Calls as bare JSON, as Llama 3.1 to 3.3 write them: ``{"name": ..., "parameters": ...}``, perhaps behind a tag."""
+
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolForm, ToolParser, call_id
+from penstock_frontend.processing.parsers.call_scanner import CallScanner
+
+_TAG = "<|python_tag|>"
+_BETWEEN = " \t\r\n;,"
+
+
+class Llama3JsonToolParser(ToolParser):
+    """An answer that begins with such an object is a call, and so are those that follow it, divided by semicolons.
+
+    Anything else is content, JSON that is no call included, up to the end of the answer.
+    """
+
+    form: ClassVar = ToolForm('{"name": {name}, "parameters": ', "}", None)
+    tags: ClassVar = (_TAG,)
+
+    def __init__(self) -> None:
+        self._scanner: CallScanner | None = None  # of the call that is being read
+        self._held = ""
+        self._gap = ""  # what stood before the call
+        self._is_content = False
+        self._num_calls = 0
+        self._id = ""
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """See ToolParser."""
+        return '"parameters": ' in template and "<|start_header_id|>" in template
+
+    def push(self, text: str) -> ToolDelta:
+        """See ToolParser."""
+        while text:
+            if self._is_content:
+                self._content.append(text)
+                break
+            text = self._begin(text) if self._scanner is None else self._scan(self._scanner, text)
+        return self._take()
+
+    def finish(self) -> ToolDelta:
+        """See ToolParser."""
+        if self._scanner is not None and not self._scanner.started:
+            self._give_back(self._scanner)
+        if self._num_calls == 0 or self._held.strip(_BETWEEN):
+            self._content.append(self._held)
+        self._held = ""
+        return self._take()
+
+    def _begin(self, text: str) -> str:
+        """Before a call: is it one? Returns what is left to read."""
+        self._held += text
+        blanks = _BETWEEN if self._num_calls else None
+        start = self._held.lstrip(blanks)
+        body = start.removeprefix(_TAG).lstrip()
+        if body.startswith("{"):
+            self._gap, self._held = self._held[: -len(body)], ""
+            self._scanner = CallScanner(need_arguments=True)
+            return body
+        if body and not _TAG.startswith(start):
+            self._is_content = True
+            self._content.append(start if self._num_calls else self._held)
+            self._held = ""
+        return ""
+
+    def _scan(self, scanner: CallScanner, text: str) -> str:
+        new = scanner.push(text)
+        if new.name:
+            self._id = call_id()
+            self._num_calls += 1
+        if new.name or new.arguments:
+            self._calls.append(
+                ToolCallDelta(index=self._num_calls - 1, id=self._id, name=new.name, arguments=new.arguments)
+            )
+        if new.ended:
+            if scanner.started:
+                self._scanner = None
+            else:
+                self._give_back(scanner)
+        return text[new.taken :]
+
+    def _give_back(self, scanner: CallScanner) -> None:
+        """It is no call: what was read of it is content, and so is what follows."""
+        self._content.append(self._gap.lstrip(_BETWEEN) if self._num_calls else self._gap)
+        self._content.append("".join(scanner.raw))
+        self._scanner, self._is_content = None, True
+
+    def _take(self) -> ToolDelta:
+        delta = ToolDelta("".join(self._content), self._calls)
+        self._content, self._calls = [], []
+        return delta

@@ -1,0 +1,59 @@
+"""The parsers there are by name, and which of them a model needs."""
+
+import importlib.metadata
+from typing import NamedTuple, TypeVar
+
+from penstock_common.errors import ConfigError, nearest
+from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParser
+from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
+from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+
+ENTRY_POINTS = "penstock.parsers"
+AUTO, NONE = "auto", "none"
+
+_TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesToolParser, "llama3_json": Llama3JsonToolParser}
+_REASONING_PARSERS: dict[str, type[ReasoningParser]] = {"qwen3": Qwen3ReasoningParser}
+
+P = TypeVar("P", ToolParser, ReasoningParser)
+
+
+class Parsers(NamedTuple):
+    """What a model's answers are read with; None where nothing is looked for."""
+
+    tool: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+
+
+def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
+    """The parsers by their names; ``auto`` takes the first that fits the chat template. Raises ConfigError.
+
+    Plugins are asked after the built-in ones and cannot take their names.
+    """
+    tools, reasonings = dict(_TOOL_PARSERS), dict(_REASONING_PARSERS)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            plugin = point.load()
+        except Exception as e:  # whatever the plugin's module raises
+            raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} cannot be loaded: {e}") from e
+        if isinstance(plugin, type) and issubclass(plugin, ToolParser):
+            tools.setdefault(point.name, plugin)
+        elif isinstance(plugin, type) and issubclass(plugin, ReasoningParser):
+            reasonings.setdefault(point.name, plugin)
+        else:
+            raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} is no ToolParser and no ReasoningParser")
+    return Parsers(
+        _pick("model.tool_parser", tool, tools, template),
+        _pick("model.reasoning_parser", reasoning, reasonings, template),
+    )
+
+
+def _pick(field: str, name: str, known: dict[str, type[P]], template: str) -> type[P] | None:
+    if name == NONE:
+        return None
+    if name == AUTO:
+        return next((parser for parser in known.values() if parser.fits(template)), None)
+    if name not in known:
+        names = [AUTO, NONE, *sorted(known)]
+        raise ConfigError(f"{field} is {name!r}; known: {', '.join(names)}{nearest(name, names)}")
+    return known[name]
