@@ -80,7 +80,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template. ``messages``: one conversation, or a list of them.
 
-        The other keywords are those of the public API's ChatRequest. Errors name the conversation: ``conversations[3]``.
+        The other keywords are those of the public API's ChatRequest. The texts are all that the model wrote, reasoning and
+        tool calls included. Errors name the conversation: ``conversations[3]``.
         """
         conversations = as_conversations(messages)
         requests = [

@@ -8,11 +8,10 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from penstock_common.logging import configure_library
 from penstock_enginecore.app import describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.executor.factory import make_executor
-from penstock_enginecore.structured_output.factory import make_grammar_backend
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.config import ModelConfig as FrontendModelConfig
@@ -38,6 +37,11 @@ class Runtime:
 
     def __init__(self, config: EngineCoreConfig) -> None:
         """Raises ConfigError and ModelLoadError."""
+        # torch is imported here, after the options are checked
+        from penstock_enginecore.executor.factory import make_executor
+        from penstock_enginecore.structured_output.factory import make_grammar_backend
+
+        configure_library()
         model = FrontendModelConfig(
             path=config.model.path,
             served_model_name=config.model.served_model_name,
