@@ -21,7 +21,7 @@ EXIT_FAILED = 1
 
 _HELP = '''\
   /help            this list
-  /system TEXT     give the model instructions; without TEXT show them, /system - drops them
+  /system TEXT     give the model instructions; /system shows, /system - drops them
   /regenerate      another answer to the last message
   /reset           forget the conversation, keep the instructions
   /save FILE       write the conversation as JSON

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from penstock_common.errors import ConfigError, RequestFailed
 from penstock_local.bench import plot
-from penstock_local.bench.load import Load
+from penstock_local.bench.load import UNFINISHED, Load
 from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.prompts import prompts
 from penstock_local.bench.record import Record
@@ -128,6 +128,9 @@ def _show(report: Report, records: Sequence[Record], options: BenchOptions) -> N
     console = Console(highlight=False, stderr=to_stdout)
     console.print(summary_table(report), "", latency_table(report), sep="\n")
     for code, count in report.failures.items():
+        if code == UNFINISHED:
+            say(f"{count} requests were still running and were ended")
+            continue
         messages = dict.fromkeys(record.message for record in records if record.code == code)
         for message in list(messages)[:_SHOWN_FAILURES]:
             fail(f"{count} requests ended as {code}: {message}" if len(messages) == 1 else f"{code}: {message}")
