@@ -4,9 +4,12 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import time
 from typing import Self
+
+import pytest
 
 from tests.fakes.command import PATIENCE, PENSTOCK
 
@@ -18,10 +21,12 @@ class Terminal:
     """``penstock ARGUMENTS`` behind a pseudo-terminal. Killed when the block ends."""
 
     def __init__(self, *arguments: str, **environ: str) -> None:
+        if shutil.which("setsid") is None:
+            pytest.skip("setsid (util-linux) is not installed")
         self._ours, theirs = pty.openpty()
         os.set_blocking(self._ours, False)
         self.process = subprocess.Popen(
-            # A shell gives the new session its terminal: the signals of its keys go to the command.
+            # The command gets a session of its own with this as its terminal: the signals of its keys go to the command.
             ["setsid", "--ctty", "--wait", *PENSTOCK, *arguments],
             stdin=theirs,
             stdout=theirs,
