@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from penstock.common.v1 import finish_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import ConfigError, InvalidArgument, NotFound, Unimplemented
+from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.config import ModelConfig
+from penstock_frontend.processing.chat import ChatMessage, ChatRequest, Tool
 from tests.fakes.chat_templates import LLAMA, save_chat_model
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
@@ -157,6 +160,46 @@ async def test_metadata_hints_reach_the_engine(chat: FrontendServer, writer: Fak
     await collect(chat.stub.Chat(request(), metadata=metadata))
     assert writer.requests[0].priority == 3
     assert dict(writer.requests[0].trace_context) == {"traceparent": "00-1-2-01"}
+
+
+async def test_the_tenant_is_in_the_log(chat: FrontendServer, writer: FakeEngine) -> None:
+    says(writer, "x")
+    with structlog.testing.capture_logs() as logs:
+        await answers(chat, request_id="r", routing=pb.RoutingHints(tenant="t"))
+        await collect(chat.generate(request_id="s", routing=pb.RoutingHints(tenant="u")))
+    assert [(log["request"], log["tenant"]) for log in logs if log["event"] == "request"] == [("r", "t"), ("s", "u")]
+
+
+async def insisted(chat: FrontendServer, **fields: Any) -> list[Any]:
+    """The answer where a tool must be called, which no public message of this API says."""
+    calls = chat.frontend._chat
+    fields = {"sampling": {"max_tokens": 100}} | fields
+    asked = ChatRequest(messages=[ChatMessage(role="user", content="hi")], tools=[Tool(name="f")], **fields)
+    live = chat.frontend._llm.accept("r")
+    try:
+        return [output async for output in calls.run(asked, live)]
+    finally:
+        chat.frontend._llm.release(live)
+
+
+@pytest.mark.parametrize(
+    "choice", [{"tool_choice": "required"}, {"named_tool": "f"}, {"tool_choice": "none", "named_tool": "f"}]
+)
+async def test_a_tool_that_must_be_called_is_a_constraint(
+    chat: FrontendServer, writer: FakeEngine, choice: dict[str, str]
+) -> None:
+    says(writer, '<tool_call>{"name": "f"}</tool_call>')
+    got = await insisted(chat, **choice)
+    assert [call.name for output in got for call in output.tool_calls if call.name] == ["f"]
+    assert '"name": "f"' in TOKENIZER.decode(writer.requests[0].prompt_token_ids)
+    constraint = json.loads(writer.requests[0].sampling_params.structured_output.structural_tag)
+    assert '\\"name\\": \\"f\\"' in json.dumps(constraint)
+
+
+async def test_a_tool_that_must_be_called_goes_with_no_other_constraint(chat: FrontendServer) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        await insisted(chat, tool_choice="required", sampling={"structured_output": StructuredOutput(regex="a")})
+    assert error.value.field == "sampling_params.structured_output"
 
 
 async def test_a_cancelled_chat_ends_in_the_engine(chatml: Path) -> None:

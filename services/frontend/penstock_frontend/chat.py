@@ -33,7 +33,7 @@ class ChatCalls:
         """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
         self._llm.inputs.check_model(request.model)
         check_choice(request.tools, request.tool_choice, request.named_tool)
-        parsers = self._parsers if _may_call(request) else self._parsers._replace(tool=None)
+        parsers = self._parsers if request.may_call else self._parsers._replace(tool=None)
         rendered = self._constrained(request, await self._renderer.render(request), parsers)
         prompt = str(rendered.prompt)
 
@@ -67,7 +67,3 @@ class ChatCalls:
         if any(self._tokenizer.is_special(tag) for tag in tags):
             sampling.setdefault("skip_special_tokens", False)
         return msgspec.structs.replace(rendered, sampling=sampling)
-
-
-def _may_call(request: ChatRequest) -> bool:
-    return bool(request.tools) and (bool(request.named_tool) or request.tool_choice != "none")

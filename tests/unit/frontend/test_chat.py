@@ -10,7 +10,7 @@ import pytest
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat import ChatMessage, ChatRenderer, ChatRequest, ContentPart, Tool, ToolCall
-from penstock_frontend.processing.chat_template import load_chat_templates
+from penstock_frontend.processing.chat_template import ChatTemplates, load_chat_templates
 from penstock_frontend.processing.tokenizer import load_model_files
 from tests.fakes.chat_templates import LLAMA, save_chat_model
 
@@ -102,6 +102,18 @@ async def test_the_last_message_is_continued_where_it_ends(chatml: Renderer, con
     assert prompt.endswith(f"<|im_end|>\n<|im_start|>assistant\n{content}")
 
 
+async def test_a_continued_message_is_trimmed_where_the_template_trims(llama: Renderer) -> None:
+    last = ChatMessage(role="assistant", content=" It is ")
+    assert (await llama.prompt(HI, last, continue_final_message=True)).endswith("<|end_header_id|>\n\nIt is")
+
+
+async def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(chatml: Renderer) -> None:
+    with pytest.raises(InvalidArgument, match="does not write the last message's content") as error:
+        renderer = ChatRenderer(ChatTemplates({"default": "{{ messages[0].content }}"}, {}), chatml.tokenizer, LIMITS)
+        await renderer.render(ChatRequest(messages=[HI, CALL], continue_final_message=True))
+    assert error.value.field == "continue_final_message"
+
+
 async def test_llamas_conversations_begin_with_its_own_token(llama: Renderer) -> None:
     prompt = await llama.prompt(HI, CALL)
     assert prompt.startswith("<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>")
@@ -145,6 +157,14 @@ async def test_the_demo_model_has_a_template() -> None:
         ({"messages": [HI, ChatMessage(role="user", content="x" * 2000)]}, "messages[1].content"),
         ({"messages": [HI], "tools": [WEATHER, Tool(name="")]}, "tools[1].name"),
         ({"messages": [HI], "tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        (
+            {
+                "messages": [
+                    ChatMessage(role="assistant", tool_calls=[ToolCall(name="f", arguments=r'{"a": "\ud800"}')])
+                ]
+            },
+            "messages",
+        ),
         ({"messages": [HI], "continue_final_message": True}, "continue_final_message"),
         ({"messages": [HI], "template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],

@@ -77,6 +77,7 @@ def parsed(text: str, tool: str = "hermes", *, prompt: str = "") -> Answer:
             [("f", '{"a": "</tool_call>"}')],
         ),
         ('<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+        (r'<tool_call>{"name": "\ud83d\ude42\ud83d", "arguments": {}}', "", [("🙂\ufffd", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_ca', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call> Done.', "Done.", [("f", "{}")]),

@@ -54,7 +54,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation to answer; for the rest see ``GenerateRequest``.
 
-    ``tool_choice``: ``auto``, ``none``, ``required``, or in ``named_tool`` the name of the one that must be called.
+    ``tool_choice``: ``auto``, ``none`` or ``required``; ``named_tool`` is the name of the one that must be called, and wins.
     ``template_kwargs``: more variables of the chat template (``enable_thinking``).
     """
 
@@ -74,6 +74,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     trace_context: dict[str, str] = {}
     deadline: float | None = None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model may call tools: else it is not told of them, and no calls are looked for."""
+        return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
 
 
 class ChatRenderer:
@@ -113,27 +118,25 @@ class ChatRenderer:
                 raise InvalidArgument(
                     f"{field}: the messages have {size} characters up to here; the limit is {limit}", field=field
                 )
-        # A mark that no conversation has shows where the template wrote the end of the last message.
+        # A mark that no conversation has shows where the template wrote the end of the last message; the blank behind it,
+        # whether the template trims messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
-        messages[-1]["content"] += mark
+        if mark:
+            messages[-1]["content"] += f"{mark} "
         variables = {
             **_checked_kwargs(request.template_kwargs),
             "messages": messages,
-            "tools": tool_variables(request.tools) if request.tools and request.tool_choice != "none" else None,
+            "tools": tool_variables(request.tools) if request.may_call else None,
             "documents": request.template_kwargs.get("documents"),
             "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
         }
         prompt = self.templates.render(variables, max_chars=limit)
         if mark:
-            before, found, _ = prompt.rpartition(mark)
-            if not found:
-                raise InvalidArgument(
-                    "continue_final_message is set; the model's chat template does not write the last message's content",
-                    field="continue_final_message",
-                )
-            prompt = before
+            prompt = _up_to(mark, prompt)
         if not prompt:
             raise InvalidArgument("messages: the model's chat template makes an empty prompt of them", field="messages")
+        if not prompt.isascii():
+            _check_unicode(prompt)
         return prompt
 
 
@@ -152,6 +155,27 @@ def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
         variables.append({"type": "function", "function": function})
     return variables
+
+
+def _up_to(mark: str, prompt: str) -> str:
+    """The prompt up to the end of the last message, which is marked."""
+    before, found, after = prompt.rpartition(mark)
+    if not found:
+        raise InvalidArgument(
+            "continue_final_message is set; the model's chat template does not write the last message's content",
+            field="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _check_unicode(prompt: str) -> None:
+    """JSON can spell halves of characters, which no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise InvalidArgument(
+            f"messages, or what is beside them, have {prompt[e.start]!r}, which is half a character", field="messages"
+        ) from None
 
 
 def _check_turns(request: ChatRequest) -> None:

@@ -155,6 +155,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _Namespace
+        self.globals["dict"] = _Dict()
+        del self.globals["lipsum"]  # no template for chats writes Latin at length
         self._running = threading.local()
 
     def begin(self, limit: float) -> None:
@@ -200,6 +202,17 @@ class _Namespace(jinja2.utils.Namespace):
         if str(name).startswith("_"):
             raise SecurityError(f"{name} is no name of a variable")
         super().__setitem__(name, value)
+
+
+class _Dict:
+    """Makes dicts; the methods of Python's own class would change objects that the sandbox keeps as they are."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """See ``dict.fromkeys``."""
+        return dict.fromkeys(keys, value)
 
 
 def _to_json(

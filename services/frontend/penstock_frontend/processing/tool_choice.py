@@ -45,9 +45,7 @@ def tool_constraint(
         "stop_after_first": bool(named) or form.separator is None,
     }
     format_ = _after_reasoning(calls, reasoning, prompt) if reasoning is not None else calls
-    return StructuredOutput(
-        structural_tag=json.dumps({"type": "structural_tag", "format": format_}, ensure_ascii=False)
-    )
+    return StructuredOutput(structural_tag=json.dumps({"type": "structural_tag", "format": format_}))
 
 
 def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:

@@ -1,0 +1,86 @@
+"""Calls that are insisted on, compiled by the engine's own backend: what it lets through is what the parsers read."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from penstock_enginecore.config import EngineCoreConfig, ModelConfig
+from penstock_enginecore.structured_output.backend import XgrammarBackend
+from penstock_enginecore.structured_output.factory import make_grammar_backend
+from penstock_frontend.processing.chat import Tool
+from penstock_frontend.processing.parsers.answer import AnswerParser
+from penstock_frontend.processing.parsers.base import ToolParser
+from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
+from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.tool_choice import tool_constraint
+
+MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+EOS = 1
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "$defs": {"city": {"enum": ["Köln", "Bonn"]}},
+}
+TOOLS = [Tool(name="weather", parameters=SCHEMA), Tool(name="now")]
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"city": "Bonn"}}'
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[XgrammarBackend]:
+    config = EngineCoreConfig(model=ModelConfig(path=str(MODEL)))
+    made = make_grammar_backend(config, vocab_size=2048, eos_token_ids=frozenset({EOS}))
+    assert isinstance(made, XgrammarBackend)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+
+CASES: list[tuple[type[ToolParser], dict[str, Any], str, bool]] = [
+    (HermesToolParser, {}, HERMES, True),
+    (HermesToolParser, {}, f"{HERMES}\n{HERMES_NOW}", True),
+    (HermesToolParser, {}, "It rains.", False),
+    (HermesToolParser, {}, "", False),
+    (HermesToolParser, {}, HERMES.replace("Köln", "Rom"), False),
+    (HermesToolParser, {}, HERMES.replace("weather", "wetter"), False),
+    (HermesToolParser, {"named": "now"}, HERMES_NOW, True),
+    (HermesToolParser, {"named": "now"}, HERMES, False),
+    (HermesToolParser, {"named": "now"}, f"{HERMES_NOW}\n{HERMES_NOW}", False),
+    (Llama3JsonToolParser, {}, LLAMA, True),
+    (Llama3JsonToolParser, {}, '{"city": "Bonn"}', False),
+    (HermesToolParser, {"reasoning": Qwen3ReasoningParser}, HERMES, True),
+    (HermesToolParser, {"reasoning": Qwen3ReasoningParser}, f"<think>\nHm < 3.\n</think>\n\n{HERMES}", True),
+    (HermesToolParser, {"reasoning": Qwen3ReasoningParser}, "<think>\nHm.\n</think>\n\nIt rains.", False),
+    (HermesToolParser, {"reasoning": Qwen3ReasoningParser, "prompt": "<think>\n"}, f"Hm.</think>\n\n{HERMES}", True),
+    (HermesToolParser, {"reasoning": Qwen3ReasoningParser, "prompt": "<think>\n"}, "Hm.</think>\n\nNo.", False),
+]
+
+
+@pytest.mark.parametrize(("parser", "options", "text", "allowed"), CASES)
+def test_the_engine_lets_calls_of_the_tools_through_and_nothing_else(
+    backend: XgrammarBackend, tokenizer: Tokenizer, parser: type[ToolParser], options: Any, text: str, allowed: bool
+) -> None:
+    constraint = tool_constraint(TOOLS, "required", parser, **options)
+    assert constraint is not None
+    grammar = backend.compile(constraint).result(60)()
+    tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]
+    assert grammar.accept(tokens) is allowed
+    if allowed:
+        assert grammar.terminated
+        reasoning = options["reasoning"](options.get("prompt", "")) if "reasoning" in options else None
+        answer = AnswerParser(reasoning, parser()).push(text, ended=True)
+        assert answer.content == ""
+        assert {call.name for call in answer.tool_calls} <= {"weather", "now"}
+        assert all(json.loads(call.arguments) is not None for call in answer.tool_calls)
+        assert answer.tool_calls
