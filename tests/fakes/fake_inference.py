@@ -5,35 +5,41 @@ every sequence is that, word by word in turn. The log-probability of a word is m
 Three words are special: at HOLD the stream stands still until the call ends, a prompt that is BUSY is refused with a
 delay after which to retry, and the first call with a prompt that has FLAKY in it is UNAVAILABLE.
 What a real frontend validates and a client may want to see is validated: the temperature.
+``Chat`` does the same with the last message of the conversation; a word that is THINK puts those after it, up to the next
+THINK, into the reasoning.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2
 from penstock_common.config import ServerConfig
-from penstock_common.errors import InvalidArgument, ResourceExhausted, Unavailable
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.rpc.server import RpcServer
 
 SERVICE = "penstock.inference.v1.InferenceService"
 HOLD = "<hold>"
 BUSY = "<busy>"
 FLAKY = "<flaky>"
+THINK = "<think>"
+MODEL = messages_pb2.Model(name="fake", max_model_len=2048, num_engines=1, vocab_size=1000)
 MAX_TEMPERATURE = 100.0
 RETRY_AFTER = 2.5
 
-Context = grpc.aio.ServicerContext[messages_pb2.GenerateRequest, messages_pb2.GenerateResponse]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeInference:
-    """Serves ``InferenceService.Generate`` for real, on a free loopback port, between ``start`` and ``stop``.
+    """Serves ``Generate``, ``Chat`` and ``ListModels`` for real, on a free loopback port, between ``start`` and ``stop``.
 
     ``address`` is its host:port. ``requests`` holds what was asked, oldest first, ``keys`` the ``authorization`` of each, and
     ``tls`` is the pair of private key and certificate (PEM) of a server that encrypts. ``abandoned`` is set when a stream
-    ended before its last message: the client cancelled, or its deadline passed.
+    ended before its last message: the client cancelled, or its deadline passed. ``chats`` holds the conversations, and
+    ``chat_failure`` is what Chat fails with, if set.
     """
 
     def __init__(self, *, tls: tuple[bytes, bytes] | None = None) -> None:
@@ -41,6 +47,8 @@ class FakeInference:
         self.requests: list[messages_pb2.GenerateRequest] = []
         self.keys: list[str | bytes] = []
         self._tls = tls
+        self.chats: list[messages_pb2.ChatRequest] = []
+        self.chat_failure: RequestFailed | None = None
         self.abandoned = asyncio.Event()
         self._server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[SERVICE])
         generate = grpc.unary_stream_rpc_method_handler(
@@ -48,9 +56,18 @@ class FakeInference:
             request_deserializer=messages_pb2.GenerateRequest.FromString,
             response_serializer=messages_pb2.GenerateResponse.SerializeToString,
         )
-        self._server.server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})]
+        chat = grpc.unary_stream_rpc_method_handler(
+            self._chat,
+            request_deserializer=messages_pb2.ChatRequest.FromString,
+            response_serializer=messages_pb2.ChatResponse.SerializeToString,
         )
+        list_models = grpc.unary_unary_rpc_method_handler(
+            self._list_models,
+            request_deserializer=messages_pb2.ListModelsRequest.FromString,
+            response_serializer=messages_pb2.ListModelsResponse.SerializeToString,
+        )
+        handlers = {"Generate": generate, "Chat": chat, "ListModels": list_models}
+        self._server.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
 
     async def start(self) -> None:
         """Serve, and know the address."""
@@ -69,7 +86,8 @@ class FakeInference:
     ) -> AsyncIterator[messages_pb2.GenerateResponse]:
         self.requests.append(request)
         self.keys.append(dict(context.invocation_metadata() or ()).get("authorization", ""))
-        words = request.text.split()
+        # Of token ids the fake makes as many words as are asked for.
+        words = request.text.split() or ["word"] * request.sampling_params.max_tokens
         check(request)
         if FLAKY in words and len(self.requests) == 1:
             raise Unavailable("the engine went away", reason="ENGINE_GONE", retry_after=RETRY_AFTER)
@@ -82,6 +100,38 @@ class FakeInference:
         except asyncio.CancelledError:
             self.abandoned.set()
             raise
+
+    async def _chat(
+        self, request: messages_pb2.ChatRequest, context: Context
+    ) -> AsyncIterator[messages_pb2.ChatResponse]:
+        self.chats.append(request)
+        if self.chat_failure is not None:
+            raise self.chat_failure
+        text = request.messages[-1].content
+        if text == BUSY:
+            raise ResourceExhausted("the queue is full: 8 of 8 requests", retry_after=RETRY_AFTER)
+        words = text.split()
+        thinks = False
+        try:
+            for index, word in enumerate(words):
+                if word == HOLD:
+                    await asyncio.Event().wait()
+                thinks ^= word == THINK
+                if word != THINK:
+                    part = f"{word}{'' if index == len(words) - 1 else ' '}"
+                    message = messages_pb2.ChatResponse(token_ids=[index])
+                    setattr(message, "reasoning" if thinks else "content", part)
+                    yield message
+            usage = stats_pb2.Usage(prompt_tokens=len(words), completion_tokens=len(words))
+            yield messages_pb2.ChatResponse(finish_reason=finish_pb2.FINISH_REASON_STOP, usage=usage)
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+
+    async def _list_models(
+        self, request: messages_pb2.ListModelsRequest, context: Context
+    ) -> messages_pb2.ListModelsResponse:
+        return messages_pb2.ListModelsResponse(models=[MODEL])
 
 
 def check(request: messages_pb2.GenerateRequest) -> None:

@@ -43,6 +43,15 @@ def configure(config: LogConfig, *, service: str) -> None:
     )
 
 
+def configure_library() -> None:
+    """Let warnings and worse alone through to standard error, unless the program has configured structlog itself."""
+    if not structlog.is_configured():
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        )
+
+
 def get_logger() -> structlog.typing.FilteringBoundLogger:
     """The logger of this process."""
     return structlog.get_logger()  # type: ignore[no-any-return]

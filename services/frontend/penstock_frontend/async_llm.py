@@ -246,7 +246,7 @@ class AsyncLLM:
         limits = await self.engines.wait_until_usable(request.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
-        get_logger().debug("request", request=request_id, tenant=request.tenant, priority=request.priority)
+        get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         sequences = parallel_sampling.sequences(core_request)
         states = self._outputs.add(*sequences)
         try:

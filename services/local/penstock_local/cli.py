@@ -10,11 +10,12 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock_common.config import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
+from penstock_local import flags
+from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
@@ -25,6 +26,9 @@ examples:
   penstock serve ./my-model --engines 2 --grpc-port 50061
   penstock generate "Once upon a time" --max-tokens 60 --temperature 0.8 --seed 7
   echo "2 + 2 =" | penstock generate - --temperature 0 --stop "."
+  penstock chat --system "Answer briefly."
+  penstock bench --concurrency 16 --requests 200
+  penstock status
 
 'penstock COMMAND --help' explains a command.
 """
@@ -67,6 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands", prog="penstock")
     _add_serve(commands)
     _add_generate(commands)
+    _add_chat(commands)
+    _add_status(commands)
+    add_bench(commands)
     _add_demo(commands)
     return parser
 
@@ -111,7 +118,6 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_generate(commands: Any) -> None:
-    count, int32, int64 = _integer(0, 2**32 - 1), _integer(-(2**31), 2**31 - 1), _integer(-(2**63), 2**63 - 1)
     parser = commands.add_parser(
         "generate",
         help="continue a prompt on a running server",
@@ -121,41 +127,60 @@ def _add_generate(commands: Any) -> None:
     )
     parser.set_defaults(run=_run_generate)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
-    parser.add_argument("--address", default="localhost:50051", help="of the server (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
+    flags.add_server(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long (default: never)")
-    ending = parser.add_argument_group("when to stop")
-    ending.add_argument("--max-tokens", type=count, default=256, metavar="N", help="new tokens (default: %(default)s)")
-    ending.add_argument("--min-tokens", type=count, metavar="N", help="no end before this many new tokens")
-    ending.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    ending.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end of text")
-    choice = parser.add_argument_group("how to choose tokens")
-    choice.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token, higher varies more"
-    )
-    choice.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens of this total probability")
-    choice.add_argument("--top-k", type=int32, metavar="K", help="only the K likeliest tokens")
-    choice.add_argument("--min-p", type=float, metavar="P", help="no token below this fraction of the likeliest")
-    choice.add_argument("--seed", type=int64, metavar="S", help="the same seed gives the same text")
-    choice.add_argument("--presence-penalty", type=float, metavar="X", help="off the logit of every token used before")
-    choice.add_argument("--frequency-penalty", type=float, metavar="X", help="off its logit each time it was used")
-    choice.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 avoids tokens that were there")
+    flags.add_ending(parser, max_tokens=256)
+    flags.add_choice(parser)
     output = parser.add_argument_group("what comes out")
-    output.add_argument("--n", type=_integer(1, 2**32 - 1), metavar="N", help="outputs of the prompt (default: 1)")
+    output.add_argument("--n", type=flags.integer(1, 2**32 - 1), metavar="N", help="outputs of the prompt (default: 1)")
     output.add_argument(
-        "--logprobs", type=int32, metavar="K", help="show log-probabilities, and the K likeliest tokens"
+        "--logprobs",
+        type=flags.integer(-(2**31), 2**31 - 1),
+        metavar="K",
+        help="show log-probabilities, and the K likeliest tokens",
     )
-    constraint = output.add_mutually_exclusive_group()
-    constraint.add_argument("--json", action="store_true", help="a JSON object")
-    constraint.add_argument(
-        "--json-schema", metavar="SCHEMA", help="JSON that this schema, or that of this file, accepts"
+    flags.add_constraint(output)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model on a running server",
+        description="Talk with a model on a running server. /help lists what can be done while talking. Where standard "
+        "input is no terminal every line of it is a message. Settings that are not given are the model's own.",
+        allow_abbrev=False,
     )
-    constraint.add_argument("--regex", metavar="PATTERN", help="text that matches")
-    constraint.add_argument(
-        "--choice", action="append", metavar="TEXT", help="this text; repeat it for each alternative"
+    parser.set_defaults(run=_run_chat)
+    flags.add_server(parser)
+    parser.add_argument("--system", metavar="TEXT", default="", help="instructions to the model for the conversation")
+    parser.add_argument("--verbose", action="store_true", help="a line on tokens and speed after each answer")
+    flags.add_ending(parser, max_tokens=None)
+    flags.add_choice(parser)
+    flags.add_constraint(parser.add_argument_group("what the answers look like"))
+
+
+def _add_status(commands: Any) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="show the engines of a running cluster",
+        description="Show the engines of a running cluster as a frontend sees them, until Ctrl-C; once where standard "
+        "output is no terminal. Exit code with --once and --json: 0 when an engine takes requests, else 1.",
+        allow_abbrev=False,
     )
-    constraint.add_argument(
-        "--grammar", metavar="GRAMMAR", help="a sentence of this EBNF grammar, or that of this file"
+    parser.set_defaults(run=_run_status)
+    parser.add_argument(
+        "--admin-address",
+        default=flags.DEFAULT_ADMIN_ADDRESS,
+        metavar="ADDRESS",
+        help="of the operators' API (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--address", default=flags.DEFAULT_ADDRESS, help="of the public API, for its health (default: %(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the table and leave")
+    parser.add_argument("--json", action="store_true", help="print a JSON object and leave")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)g)"
     )
 
 
@@ -183,16 +208,45 @@ def _run_serve(arguments: argparse.Namespace) -> int:
 
 def _run_generate(arguments: argparse.Namespace) -> int:
     from penstock_local.generate import GenerateOptions, generate
-    from penstock_local.rpc.client import sampling_fields
 
     options = GenerateOptions(
         prompt=_read_stdin() if arguments.prompt == "-" else arguments.prompt,
         address=arguments.address,
         model=arguments.model,
         timeout=arguments.timeout,
-        sampling=sampling_fields({**vars(arguments), "structured_output": _constraint(arguments)}),
+        sampling=flags.sampling(arguments),
     )
     return asyncio.run(generate(options))
+
+
+def _run_chat(arguments: argparse.Namespace) -> int:
+    from penstock_local.chat import ChatOptions, chat
+
+    return chat(
+        ChatOptions(
+            address=arguments.address,
+            model=arguments.model,
+            system=arguments.system,
+            verbose=arguments.verbose,
+            sampling=flags.sampling(arguments),
+        )
+    )
+
+
+def _run_status(arguments: argparse.Namespace) -> int:
+    from penstock_local.status import StatusOptions, status
+
+    return asyncio.run(
+        status(
+            StatusOptions(
+                admin_address=arguments.admin_address,
+                address=arguments.address,
+                interval=arguments.interval,
+                once=arguments.once,
+                json=arguments.json,
+            )
+        )
+    )
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
@@ -207,39 +261,3 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as e:
         raise ConfigError(f"the prompt on standard input is not UTF-8: {e}") from None
-
-
-def _constraint(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The constraint on the output as a field of the request. Raises ConfigError when its file cannot be read."""
-    if arguments.json:
-        return {"json_object": True}
-    if arguments.json_schema is not None:
-        schema = arguments.json_schema
-        return {"json_schema": schema if schema.lstrip().startswith("{") else _read_text(schema, flag="--json-schema")}
-    if arguments.regex is not None:
-        return {"regex": arguments.regex}
-    if arguments.choice is not None:
-        return {"choice": {"options": arguments.choice}}
-    if arguments.grammar is not None:
-        grammar = arguments.grammar
-        return {"grammar": _read_text(grammar, flag="--grammar") if Path(grammar).is_file() else grammar}
-    return None
-
-
-def _read_text(path: str, *, flag: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{flag}: cannot read {path!r}: {getattr(e, 'strerror', None) or e}") from None
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    """A parser of integers that the wire's type can hold; whether they make sense the server says."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not from {low} to {high}")
-        return value
-
-    return integer

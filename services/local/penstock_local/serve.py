@@ -65,6 +65,7 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
     engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
     generate = paint(f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', BOLD, sys.stdout)
+    chat = paint(f"penstock chat{elsewhere}", BOLD, sys.stdout)
     return f"""
   {title}
 
@@ -76,6 +77,7 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
   Try it in another terminal:
 
     {generate}
+    {chat}
 
   or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
 """

@@ -45,12 +45,16 @@ Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
 _NICENESS = 10
 
 
-def main(connection: Connection, tokenizer: str, memory: int) -> None:
-    """Answer each Job on ``connection`` with a Reply until it is closed. ``memory`` is in bytes above what is in use when
-    the first Job may come.
+def main(connection: Connection, memory: int) -> None:
+    """Read the tokenizer, serialized, from ``connection``, then answer each Job with a Reply until it is closed.
+
+    ``memory`` is in bytes above what is in use when the first Job may come.
     """
     _detach()
-    info = xgrammar.TokenizerInfo.deserialize_json(tokenizer)
+    try:
+        info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
+    except EOFError:
+        return
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     compile_constraint(compiler, Job(StructuredOutput(choice=("warm",)), 1024))
     limit_memory(memory)
@@ -121,3 +125,7 @@ def _reason(text: str) -> str:
     """The message of an error of xgrammar's, without the time, the file and the check in front."""
     message = text.strip().split("\n", 1)[0]
     return re.sub(r"^(\[[0-9:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?", "", message)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

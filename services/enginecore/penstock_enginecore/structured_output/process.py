@@ -1,9 +1,12 @@
 """The child process that compiles: started when needed, kept warm, killed when a constraint takes too much."""
 
+import contextlib
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 
 import msgspec
 
@@ -18,6 +21,8 @@ LIMIT = "COMPILE_LIMIT"
 _START_TIMEOUT = 120.0
 """Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
 _JOIN_TIMEOUT = 10.0
+_LAST_MOMENT = 0.2
+"""Seconds that a process has to end by itself, which gives it an exit code of its own."""
 
 
 class CompileProcess:
@@ -28,7 +33,7 @@ class CompileProcess:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._closed = False
-        self._process: SpawnProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._decoder = msgspec.msgpack.Decoder(compiler.Reply)
 
@@ -71,7 +76,7 @@ class CompileProcess:
             process = self._process
         if process is not None:
             process.kill()
-            process.join(_JOIN_TIMEOUT)
+            process.wait(_JOIN_TIMEOUT)
 
     def _over(self, field: str, what: str, limit: str) -> InvalidArgument:
         value = self._config.compile_timeout if limit == "timeout" else self._config.compile_memory
@@ -86,23 +91,22 @@ class CompileProcess:
 
     def _started(self) -> Connection:
         """The connection to a process that is ready."""
-        if self._process is not None and self._connection is not None and self._process.is_alive():
+        if self._process is not None and self._connection is not None and self._process.poll() is None:
             return self._connection
         self._stop()
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=compiler.main,
-            args=(theirs, self._tokenizer, self._config.compile_memory),
-            name="penstock-compile",
-            daemon=True,
-        )
-        with self._lock:
+        ours, theirs = multiprocessing.Pipe()
+        with theirs, self._lock:
             self._raise_if_closed()
-            process.start()
-            self._process, self._connection = process, ours
-        theirs.close()
+            # Not a multiprocessing.Process: that would import the main module again, which may be anybody's script.
+            self._process = subprocess.Popen(  # noqa: S603 - nothing in it comes from a request
+                [sys.executable, "-P", "-m", compiler.__name__, str(theirs.fileno()), str(self._config.compile_memory)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            self._connection = ours
         try:
+            ours.send_bytes(self._tokenizer.encode())
             ready = self._receive(ours, _START_TIMEOUT)
         except (EOFError, OSError):
             ready = None
@@ -123,9 +127,9 @@ class CompileProcess:
             return None
         if connection is not None:
             connection.close()
-        process.join(0.2)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_MOMENT)
         process.kill()
-        process.join(_JOIN_TIMEOUT)
-        code = process.exitcode
+        code = process.wait(_JOIN_TIMEOUT)
         self._process = self._connection = None
         return code

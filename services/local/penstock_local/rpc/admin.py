@@ -1,13 +1,17 @@
 """A thin client of ``penstock.admin.v1``."""
 
-from typing import Self
+import json
+from typing import Any, Self
 
 import grpc
 import msgspec
 
 from penstock.admin.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.cluster import engine_from_proto
 from penstock_common.rpc.status import from_rpc_error
+from penstock_common.types.cluster import EngineStatus
+from penstock_local.rpc.client import call_failure
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,10 +21,18 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
 
 
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that a frontend knows, by index, and whether a live coordinator feeds it."""
+
+    engines: tuple[EngineStatus, ...]
+    coordinator_connected: bool
+
+
 class AdminClient:
     """Asks a frontend about its cluster. Use as an async context manager."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._channel = make_channel(address)
         self._stub = service_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -41,3 +53,20 @@ class AdminClient:
             for engine in response.engines
         ]
         return sorted(loads, key=lambda load: load.engine_id)
+
+    async def cluster(self, *, deadline: float) -> Cluster:
+        """The cluster as the frontend sees it. ``deadline``: seconds from now. Raises RequestFailed, ServerUnreachableError."""
+        try:
+            response = await self._stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
+        except grpc.aio.AioRpcError as e:
+            raise call_failure(e, self.address) from None
+        engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
+        return Cluster(engines=tuple(engines), coordinator_connected=response.coordinator_connected)
+
+    async def engine_info(self, *, deadline: float) -> dict[str, dict[str, Any]]:
+        """What each connected engine is and holds, by engine id. Raises as ``cluster`` does, also for a single slow engine."""
+        try:
+            response = await self._stub.GetEngineInfo(messages_pb2.GetEngineInfoRequest(), timeout=deadline)
+        except grpc.aio.AioRpcError as e:
+            raise call_failure(e, self.address) from None
+        return {engine_id: json.loads(info) for engine_id, info in response.engines.items()}

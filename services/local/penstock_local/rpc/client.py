@@ -1,6 +1,6 @@
 """A thin client of ``penstock.inference.v1``: plain Python in, plain Python out."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Self
 
 import grpc
@@ -28,11 +28,26 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model wants called; ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation. ``role``: system, user or assistant."""
+
+    role: str
+    content: str
+
+
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """What one message of an output stream brought: new text of one sequence, and on its last one how it ended.
 
     ``stopped_at`` is the stop string or stop token id that was met, None when it was the model's own end of text.
-    ``logprobs``: as many positions as there are new tokens; None unless they were asked for.
+    ``logprobs``: as many positions as there are new tokens; None unless they were asked for. ``reasoning`` and ``tool_calls``
+    come in a chat alone.
     """
 
     text: str
@@ -42,14 +57,17 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stopped_at: str | int | None = None
     usage: Usage | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model. ``max_model_len`` is in tokens, 0 while no engine is up."""
+    """A served model. ``max_model_len`` is in tokens, 0 while no engine is up; ``vocab_size`` the number of token ids."""
 
     name: str
     max_model_len: int
     num_engines: int
+    vocab_size: int = 0
 
 
 class InferenceClient:
@@ -84,9 +102,30 @@ class InferenceClient:
         call = self._stub.Generate(request, timeout=deadline)
         try:
             async for response in call:
-                yield _piece(response)
+                yield _piece(response, response.text)
         except grpc.aio.AioRpcError as e:
-            raise self._failure(e) from None
+            raise call_failure(e, self.address) from None
+        finally:
+            call.cancel()
+
+    async def chat(
+        self, messages: Iterable[ChatMessage], *, model: str = "", sampling: Mapping[str, Any]
+    ) -> AsyncIterator[Piece]:
+        """The answer to a conversation, piece by piece. See ``generate``."""
+        request = messages_pb2.ChatRequest(
+            model=model,
+            messages=[messages_pb2.ChatMessage(role=m.role, content=m.content) for m in messages],
+            sampling_params=sampling_pb2.SamplingParams(**sampling),
+        )
+        call = self._stub.Chat(request)
+        try:
+            async for response in call:
+                calls = tuple(ToolCall(name=c.name, arguments=c.arguments) for c in response.tool_calls)
+                yield msgspec.structs.replace(
+                    _piece(response, response.content), reasoning=response.reasoning, tool_calls=calls
+                )
+        except grpc.aio.AioRpcError as e:
+            raise call_failure(e, self.address) from None
         finally:
             call.cancel()
 
@@ -95,17 +134,19 @@ class InferenceClient:
         try:
             response = await self._stub.ListModels(messages_pb2.ListModelsRequest())
         except grpc.aio.AioRpcError as e:
-            raise self._failure(e) from None
+            raise call_failure(e, self.address) from None
         return [
-            ModelInfo(name=m.name, max_model_len=m.max_model_len, num_engines=m.num_engines) for m in response.models
+            ModelInfo(name=m.name, max_model_len=m.max_model_len, num_engines=m.num_engines, vocab_size=m.vocab_size)
+            for m in response.models
         ]
 
-    def _failure(self, error: grpc.aio.AioRpcError) -> PenstockError:
-        """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's."""
-        has_details = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not has_details:
-            return ServerUnreachableError(f"no connection to {self.address}: {error.details()}")
-        return from_rpc_error(error)
+
+def call_failure(error: grpc.aio.AioRpcError, address: str) -> PenstockError:
+    """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's."""
+    has_details = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+    if error.code() is grpc.StatusCode.UNAVAILABLE and not has_details:
+        return ServerUnreachableError(f"no connection to {address}: {error.details()}")
+    return from_rpc_error(error)
 
 
 def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +161,7 @@ def _logprobs(message: logprobs_pb2.Logprobs) -> Logprobs:
     return logprobs
 
 
-def _piece(response: messages_pb2.GenerateResponse) -> Piece:
+def _piece(response: messages_pb2.GenerateResponse | messages_pb2.ChatResponse, text: str) -> Piece:
     finished = response.finish_reason != finish_pb2.FINISH_REASON_UNSPECIFIED
     which = response.stop_reason.WhichOneof("reason")
     usage = Usage(
@@ -129,7 +170,7 @@ def _piece(response: messages_pb2.GenerateResponse) -> Piece:
         completion_tokens=response.usage.completion_tokens,
     )
     return Piece(
-        text=response.text,
+        text=text,
         num_tokens=len(response.token_ids),
         index=response.index,
         logprobs=_logprobs(response.logprobs) if response.HasField("logprobs") else None,

@@ -26,3 +26,14 @@ async def wait_until_serving(address: str) -> None:
             finally:
                 watch.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def serving(address: str, *, deadline: float) -> bool | None:
+    """Whether ``grpc.health.v1`` at ``address`` reports SERVING for the process; None when nothing answers in time."""
+    async with make_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=deadline)  # type: ignore[attr-defined]
+        except grpc.aio.AioRpcError:
+            return None
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,1 @@
+"""``penstock bench``: a load on a running server, and how it fared."""

@@ -1,0 +1,151 @@
+"""``penstock bench`` from its options to its exit code."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from penstock_common.errors import ConfigError, RequestFailed
+from penstock_local.bench import plot
+from penstock_local.bench.load import UNFINISHED, Load
+from penstock_local.bench.options import BenchOptions
+from penstock_local.bench.prompts import prompts
+from penstock_local.bench.record import Record
+from penstock_local.bench.report import Report, as_json, latency_table, make_report, summary_table
+from penstock_local.console import fail, say
+from penstock_local.generate import describe_failure
+from penstock_local.rpc.client import InferenceClient, ModelInfo, ServerUnreachableError
+from penstock_local.rpc.load_client import LoadClient
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+_REFRESH_SECONDS = 0.25
+_SHOWN_FAILURES = 5
+
+
+async def bench(options: BenchOptions) -> int:
+    """Run the load and report. Returns the exit code. Raises ConfigError before anything is sent.
+
+    Results go to standard output, the progress bar and remarks to standard error.
+    """
+    plot.check(options.plot)
+    _check_writable(options.plot, flag="--plot")
+    if options.json != "-":
+        _check_writable(options.json, flag="--json")
+    try:
+        model = await _model(options)
+        source = prompts(options, model)
+        async with LoadClient(options.address, channels=options.channels) as client:
+            load = Load(options, client, source)
+            engines = "1 engine" if model.num_engines == 1 else f"{model.num_engines} engines"
+            say(f"{model.name} at {options.address}, {engines}: {options.load}")
+            await load.warm_up()
+            interrupted = await _run(load, options)
+    except ServerUnreachableError as e:
+        fail(f"{e}\nIs a server running? Start one with: penstock serve MODEL")
+        return EXIT_FAILED
+    except RequestFailed as e:
+        fail(f"{describe_failure(e)}\nNothing was measured.")
+        return EXIT_FAILED
+    report = make_report(load.records, seconds=load.seconds, cpu_seconds=load.cpu_seconds)
+    _show(report, load.records, options)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if report.failures else 0
+
+
+async def _model(options: BenchOptions) -> ModelInfo:
+    """The model to measure. Raises ConfigError when the server does not serve it, and what the server fails with."""
+    async with InferenceClient(options.address) as client:
+        models = {model.name: model for model in await client.models()}
+    if not models:
+        raise ConfigError(f"{options.address} serves no model")
+    name = options.model or next(iter(models))
+    if name not in models:
+        raise ConfigError(f"--model {name}: {options.address} serves {', '.join(models)}")
+    return models[name]
+
+
+async def _run(load: Load, options: BenchOptions) -> bool:
+    """Run the load under a progress bar. Returns whether Ctrl-C ended it; what was measured stays in ``load``."""
+    with _progress() as progress:
+        task = progress.add_task("", total=options.limit or options.duration, ended="", speed="", running="", failed="")
+        running = asyncio.create_task(load.run())
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=_REFRESH_SECONDS)
+                _update(progress, task, load, options)
+        except asyncio.CancelledError:
+            # Ctrl-C: end what runs and report. A second one would cancel again and end the program.
+            current = asyncio.current_task()
+            if current is not None:
+                current.uncancel()
+            running.cancel()
+            await asyncio.wait([running])
+            return True
+        await running
+    return False
+
+
+def _progress() -> Progress:
+    """On standard error where that is a terminal, gone when done."""
+    console = Console(stderr=True, highlight=False)
+    return Progress(
+        SpinnerColumn(),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[ended]}"),
+        TextColumn("[bold cyan]{task.fields[speed]}"),
+        TextColumn("{task.fields[running]}"),
+        TextColumn("[red]{task.fields[failed]}"),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _update(progress: Progress, task: TaskID, load: Load, options: BenchOptions) -> None:
+    seconds = load.elapsed()
+    progress.update(
+        task,
+        completed=load.num_ended if options.limit else min(seconds, options.duration or seconds),
+        ended=f"{load.num_ended}/{options.limit}" if options.limit else f"{load.num_ended} requests",
+        speed=f"{load.recent_tokens_per_s():,.0f} tokens/s",
+        running=f"{load.num_running} running",
+        failed=f"{load.num_failed} failed" if load.num_failed else "",
+        refresh=True,
+    )
+
+
+def _show(report: Report, records: Sequence[Record], options: BenchOptions) -> None:
+    """Everything that comes out: tables, remarks, files."""
+    to_stdout = options.json == "-"
+    console = Console(highlight=False, stderr=to_stdout)
+    console.print(summary_table(report), "", latency_table(report), sep="\n")
+    for code, count in report.failures.items():
+        if code == UNFINISHED:
+            say(f"{count} requests were still running and were ended")
+            continue
+        messages = dict.fromkeys(record.message for record in records if record.code == code)
+        for message in list(messages)[:_SHOWN_FAILURES]:
+            fail(f"{count} requests ended as {code}: {message}" if len(messages) == 1 else f"{code}: {message}")
+    if report.client_is_busy:
+        say(f"this client took {report.cpu_share:.0%} of a core: it may be what was measured; run several at once")
+    if options.json:
+        text = json.dumps(as_json(options, report, records), indent=1) + "\n"
+        sys.stdout.write(text) if to_stdout else Path(options.json).write_text(text, encoding="utf-8")
+    if options.plot:
+        plot.draw(options.plot, records, report, title=options.load)
+        say(f"plotted in {options.plot}")
+
+
+def _check_writable(name: str, *, flag: str) -> None:
+    """Find out before the load runs. Raises ConfigError."""
+    file = Path(name)
+    if name and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"{flag}: cannot write {name!r}")

@@ -1,0 +1,143 @@
+"""Sends the load: a closed loop of so many streams, or requests at random times."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from penstock_common.errors import PenstockError, RequestFailed
+from penstock_local.bench.options import BenchOptions
+from penstock_local.bench.prompts import Prompt
+from penstock_local.bench.record import Record
+from penstock_local.rpc.load_client import LoadClient
+
+UNREACHABLE = "UNREACHABLE"
+UNFINISHED = "CANCELLED"
+_WINDOW = 8
+
+
+class Load:
+    """One run. ``records`` holds every request that was sent, in order; the counters are for the eye while it runs."""
+
+    def __init__(self, options: BenchOptions, client: LoadClient, prompts: Iterator[Prompt]) -> None:
+        self.records: list[Record] = []
+        self.num_tokens = 0
+        self.num_ended = 0
+        self.num_failed = 0
+        self.began = 0.0
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        self._options = options
+        self._client = client
+        self._prompts = prompts
+        self._looks: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=_WINDOW)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self.records) - self.num_ended
+
+    def elapsed(self) -> float:
+        """Seconds since the load began."""
+        return time.perf_counter() - self.began if self.began else 0.0
+
+    def recent_tokens_per_s(self) -> float:
+        """Over the last ``_WINDOW`` calls of this method, which a display makes at even times."""
+        self._looks.append((self.elapsed(), self.num_tokens))
+        (then, before), (now, count) = self._looks[0], self._looks[-1]
+        return (count - before) / (now - then) if now > then else 0.0
+
+    async def warm_up(self) -> None:
+        """Send the warm-up requests, as many at once as the load will. Raises what the first failing one failed with."""
+        gate = asyncio.Semaphore(self._options.streams)
+
+        async def one(prompt: Prompt) -> None:
+            async with gate:
+                await self._stream(prompt, Record(start=0.0))
+
+        tasks = [asyncio.create_task(one(prompt)) for prompt in itertools.islice(self._prompts, self._options.warmup)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.num_tokens = 0
+
+    async def run(self) -> None:
+        """Send everything and wait for it. Cancelled, it ends what still runs as ``UNFINISHED``."""
+        self.began, cpu = time.perf_counter(), time.process_time()
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            if self._options.rate is None:
+                tasks.update(asyncio.create_task(self._closed_loop()) for _ in range(self._options.streams))
+            else:
+                await self._open_loop(self._options.rate, tasks)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.seconds = time.perf_counter() - self.began
+            self.cpu_seconds = time.process_time() - cpu
+
+    async def _closed_loop(self) -> None:
+        """One stream: a request after the other."""
+        while self._may_send():
+            await self._request(next(self._prompts))
+
+    async def _open_loop(self, rate: float, tasks: set[asyncio.Task[None]]) -> None:
+        """Send at times that do not depend on how fast answers come; a late one does not move those after it."""
+        rng = random.Random(self._options.bench_seed + 1)  # the prompts' own draws stay what they are
+        due = 0.0
+        for sent in itertools.count(1):
+            due += rng.expovariate(rate)
+            if self._options.duration is not None and due > self._options.duration:
+                return
+            await asyncio.sleep(max(due - self.elapsed(), 0.0))
+            task = asyncio.create_task(self._request(next(self._prompts)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if sent == self._options.limit:
+                return
+
+    def _may_send(self) -> bool:
+        duration, limit = self._options.duration, self._options.limit
+        return (duration is None or self.elapsed() < duration) and (limit is None or len(self.records) < limit)
+
+    async def _request(self, prompt: Prompt) -> None:
+        """One request, failed or not, noted."""
+        record = Record(start=self.elapsed())
+        self.records.append(record)
+        try:
+            await self._stream(prompt, record)
+            record.code = "OK"
+        except RequestFailed as e:
+            record.code, record.message = e.code, e.message
+        except PenstockError as e:
+            record.code, record.message = UNREACHABLE, str(e)
+        except asyncio.CancelledError:
+            record.code, record.message = UNFINISHED, "still running when the benchmark was ended"
+            raise
+        finally:
+            record.end = self.elapsed()
+            self.num_ended += 1
+            self.num_failed += not record.ok
+
+    async def _stream(self, prompt: Prompt, record: Record) -> None:
+        sampling = {"temperature": 0.0, "ignore_eos": not self._options.end_at_eos, **self._options.sampling}
+        pieces = self._client.generate(
+            prompt.text,
+            model=self._options.model,
+            deadline=self._options.timeout,
+            sampling={**sampling, "max_tokens": prompt.max_tokens},
+        )
+        began, clock = self.began, time.perf_counter
+        async for piece in pieces:
+            if piece.num_tokens:
+                record.times.append(clock() - began)
+                record.sizes.append(piece.num_tokens)
+                self.num_tokens += piece.num_tokens
+            if piece.ended:
+                record.prompt_tokens, record.cached_tokens = piece.prompt_tokens, piece.cached_tokens

@@ -1,0 +1,110 @@
+"""The picture of a benchmark. matplotlib is imported when one is drawn: the command works without it."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from penstock_common.errors import ConfigError
+from penstock_local.bench.record import Record
+from penstock_local.bench.report import Latencies, Report
+
+_BINS = 60
+_BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb3", "#d9822b", "#3a8f5c", "#c23b3b", "#8a8f98"
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
+_LEGEND: Any = {"framealpha": 0.9, "edgecolor": "none", "fancybox": False}
+
+
+def check(file: str) -> None:
+    """Raise ConfigError when a picture is wanted and cannot be drawn."""
+    if file and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'penstock[plot]'")
+
+
+def draw(file: str, records: Sequence[Record], report: Report, *, title: str) -> None:
+    """Write the picture: throughput over time, and how latencies are spread. The name's ending says the format."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 7), layout="constrained")
+        axes = figure.subplots(2, 2)
+        figure.suptitle(
+            f"{title}: {report.output_tokens_per_s:,.0f} output tokens/s, {report.requests_per_s:.2f} requests/s",
+            fontsize=12,
+        )
+        good = [record for record in records if record.ok]
+        _throughput(axes[0, 0], records, report.seconds)
+        _spread(axes[0, 1], "Time to first token", [r.ttft for r in good if r.ttft is not None], report.ttft_ms, _BLUE)
+        _spread(axes[1, 0], "Time between tokens", [gap for r in good for gap in r.gaps()], report.itl_ms, _GREEN)
+        _requests(axes[1, 1], records)
+        figure.savefig(file, dpi=130)
+
+
+def _throughput(axes: Any, records: Sequence[Record], seconds: float) -> None:
+    """Tokens per second in slices of the run, and requests that run at the middle of each."""
+    width = seconds / _BINS
+    tokens = [0] * _BINS
+    for record in records:
+        for time, size in zip(record.times, record.sizes, strict=True):
+            tokens[min(int(time / width), _BINS - 1)] += size
+    middles = [(index + 0.5) * width for index in range(_BINS)]
+    running = [sum(record.start <= middle < record.end for record in records) for middle in middles]
+    axes.set_title("Throughput")
+    axes.fill_between(middles, [count / width for count in tokens], step="mid", color=_BLUE, alpha=0.25, linewidth=0)
+    axes.step(middles, [count / width for count in tokens], where="mid", color=_BLUE)
+    axes.set(xlabel="seconds", ylabel="output tokens/s", xlim=(0, seconds))
+    axes.set_ylim(bottom=0)
+    axes.yaxis.label.set_color(_BLUE)
+    right = axes.twinx()
+    right.step(middles, running, where="mid", color=_ORANGE, linewidth=1)
+    right.set_ylabel("requests running", color=_ORANGE)
+    right.set_ylim(0, max(running, default=0) * 1.15 + 1)
+    right.grid(visible=False)
+
+
+def _spread(axes: Any, title: str, seconds: Sequence[float], numbers: Latencies | None, color: str) -> None:
+    """A histogram with its percentiles."""
+    axes.set_title(title)
+    axes.set(xlabel="ms", ylabel="share")
+    if numbers is None:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_GREY)
+        return
+    values = [value * 1e3 for value in seconds]
+    # The few slowest would squeeze the rest into one bar: they are counted in the last one.
+    end = max(min(numbers.max, 2 * numbers.p99), 1e-6)
+    shares = [1 / len(values)] * len(values)
+    axes.hist([min(value, end) for value in values], bins=_BINS, range=(0, end), weights=shares, color=color, alpha=0.7)
+    for name, style in (("p50", "-"), ("p90", "--"), ("p99", ":")):
+        value = getattr(numbers, name)
+        axes.axvline(value, color="black", linestyle=style, linewidth=1, label=f"{name} {value:,.1f} ms")
+    axes.set_xlim(0, end)
+    axes.legend(loc="upper right", **_LEGEND)
+
+
+def _requests(axes: Any, records: Sequence[Record]) -> None:
+    """Every request at the time it was sent: how long its first token and its end took."""
+    good, bad = [r for r in records if r.ok], [r for r in records if not r.ok]
+    series = (
+        ("end", [(r.start, r.latency) for r in good], _BLUE),
+        ("first token", [(r.start, r.ttft) for r in good if r.ttft is not None], _GREEN),
+        ("failure", [(r.start, r.latency) for r in bad], _RED),
+    )
+    axes.set_title("Requests")
+    axes.set(xlabel="sent at, seconds", ylabel="seconds until")
+    for name, points, color in series:
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=10, color=color, alpha=0.7, linewidth=0, label=name)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    if records:
+        axes.legend(loc="upper right", **_LEGEND)

@@ -1,0 +1,167 @@
+"""From records to results: numbers, a table, JSON."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from penstock_local.bench.options import BenchOptions
+from penstock_local.bench.record import Record
+
+PERCENTILES = (50, 90, 99)
+_BUSY = 0.8
+"""Share of a core beyond which the client may be what is measured."""
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one kind, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a benchmark found. Rates are per second over the whole run, from the first request to the last end.
+
+    ``ttft``: to the first token. ``itl``: between two tokens of a request. ``tpot``: mean of a request's tokens after the
+    first. ``e2e``: to the end. Failed requests count in ``failures`` and nowhere else, except for the tokens they got.
+    ``cpu_share``: of one core, that the client itself took.
+    """
+
+    seconds: float
+    requests: int
+    succeeded: int
+    failures: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    peak_streams: int
+    cpu_share: float
+    ttft_ms: Latencies | None
+    itl_ms: Latencies | None
+    tpot_ms: Latencies | None
+    e2e_ms: Latencies | None
+
+    @property
+    def client_is_busy(self) -> bool:
+        """Whether the client took so much of its core that it may have slowed what it measured."""
+        return self.cpu_share > _BUSY
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of ascending values, between two of them in proportion."""
+    place = (len(ordered) - 1) * percent / 100
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return low + (high - low) * (place - math.floor(place))
+
+
+def latencies(seconds: Sequence[float]) -> Latencies | None:
+    """In milliseconds; None without values."""
+    if not seconds:
+        return None
+    ordered = sorted(value * 1e3 for value in seconds)
+    p50, p90, p99 = (percentile(ordered, percent) for percent in PERCENTILES)
+    return Latencies(mean=math.fsum(ordered) / len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1])
+
+
+def make_report(records: Sequence[Record], *, seconds: float, cpu_seconds: float) -> Report:
+    """The results of a run that took ``seconds``."""
+    good = [record for record in records if record.ok]
+    output = sum(record.num_tokens for record in records)
+    prompt = sum(record.prompt_tokens for record in good)
+    return Report(
+        seconds=seconds,
+        requests=len(records),
+        succeeded=len(good),
+        failures=dict(Counter(record.code for record in records if not record.ok)),
+        prompt_tokens=prompt,
+        cached_tokens=sum(record.cached_tokens for record in good),
+        output_tokens=output,
+        requests_per_s=len(good) / seconds,
+        output_tokens_per_s=output / seconds,
+        total_tokens_per_s=(output + prompt) / seconds,
+        peak_streams=_peak(records),
+        cpu_share=cpu_seconds / seconds,
+        ttft_ms=latencies([record.ttft for record in good if record.ttft is not None]),
+        itl_ms=latencies([gap for record in good for gap in record.gaps()]),
+        tpot_ms=latencies([record.tpot for record in good if record.tpot is not None]),
+        e2e_ms=latencies([record.latency for record in good]),
+    )
+
+
+def _peak(records: Sequence[Record]) -> int:
+    """Most requests at once."""
+    changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
+    running = peak = 0
+    for _, change in changes:
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+def summary_table(report: Report) -> Table:
+    """Throughput."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    cached = f" ({report.cached_tokens:,} cached)" if report.cached_tokens else ""
+    rows = {
+        "requests": f"{report.succeeded} of {report.requests} in {report.seconds:.2f} s",
+        "requests/s": f"{report.requests_per_s:.2f}",
+        "output tokens/s": f"{report.output_tokens_per_s:.1f}",
+        "all tokens/s": f"{report.total_tokens_per_s:.1f}",
+        "tokens": f"{report.prompt_tokens:,} prompt{cached}, {report.output_tokens:,} output",
+        "most at once": str(report.peak_streams),
+        "this client": f"{report.cpu_share:.0%} of a core",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def latency_table(report: Report) -> Table:
+    """Latencies in milliseconds."""
+    table = Table("ms", box=None, pad_edge=False, header_style="dim")
+    for column in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(column, justify="right")
+    rows: Mapping[str, Latencies | None] = {
+        "time to first token": report.ttft_ms,
+        "between tokens": report.itl_ms,
+        "per token after the first": report.tpot_ms,
+        "whole request": report.e2e_ms,
+    }
+    for name, values in rows.items():
+        if values is not None:
+            table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))
+    return table
+
+
+def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) -> dict[str, Any]:
+    """Options, results and every request, as plain data. Times in seconds unless the name says ms."""
+    return {
+        "options": msgspec.to_builtins(options),
+        "results": msgspec.to_builtins(report),
+        "requests": [
+            {
+                "start": record.start,
+                "latency": record.latency,
+                "ttft": record.ttft,
+                "tpot": record.tpot,
+                "prompt_tokens": record.prompt_tokens,
+                "cached_tokens": record.cached_tokens,
+                "output_tokens": record.num_tokens,
+                "code": record.code,
+                **({"message": record.message} if record.message else {}),
+            }
+            for record in records
+        ],
+    }

@@ -1,0 +1,279 @@
+"""``penstock chat``: a conversation in the terminal."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import PenstockError, RequestFailed, Unimplemented, nearest
+from penstock_common.types.outputs import FinishReason
+from penstock_local.console import DIM, dim, fail, paint
+from penstock_local.conversation import Conversation, SaveError
+from penstock_local.generate import describe_end, describe_failure
+from penstock_local.line_reader import LineReader
+from penstock_local.rpc.client import ChatMessage, InferenceClient, Piece, ServerUnreachableError
+
+EXIT_FAILED = 1
+
+_HELP = '''\
+  /help            this list
+  /system TEXT     give the model instructions; /system shows, /system - drops them
+  /regenerate      another answer to the last message
+  /reset           forget the conversation, keep the instructions
+  /save FILE       write the conversation as JSON
+  /quit            leave; so does Ctrl-D
+
+  A line that ends in \\ goes on in the next; """ begins and ends a block of lines.
+  Ctrl-C stops an answer. //text sends a message that begins with a slash.
+'''
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to talk with and how. ``sampling`` holds fields of SamplingParams."""
+
+    address: str
+    model: str = ""
+    system: str = ""
+    verbose: bool = False
+    sampling: Mapping[str, Any] = {}
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What came of an answer. ``last`` None: it was stopped before it ended."""
+
+    text: str = ""
+    last: Piece | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+def chat(options: ChatOptions) -> int:
+    """Talk until the user leaves. Returns the exit code: 1 when a message from a pipe could not be answered.
+
+    The event loop runs while an answer comes and stands still while the user types, so that Ctrl-C means the one or the other.
+    """
+    with asyncio.Runner() as runner:
+        client = runner.run(_connect(options.address))
+        try:
+            return Chat(options, client, runner, LineReader()).run()
+        except KeyboardInterrupt:  # between two messages of a pipe
+            sys.stderr.write("\n")
+            return 130
+        finally:
+            runner.run(client.__aexit__())
+
+
+async def _connect(address: str) -> InferenceClient:
+    """A client inside the running event loop, where its channel belongs."""
+    return InferenceClient(address)
+
+
+class Chat:
+    """The loop of a conversation: read a message or a command, act on it."""
+
+    def __init__(
+        self, options: ChatOptions, client: InferenceClient, runner: asyncio.Runner, reader: LineReader
+    ) -> None:
+        self._options = options
+        self._client = client
+        self._runner = runner
+        self._reader = reader
+        self._conversation = Conversation(options.system)
+        self._model = options.model
+        self._commands: dict[str, Callable[[str], bool]] = {
+            "/help": self._help,
+            "/system": self._system,
+            "/regenerate": self._regenerate,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/quit": lambda _: False,
+        }
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        try:
+            self._greet()
+            while self._turn():
+                pass
+        except ServerUnreachableError as e:
+            fail(f"{e}\nIs a server running? Start one with: penstock serve MODEL")
+            return EXIT_FAILED
+        except RequestFailed as e:
+            fail(_explain(e))
+            return EXIT_FAILED
+        return 0
+
+    def _greet(self) -> None:
+        """Say who is there. Raises what the server failed with."""
+        models = self._runner.run(self._client.models())
+        self._model = self._model or next((model.name for model in models), "")
+        if self._reader.interactive:
+            _note(f"{self._model} at {self._client.address}; /help lists what you can do, Ctrl-D leaves")
+
+    def _turn(self) -> bool:
+        """One message or command. Returns False when the user leaves."""
+        try:
+            text = self._reader.read()
+        except EOFError:
+            if self._reader.interactive:
+                sys.stderr.write("\n")
+            return False
+        except KeyboardInterrupt:
+            if not self._reader.interactive:
+                raise
+            sys.stderr.write("\n")
+            _note("Ctrl-D or /quit leaves")
+            return True
+        if not text.strip():
+            return True
+        if text.startswith("/") and not text.startswith("//"):
+            name, _, argument = text.strip().partition(" ")
+            return self._command(name, argument.strip())
+        before = self._conversation.turns
+        self._conversation.ask(text.removeprefix("/") if text.startswith("//") else text)
+        self._answer(before)
+        return True
+
+    def _command(self, name: str, argument: str) -> bool:
+        action = self._commands.get(name)
+        if action is None:
+            fail(f"there is no {name}{nearest(name, self._commands) or '; /help lists what there is'}")
+            return True
+        return action(argument)
+
+    def _help(self, _: str) -> bool:
+        sys.stderr.write(_HELP)
+        return True
+
+    def _system(self, text: str) -> bool:
+        if text:
+            self._conversation.system = "" if text == "-" else text
+        _note(f"system: {self._conversation.system}" if self._conversation.system else "there is no system message")
+        return True
+
+    def _reset(self, _: str) -> bool:
+        self._conversation.clear()
+        _note("the conversation begins anew")
+        return True
+
+    def _save(self, name: str) -> bool:
+        if not name:
+            fail("/save needs the name of a file")
+            return True
+        try:
+            self._conversation.save(Path(name).expanduser(), model=self._model)
+        except SaveError as e:
+            fail(str(e))
+        else:
+            _note(f"saved in {name}")
+        return True
+
+    def _regenerate(self, _: str) -> bool:
+        before = self._conversation.turns
+        if self._conversation.take_back_answer():
+            self._answer(before)
+        else:
+            fail("there is no message to answer yet")
+        return True
+
+    def _answer(self, before: Sequence[ChatMessage]) -> None:
+        """Ask the server, show the answer, keep it. Without an answer the turns are again those ``before``.
+
+        Raises what the server failed with when another message would fare no better, or nobody is there to send one.
+        """
+        answer = Answer()
+        try:
+            self._runner.run(self._stream(answer))
+        except KeyboardInterrupt:
+            if not self._reader.interactive:
+                raise
+            _note("[stopped]")
+        except PenstockError as e:
+            self._conversation.restore(before)
+            lost = isinstance(e, ServerUnreachableError) and self._conversation.num_questions == 0
+            if not self._reader.interactive or lost or isinstance(e, Unimplemented):
+                raise
+            fail(_explain(e))
+            return
+        if answer.text or answer.last is not None:
+            self._conversation.answer(answer.text)
+        else:
+            self._conversation.restore(before)
+        self._describe(answer)
+
+    async def _stream(self, answer: Answer) -> None:
+        """Show the answer as it comes and note it in ``answer``, which holds what came whatever happens."""
+        started = time.monotonic()
+        stdout = _AnswerWriter()
+        pieces = self._client.chat(
+            self._conversation.messages, model=self._options.model, sampling=self._options.sampling
+        )
+        try:
+            async for piece in pieces:
+                stdout.write(piece)
+                answer.text += piece.text
+                answer.num_tokens += piece.num_tokens
+                if piece.finish_reason is not None:
+                    answer.last = piece
+        finally:
+            answer.seconds = time.monotonic() - started
+            stdout.end()
+
+    def _describe(self, answer: Answer) -> None:
+        if answer.last is None:
+            return
+        if self._options.verbose:
+            sys.stderr.write(dim(describe_end([answer.last], seconds=answer.seconds)) + "\n")
+        elif answer.last.finish_reason is FinishReason.LENGTH:
+            _note("[the answer was cut: it reached --max-tokens, or the model's longest sequence]")
+
+
+class _AnswerWriter:
+    """Puts an answer on standard output as it comes; reasoning is dimmed on a terminal and left out of a pipe."""
+
+    def __init__(self) -> None:
+        self._line_open = False
+        self._reasoned = False
+
+    def write(self, piece: Piece) -> None:
+        if piece.reasoning and sys.stdout.isatty():
+            self._reasoned = True
+            self._put(paint(piece.reasoning, DIM, sys.stdout))
+        if piece.text:
+            if self._reasoned:
+                self._put("\n\n")
+                self._reasoned = False
+            self._put(piece.text)
+        for call in piece.tool_calls:
+            self._put(f"[calls {call.name}({call.arguments})]\n")
+
+    def end(self) -> None:
+        """Close the last line."""
+        if self._line_open:
+            self._put("\n")
+
+    def _put(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self._line_open = not text.endswith("\n")
+
+
+def _explain(error: PenstockError) -> str:
+    """The server's words, and what to do about them."""
+    if not isinstance(error, RequestFailed):
+        return str(error)
+    text = describe_failure(error)
+    if isinstance(error, Unimplemented) or "template" in error.message:
+        return f"{text}\nThe server cannot chat with this model; penstock generate continues plain text."
+    if error.reason == "PROMPT_TOO_LONG":
+        return f"{text}\nThe conversation has become too long: /reset begins anew."
+    return text
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(dim(text) + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,99 @@
+"""Flags that commands share: how to choose tokens, when to stop, what the output must look like."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock_common.errors import ConfigError
+
+DEFAULT_ADDRESS = "localhost:50051"
+DEFAULT_ADMIN_ADDRESS = "localhost:50053"
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Which server and model to talk to."""
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="of the server (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
+
+
+def add_ending(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    """When an output stops. ``max_tokens``: the default, None leaves it to the server."""
+    count = integer(0, 2**32 - 1)
+    ending = parser.add_argument_group("when to stop")
+    default = "as many as fit" if max_tokens is None else max_tokens
+    ending.add_argument(
+        "--max-tokens", type=count, default=max_tokens, metavar="N", help=f"new tokens (default: {default})"
+    )
+    ending.add_argument("--min-tokens", type=count, metavar="N", help="no end before this many new tokens")
+    ending.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    ending.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end of text")
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    int32, int64 = integer(-(2**31), 2**31 - 1), integer(-(2**63), 2**63 - 1)
+    choice = parser.add_argument_group("how to choose tokens")
+    choice.add_argument(
+        "--temperature", type=float, metavar="T", help="0 takes the likeliest token, higher varies more"
+    )
+    choice.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens of this total probability")
+    choice.add_argument("--top-k", type=int32, metavar="K", help="only the K likeliest tokens")
+    choice.add_argument("--min-p", type=float, metavar="P", help="no token below this fraction of the likeliest")
+    choice.add_argument("--seed", type=int64, metavar="S", help="the same seed gives the same text")
+    choice.add_argument("--presence-penalty", type=float, metavar="X", help="off the logit of every token used before")
+    choice.add_argument("--frequency-penalty", type=float, metavar="X", help="off its logit each time it was used")
+    choice.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 avoids tokens that were there")
+
+
+def add_constraint(output: argparse._ArgumentGroup) -> None:
+    """What the output must look like; read with ``constraint``."""
+    one_of = output.add_mutually_exclusive_group()
+    one_of.add_argument("--json", action="store_true", help="a JSON object")
+    one_of.add_argument("--json-schema", metavar="SCHEMA", help="JSON that this schema, or that of this file, accepts")
+    one_of.add_argument("--regex", metavar="PATTERN", help="text that matches")
+    one_of.add_argument("--choice", action="append", metavar="TEXT", help="this text; repeat it for each alternative")
+    one_of.add_argument("--grammar", metavar="GRAMMAR", help="a sentence of this EBNF grammar, or that of this file")
+
+
+def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that were given. Raises ConfigError when a constraint's file cannot be read."""
+    from penstock_local.rpc.client import sampling_fields
+
+    return sampling_fields({**vars(arguments), "structured_output": _constraint(arguments)})
+
+
+def _constraint(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The constraint on the output as a field of the request."""
+    if arguments.json:
+        return {"json_object": True}
+    if arguments.json_schema is not None:
+        schema = arguments.json_schema
+        return {"json_schema": schema if schema.lstrip().startswith("{") else _read_text(schema, flag="--json-schema")}
+    if arguments.regex is not None:
+        return {"regex": arguments.regex}
+    if arguments.choice is not None:
+        return {"choice": {"options": arguments.choice}}
+    if arguments.grammar is not None:
+        grammar = arguments.grammar
+        return {"grammar": _read_text(grammar, flag="--grammar") if Path(grammar).is_file() else grammar}
+    return None
+
+
+def _read_text(path: str, *, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{flag}: cannot read {path!r}: {getattr(e, 'strerror', None) or e}") from None
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """A parser of integers that the wire's type can hold; whether they make sense the server says."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not from {low} to {high}")
+        return value
+
+    return integer

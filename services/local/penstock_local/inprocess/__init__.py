@@ -1,0 +1,1 @@
+"""The engine inside a Python program: ``LLM``."""

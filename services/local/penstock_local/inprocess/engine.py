@@ -1,0 +1,194 @@
+"""An engine on a thread of this process, as the frontend's code sees engines."""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Unavailable
+from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_frontend.engine.client import OutputHandler
+from penstock_frontend.processing.input import ModelLimits
+from penstock_frontend.processing.output import EngineFaultError
+
+logger = logging.getLogger(__name__)
+
+_CLIENT = "in-process"
+
+
+class InProcessEngine:
+    """The ``EngineClient`` of one engine in this process, and the ``OutputSink`` of its busy loop.
+
+    Methods belong to the event loop's thread, except those of the sink. ``num_tokens`` counts the new tokens of all
+    requests, for the eye.
+    """
+
+    def __init__(
+        self, engine: EngineCore, ready: EngineReady, outputs: OutputHandler, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.num_tokens = 0
+        self._engine = engine
+        self._ready = ready
+        self._outputs = outputs
+        self._loop = loop
+        self._dead: RequestFailed | None = None
+        self._closed = False
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._busy_loop = BusyLoop(engine, self)
+        self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the busy loop, wait for it and release the device. From any thread but its own. Idempotent."""
+        self._busy_loop.request_shutdown()
+        self._thread.join()
+        self._engine.shutdown()
+
+    # As the EngineClient.
+
+    @property
+    def usable(self) -> bool:
+        """See EngineClient."""
+        return self._dead is None and not self._closed
+
+    @property
+    def limits(self) -> ModelLimits:
+        """See EngineClient."""
+        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size)
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """See EngineClient."""
+        return self._ready.capabilities
+
+    @property
+    def num_engines(self) -> int:
+        """See EngineClient."""
+        return int(self.usable)
+
+    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+        """See EngineClient: it is usable at once, or never again."""
+        self._check()
+        if deadline is not None and deadline <= time.time():
+            raise DeadlineExceeded("the deadline has passed")
+        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size)
+
+    def add(self, *requests: EngineCoreRequest) -> str:
+        """See EngineClient."""
+        self._check()
+        for request in requests:
+            self._busy_loop.add(_CLIENT, request)
+        return self._ready.engine_id
+
+    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        """See EngineClient."""
+        del engine, reason
+        self._busy_loop.abort(_CLIENT, list(request_ids))
+
+    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+        """See EngineClient."""
+        self._check()
+        call_id = next(self._call_ids)
+        answer = self._calls[call_id] = self._loop.create_future()
+        self._busy_loop.call_utility(_CLIENT, call_id, method, msgspec.msgpack.encode(list(arguments)))
+        try:
+            return {self._ready.engine_id: await answer}
+        except RequestFailed as e:
+            return {self._ready.engine_id: e}
+        finally:
+            del self._calls[call_id]
+
+    def refuse(self) -> None:
+        """See EngineClient."""
+        self._closed = True
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """See EngineClient."""
+        stats = self._busy_loop.stats()
+        return [
+            EngineStatus(
+                engine_id=self._ready.engine_id,
+                incarnation=self._ready.incarnation,
+                address="",
+                state=EngineState.SERVING if self.usable else EngineState.DEAD,
+                num_waiting_reqs=stats.num_waiting_reqs,
+                num_running_reqs=stats.num_running_reqs,
+                kv_cache_usage=stats.kv_cache_usage,
+                seconds_since_last_step=self._busy_loop.seconds_since_last_step(),
+                model=self._ready.model,
+            )
+        ]
+
+    # As the OutputSink.
+
+    def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        """See OutputSink."""
+        del client_id
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def broadcast(self, outputs: EngineCoreOutputs) -> None:
+        """See OutputSink: nobody here follows the cache."""
+
+    def draining(self, timeout: float) -> None:
+        """See OutputSink: whoever stops this engine knows."""
+
+    def engine_dead(self, reason: str) -> None:
+        """See OutputSink."""
+        self._loop.call_soon_threadsafe(self._die, reason)
+
+    # Inside.
+
+    def _run(self) -> None:
+        """The engine's thread. What kills the loop has been told to ``engine_dead``, and fails every call."""
+        try:
+            self._busy_loop.run()
+        except Exception as e:
+            logger.error("the engine died", exc_info=e)
+
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if self._closed:
+            raise Unavailable("this LLM is closed", reason="CLOSED")
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.utility_output is not None:
+            self._answer(outputs.utility_output)
+        if outputs.outputs:
+            self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+            try:
+                not_needed = self._outputs.process(outputs.outputs)
+            except EngineFaultError as e:
+                self._die(str(e))
+                return
+            if not_needed:
+                self._busy_loop.abort(_CLIENT, list(not_needed))
+
+    def _answer(self, output: UtilityOutput) -> None:
+        answer = self._calls.get(output.call_id)
+        if answer is None or answer.done():  # its caller has gone
+            return
+        if output.error is not None:
+            answer.set_exception(output.error.to_exception())
+        else:
+            answer.set_result(msgspec.msgpack.decode(output.result))
+
+    def _die(self, reason: str) -> None:
+        self._dead = Internal(f"the engine died: {reason}", reason="ENGINE_DEAD")
+        self._outputs.fail_engine(self._ready.engine_id, self._dead)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._dead)

@@ -1,0 +1,59 @@
+"""A client for load: as little work per message as possible, several connections if wanted."""
+
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import grpc
+
+from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.inference.v1 import messages_pb2, service_pb2_grpc
+from penstock_common.rpc.channel import make_channel
+from penstock_local.rpc.client import call_failure
+
+
+class Received(NamedTuple):
+    """What a message brought: the number of new tokens; on the last one the prompt's tokens and those of it cached."""
+
+    num_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ended: bool = False
+
+
+class LoadClient:
+    """Requests go to the connections in turn. Use as an async context manager."""
+
+    def __init__(self, address: str, *, channels: int) -> None:
+        self._address = address
+        self._channels = [make_channel(address) for _ in range(channels)]
+        self._stubs = itertools.cycle([service_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def generate(
+        self, prompt: str | Sequence[int], *, model: str, deadline: float | None, sampling: Mapping[str, Any]
+    ) -> AsyncIterator[Received]:
+        """What each message brings. ``deadline``: seconds from now. Raises RequestFailed, ServerUnreachableError."""
+        request = messages_pb2.GenerateRequest(model=model, sampling_params=sampling_pb2.SamplingParams(**sampling))
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        call = next(self._stubs).Generate(request, timeout=deadline)
+        try:
+            async for response in call:
+                if response.finish_reason == finish_pb2.FINISH_REASON_UNSPECIFIED:
+                    yield Received(len(response.token_ids))
+                else:
+                    usage = response.usage
+                    yield Received(len(response.token_ids), usage.prompt_tokens, usage.cached_tokens, ended=True)
+        except grpc.aio.AioRpcError as e:
+            raise call_failure(e, self._address) from None
+        finally:
+            call.cancel()

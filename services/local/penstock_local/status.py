@@ -1,0 +1,215 @@
+"""``penstock status``: the engines of a running cluster, in the terminal."""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock_common.config import check_range
+from penstock_common.errors import PenstockError, RequestFailed
+from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_local.console import fail
+from penstock_local.generate import describe_failure
+from penstock_local.rpc.admin import AdminClient, Cluster
+from penstock_local.rpc.client import ServerUnreachableError
+from penstock_local.rpc.health import serving
+
+EXIT_FAILED = 1
+_TIMEOUT = 3.0
+"""Seconds for an answer; a busy engine answers between two steps."""
+
+_STYLES = {
+    EngineState.LOADING: "yellow",
+    EngineState.SERVING: "green",
+    EngineState.DRAINING: "yellow",
+    EngineState.WEDGED: "bold red",
+    EngineState.DEAD: "red",
+}
+_NUMBERS = ("running", "waiting", "last step", "longest")
+_WIDE_ONLY = ("longest", "address")
+_COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
+_WIDE = 100
+_PIPE_WIDTH = 200
+_BAR_WIDTH = 8
+
+
+class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to look, and how often (``interval`` in seconds) unless it is ``once`` or as ``json``."""
+
+    admin_address: str
+    address: str
+    interval: float = 1.0
+    once: bool = False
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("--interval", self.interval, low=0.05, high=3600)
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a cluster. ``serving``: health of the public API, None when it does not answer.
+
+    ``infos``: what the engines that answered in time say of themselves, by id.
+    """
+
+    cluster: Cluster
+    serving: bool | None
+    infos: dict[str, dict[str, Any]]
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether at least one engine does."""
+        return any(engine.state is EngineState.SERVING for engine in self.cluster.engines)
+
+
+async def status(options: StatusOptions) -> int:
+    """Show the cluster. Returns the exit code: 0 when an engine takes requests, or after Ctrl-C of a live table."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    async with AdminClient(options.admin_address) as admin:
+        try:
+            snapshot = await look(admin, options)
+        except PenstockError as e:
+            fail(_explain(e))
+            return EXIT_FAILED
+        if options.json:
+            sys.stdout.write(json.dumps(as_json(snapshot), indent=2) + "\n")
+        elif options.once or not console.is_terminal:
+            console.print(table(snapshot, options, width=console.width))
+        else:
+            await _watch(admin, options, console, snapshot)
+            return 0
+    return 0 if snapshot.takes_requests else EXIT_FAILED
+
+
+async def look(admin: AdminClient, options: StatusOptions) -> Snapshot:
+    """Ask everything at once. Raises what the question for the cluster failed with; without the rest it goes on."""
+    cluster, public, infos = await asyncio.gather(
+        admin.cluster(deadline=_TIMEOUT), serving(options.address, deadline=_TIMEOUT), _infos(admin)
+    )
+    return Snapshot(cluster=cluster, serving=public, infos=infos)
+
+
+async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
+    """What the engines say; nothing when one of them does not answer, which the table shows by its state."""
+    try:
+        return await admin.engine_info(deadline=_TIMEOUT)
+    except PenstockError:
+        return {}
+
+
+async def _watch(admin: AdminClient, options: StatusOptions, console: Console, snapshot: Snapshot) -> None:
+    """Refresh the table until Ctrl-C. A frontend that goes away is looked for until it is back."""
+    footer = Text("Ctrl-C ends", style="dim")
+    shown: RenderableType = table(snapshot, options, width=console.width)
+    with Live(Group(shown, footer), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                await asyncio.sleep(options.interval)
+                try:
+                    shown = table(await look(admin, options), options, width=console.width)
+                    live.update(Group(shown, footer), refresh=True)
+                except PenstockError as e:
+                    live.update(Group(shown, Text(_one_line(e), style="red"), footer), refresh=True)
+        except asyncio.CancelledError:
+            # Ctrl-C is how one leaves: no error, and nothing else cancels this.
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            live.update(shown, refresh=True)
+
+
+def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
+    """A line on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
+    engines = snapshot.cluster.engines
+    if not engines:
+        return Group(_head(snapshot, options), Text("no engine is known yet", style="yellow"))
+    rows = Table(box=None, pad_edge=False, header_style="dim")
+    columns = _COLUMNS if width >= _WIDE else _COLUMNS[: -len(_WIDE_ONLY)]
+    for name in columns:
+        rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
+    for engine in engines:
+        rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
+    return Group(_head(snapshot, options), rows)
+
+
+def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
+    """A row, as ``_COLUMNS`` names it."""
+    return [
+        engine.engine_id or f"#{engine.index}",
+        _state(engine, info),
+        str(engine.num_running_reqs),
+        str(engine.num_waiting_reqs),
+        _usage(engine.kv_cache_usage),
+        f"{engine.seconds_since_last_step:.1f} s" if engine.seconds_since_last_step else "idle",
+        engine.model,
+        f"{info['max_model_len']}" if "max_model_len" in info else "",
+        engine.address,
+    ]
+
+
+def as_json(snapshot: Snapshot) -> dict[str, Any]:
+    """The same as plain data, engines with what they say of themselves."""
+    return {
+        "serving": snapshot.serving,
+        "coordinator_connected": snapshot.cluster.coordinator_connected,
+        "engines": [
+            {
+                **msgspec.structs.asdict(engine),
+                "state": engine.state.name,
+                "info": snapshot.infos.get(engine.engine_id),
+            }
+            for engine in snapshot.cluster.engines
+        ],
+    }
+
+
+def _head(snapshot: Snapshot, options: StatusOptions) -> Text:
+    health, style = {
+        True: ("serving", "bold green"),
+        False: ("not serving", "bold red"),
+        None: ("does not answer", "bold red"),
+    }[snapshot.serving]
+    count = len(snapshot.cluster.engines)
+    coordinator = "connected" if snapshot.cluster.coordinator_connected else "not connected"
+    return Text.assemble(
+        (options.address, "bold"),
+        " ",
+        (health, style),
+        f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}",
+    )
+
+
+def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:
+    """The state, and whether an operator has paused the engine or put it to sleep."""
+    more = "asleep" if info.get("asleep") else info.get("pause_state", "")
+    note = f" ({more})" if more not in ("", "running") else ""
+    return Text(engine.state.name.lower() + note, style=_STYLES[engine.state])
+
+
+def _usage(fraction: float) -> Text:
+    """A bar and a percentage."""
+    filled = min(round(fraction * _BAR_WIDTH), _BAR_WIDTH)
+    style = "red" if fraction > 0.9 else "cyan"
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "dim"), f" {fraction:4.0%}")
+
+
+def _one_line(error: PenstockError) -> str:
+    return describe_failure(error) if isinstance(error, RequestFailed) else str(error)
+
+
+def _explain(error: PenstockError) -> str:
+    text = _one_line(error)
+    if isinstance(error, ServerUnreachableError):
+        return (
+            f"{text}\nIs a frontend running? Its operators' port listens on its own machine alone, as a rule; "
+            "--admin-address says where."
+        )
+    return text

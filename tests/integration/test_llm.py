@@ -1,0 +1,260 @@
+"""``LLM``: the engine inside this program, with the demo model and MiniLM, against what a server answers."""
+
+import asyncio
+import math
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unavailable, Unimplemented
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_local import LLM, FinishReason, SamplingParams, StructuredOutput
+from tests.fakes.engine_server import EngineServer
+from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.pooling_models import MINILM
+
+DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory": "32MiB", "max_num_seqs": 16}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = ["Once upon a time", "The sun is", "<|user|>Count from 1 to 12.<|end|><|assistant|>", "A fox"]
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 30?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(DEMO), **OPTIONS) as llm:
+        yield llm
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[FrontendServer]:
+    config = EngineCoreConfig(
+        model=ModelConfig(path=str(DEMO), served_model_name="model", device="cpu"),
+        cache=CacheConfig(num_blocks=256),
+        executor=ExecutorConfig(num_threads=1),
+    )
+    engine = EngineServer(config, UniprocExecutor(config)).start().load()
+    async with FrontendServer(DEMO, engines=[engine.address]) as frontend:
+        await frontend.until_health(serving=True)
+        yield frontend
+    engine.stop()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_greedy_texts_and_tokens_equal_those_of_a_server(llm: LLM, server: FrontendServer) -> None:
+    outputs = await asyncio.to_thread(llm.generate, PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        messages = await server.outputs(prompt, temperature=0.0, max_tokens=24)
+        assert output.prompt == prompt
+        assert output.text == "".join(message.text for message in messages)
+        assert output.outputs[0].token_ids == [i for message in messages for i in message.token_ids]
+        assert output.outputs[0].finish_reason == messages[-1].finish_reason
+        assert len(output.prompt_token_ids) == messages[-1].usage.prompt_tokens
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_greedy_chat_equals_that_of_a_server(llm: LLM, server: FrontendServer) -> None:
+    (output,) = await asyncio.to_thread(llm.chat, QUESTION, GREEDY)
+    request = pb.ChatRequest(messages=[pb.ChatMessage(**message) for message in QUESTION])
+    request.sampling_params.temperature, request.sampling_params.max_tokens = 0.0, 24
+    pieces = [message async for message in server.stub.Chat(request)]
+    assert output.text == "".join(piece.content for piece in pieces) != ""
+    assert output.prompt is not None
+    assert output.prompt.endswith("<|assistant|>")
+
+
+def test_one_prompt_gives_a_list_of_one_and_none_an_empty_one(llm: LLM) -> None:
+    assert len(llm.generate("A fox", GREEDY)) == 1
+    assert llm.generate([], GREEDY) == []
+
+
+def test_token_ids_are_prompts_too(llm: LLM) -> None:
+    (as_text,) = llm.generate("A fox", GREEDY)
+    as_ids, listed = llm.generate(list(as_text.prompt_token_ids), GREEDY)[0], llm.generate([[5, 6], "A fox"], GREEDY)
+    assert as_ids.outputs == as_text.outputs
+    assert as_ids.prompt is None
+    assert listed[0].prompt_token_ids == [5, 6]
+    assert listed[1].outputs == as_text.outputs
+
+
+def test_many_prompts_come_back_in_their_order(llm: LLM) -> None:
+    prompts = [[10 + index] for index in range(100)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + index % 5, ignore_eos=True) for index in range(100)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + index % 5 for index in range(100)]
+
+
+def test_several_outputs_and_their_log_probabilities(llm: LLM) -> None:
+    (output,) = llm.generate("Once", {"n": 3, "seed": 1, "temperature": 1, "max_tokens": 5, "logprobs": 2})
+    assert [each.index for each in output.outputs] == [0, 1, 2]
+    for each in output.outputs:
+        assert each.logprobs is not None
+        assert len(each.logprobs) == len(each.token_ids)
+        chosen = [each.logprobs.token_ids[start] for start in each.logprobs.offsets[:-1]]
+        assert chosen == each.token_ids
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(llm: LLM) -> None:
+    params = SamplingParams(seed=5, max_tokens=16)
+    alone = llm.generate("Once", params)[0].text
+    assert [output.text for output in llm.generate(["Once"] * 8, params)] == [alone] * 8
+
+
+def test_stop_strings_end_an_output_before_them(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[2], {"temperature": 0, "max_tokens": 60, "stop": ["8"]})
+    assert "8" not in output.text
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (FinishReason.STOP, "8")
+
+
+def test_errors_name_the_prompt_before_any_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match=r"^prompts\[2\]: prompt is \d+ tokens; max_model_len is 2048"):
+        llm.generate(["a", "b", "c " * 4000], GREEDY)
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\]: text is empty"):
+        llm.generate(["a", ""], GREEDY)
+    with pytest.raises(InvalidArgument, match=r"^prompts\[0\]: token_ids.ids\[1\] is 99999"):
+        llm.generate([[1, 99999]], GREEDY)
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\] is a float"):
+        llm.generate(["a", 2.5], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\]: sampling_params.top_p is 7"):
+        llm.generate(["a", "b"], [GREEDY, {"top_p": 7}])
+
+
+def test_errors_of_sampling_parameters_name_the_field(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match=r"there is no 'temprature'; did you mean 'temperature'\?"):
+        llm.generate("a", {"temprature": 1})
+    with pytest.raises(InvalidArgument, match=r"^sampling_params\[1\]: Expected `float`, got `str`"):
+        llm.generate(["a", "b"], [GREEDY, {"top_p": "high"}])
+    with pytest.raises(InvalidArgument, match="has 1 entries for 2 inputs"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_errors_of_conversations_name_the_message(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match=r"^conversations\[1\]: messages\[0\].role is 'robot'"):
+        llm.chat([QUESTION, [{"role": "robot", "content": "hi"}]])
+    with pytest.raises(
+        InvalidArgument, match=r"^conversations\[0\].messages\[0\]: Object missing required field `role`"
+    ):
+        llm.chat([{"content": "hi"}])
+
+
+def test_a_failure_on_the_way_ends_the_others_and_leaves_the_llm_usable(llm: LLM) -> None:
+    wrong = {"max_tokens": 4, "structured_output": StructuredOutput(regex="(")}
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\]: .*regex"):
+        llm.generate(["a", "b"], [SamplingParams(max_tokens=2000, ignore_eos=True), wrong])
+    assert llm.generate("A fox", GREEDY)[0].text
+
+
+def test_calls_from_several_threads_share_the_engine(llm: LLM) -> None:
+    texts: dict[int, list[str]] = {}
+
+    def run(index: int) -> None:
+        texts[index] = [output.text for output in llm.generate(PROMPTS, GREEDY)]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_model_that_generates_does_not_embed(llm: LLM) -> None:
+    with pytest.raises(Unimplemented, match=r"^texts\[0\]: the model does not serve embed; it serves generate"):
+        llm.embed("hi")
+
+
+def test_embeddings_are_unit_vectors_that_know_what_is_alike() -> None:
+    with LLM(str(MINILM), device="cpu", num_threads=1) as llm:
+        cat, kitten, tax = llm.embed(["A cat sleeps.", "A kitten is asleep.", "Taxes are due in April."])
+        assert llm.embed("A cat sleeps.")[0].num_prompt_tokens == cat.num_prompt_tokens == 6
+    assert math.isclose(math.hypot(*cat.embedding), 1.0, rel_tol=1e-4)
+    assert _dot(cat, kitten) > _dot(cat, tax) + 0.3
+
+
+def _dot(left: Any, right: Any) -> float:
+    return sum(a * b for a, b in zip(left.embedding, right.embedding, strict=True))
+
+
+def test_options_are_checked_by_name_and_value() -> None:
+    with pytest.raises(ConfigError, match=r"LLM has no option 'max_num_seq'; did you mean 'max_num_seqs'\?"):
+        LLM(str(DEMO), max_num_seq=4)
+    with pytest.raises(ConfigError, match="scheduler.max_num_seqs"):
+        LLM(str(DEMO), max_num_seqs=0)
+    with pytest.raises(ConfigError, match="kv_cache_memory: 'lots' is not a size"):
+        LLM(str(DEMO), kv_cache_memory="lots")
+    with pytest.raises(ConfigError, match="no such directory"):
+        LLM("./nowhere")
+
+
+def test_a_closed_llm_refuses_and_may_be_closed_again() -> None:
+    with LLM(str(DEMO), **OPTIONS) as llm:
+        llm.close()
+        with pytest.raises(Unavailable, match="this LLM is closed"):
+            llm.generate("a", GREEDY)
+
+
+def test_closing_ends_a_call_of_another_thread() -> None:
+    llm = LLM(str(DEMO), **OPTIONS)
+    failures: list[BaseException] = []
+    begun = threading.Event()
+
+    def run() -> None:
+        begun.set()
+        try:
+            llm.generate(["a"] * 16, SamplingParams(max_tokens=2000, ignore_eos=True))
+        except Unavailable as e:
+            failures.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    llm.close()
+    thread.join()
+    assert len(failures) == 1
+
+
+def test_an_engine_that_dies_fails_every_call_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(DEMO), **OPTIONS) as llm:
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(UniprocExecutor, "execute_model", fail)
+        for _ in range(2):
+            with pytest.raises(Internal, match=r"^prompts\[0\]: the engine died: .*the device is gone"):
+                llm.generate("a", GREEDY)
+
+
+SCRIPT = f"""
+from penstock_local import LLM, SamplingParams, StructuredOutput
+print("imported", flush=True)
+llm = LLM({str(DEMO)!r}, device="cpu", num_threads=1, kv_cache_memory="32MiB")
+print(llm.generate("Name?", SamplingParams(structured_output=StructuredOutput(choice=("a", "b"))))[0].text in "ab")
+try:
+    print("running", flush=True)
+    llm.generate(["a"] * 8, SamplingParams(max_tokens=2000, ignore_eos=True, temperature=0.0))
+except KeyboardInterrupt:
+    print("interrupted", len(llm.generate("b", {{"max_tokens": 2}})))
+"""
+
+
+def test_ctrl_c_ends_the_call_and_a_script_needs_neither_close_nor_main_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("running\n", ""):
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "interrupted 1\n", "")

@@ -1,0 +1,150 @@
+"""``penstock status`` against a real gRPC server without engines."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from penstock.admin.v1 import messages_pb2, service_pb2_grpc
+from penstock.common.v1 import control_pb2
+from penstock_common.config import ServerConfig
+from penstock_common.errors import Unavailable
+from penstock_common.rpc.server import RpcServer
+from penstock_local.cli import main
+from penstock_local.ports import free_ports
+from tests.fakes.terminal import CTRL_C, Terminal
+
+
+class FakeAdmin(service_pb2_grpc.AdminServiceServicer):
+    def __init__(self) -> None:
+        self.engines: list[control_pb2.EngineStatus] = []
+        self.infos: dict[str, dict[str, Any]] | None = {}
+        self.looks = 0
+
+    async def GetCluster(self, request: Any, context: Any) -> messages_pb2.GetClusterResponse:
+        self.looks += 1
+        return messages_pb2.GetClusterResponse(engines=self.engines, coordinator_connected=True)
+
+    async def GetEngineInfo(self, request: Any, context: Any) -> messages_pb2.GetEngineInfoResponse:
+        if self.infos is None:
+            raise Unavailable("engine engine-0: it is gone")
+        return messages_pb2.GetEngineInfoResponse(engines={name: json.dumps(info) for name, info in self.infos.items()})
+
+
+class Server:
+    """``address`` serves the admin API and health."""
+
+    def __init__(self) -> None:
+        self.admin = FakeAdmin()  # type: ignore[abstract]
+        self.rpc = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=())
+        service_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, self.rpc.server)
+        self.address = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("status", "--admin-address", self.address, "--address", self.address)
+
+    async def run(self, *flags: str) -> int:
+        return await asyncio.to_thread(main, [*self.flags, *flags])
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    server.address = f"127.0.0.1:{await server.rpc.start()}"
+    await server.rpc.set_serving(True)
+    yield server
+    await server.rpc.stop(0)
+
+
+def engine(index: int, **fields: Any) -> control_pb2.EngineStatus:
+    return control_pb2.EngineStatus(
+        **{
+            "engine_id": f"engine-{index}",
+            "address": f"127.0.0.1:{7000 + index}",
+            "state": control_pb2.ENGINE_STATE_SERVING,
+            "index": index,
+            "model": "m",
+            **fields,
+        }
+    )
+
+
+async def test_a_row_per_engine_in_the_order_of_their_indexes(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [
+        engine(1, num_running_reqs=3, num_waiting_reqs=7, kv_cache_usage=0.5, seconds_since_last_step=1.25),
+        engine(0, state=control_pb2.ENGINE_STATE_DRAINING),
+    ]
+    server.admin.infos = {"engine-1": {"max_model_len": 2048, "pause_state": "paused"}}
+    assert await server.run("--once") == 0
+    head, _, first, second = capsys.readouterr().out.splitlines()
+    assert head == f"{server.address} serving · 2 engines · coordinator connected"
+    assert first.split() == ["engine-0", "draining", "0", "0", "░░░░░░░░", "0%", "idle", "m", "127.0.0.1:7000"]
+    assert second.split()[:11] == [
+        *("engine-1", "serving", "(paused)", "3", "7", "████░░░░", "50%", "1.2", "s", "m", "2048"),
+    ]
+
+
+async def test_json_has_everything_also_what_engines_say_of_themselves(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0, state=control_pb2.ENGINE_STATE_WEDGED)]
+    server.admin.infos = {"engine-0": {"vocab_size": 9}}
+    assert await server.run("--json") == 1
+    status = json.loads(capsys.readouterr().out)
+    assert (status["serving"], status["coordinator_connected"]) == (True, True)
+    (only,) = status["engines"]
+    assert (only["engine_id"], only["state"], only["info"]) == ("engine-0", "WEDGED", {"vocab_size": 9})
+
+
+async def test_an_engine_that_does_not_answer_leaves_the_table_whole(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines, server.admin.infos = [engine(0)], None
+    assert await server.run("--once") == 0
+    assert "engine-0" in capsys.readouterr().out
+
+
+async def test_without_engines_the_exit_code_is_1(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await server.run("--once") == 1
+    assert "no engine is known yet" in capsys.readouterr().out
+
+
+async def test_a_public_api_that_does_not_answer_is_said_so(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.admin.engines = [engine(0)]
+    (port,) = free_ports(1)
+    assert await server.run("--once", "--address", f"127.0.0.1:{port}") == 0
+    assert f"127.0.0.1:{port} does not answer" in capsys.readouterr().out
+
+
+def test_nothing_listening_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    assert main(["status", "--admin-address", f"127.0.0.1:{port}"]) == 1
+    err = capsys.readouterr().err
+    assert f"no connection to 127.0.0.1:{port}" in err
+    assert "Is a frontend running?" in err
+
+
+def test_an_interval_out_of_range_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--interval", "0"]) == 2
+    assert "--interval" in capsys.readouterr().err
+
+
+async def test_on_a_terminal_the_table_lives_until_ctrl_c(server: Server) -> None:
+    server.admin.engines = [engine(0)]
+
+    def watch() -> None:
+        with Terminal(*server.flags, "--interval", "0.05", COLUMNS="90") as terminal:
+            terminal.wait_for("engine-0")
+            terminal.wait_for("Ctrl-C ends")
+            server.admin.engines = [engine(0, num_running_reqs=42)]
+            terminal.wait_for("42")
+            terminal.type(CTRL_C)
+            assert terminal.wait_for_exit() == 0
+
+    await asyncio.to_thread(watch)
+    assert server.admin.looks > 1
