@@ -14,6 +14,7 @@ from penstock_common.config import (
     LogConfig,
     MetricsConfig,
     ServerConfig,
+    TracingConfig,
     check_choice,
     check_range,
     model_name,
@@ -195,6 +196,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     server: ServerConfig = ServerConfig(port=50052)
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     profiler: ProfilerConfig = ProfilerConfig()
     error_dump: ErrorDumpConfig = ErrorDumpConfig()
     plugins: tuple[str, ...] | None = None

@@ -9,7 +9,7 @@ import socket
 
 import msgspec
 
-from penstock_common.config import LogConfig, ServerConfig, check_range, model_name, require
+from penstock_common.config import LogConfig, ServerConfig, TracingConfig, check_range, model_name, require
 from penstock_common.errors import ConfigError
 
 
@@ -43,10 +43,15 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP listener with ``/health`` and ``/metrics``. Port -1 switches it off."""
+    """The HTTP listener with ``/health`` and ``/metrics``. Port -1 switches it off.
+
+    ``engine_metrics``: ``/metrics`` also has what this frontend knows of its engines' load. Off where the engines' own
+    ``/metrics`` are collected, so that nothing is counted twice.
+    """
 
     host: str = "0.0.0.0"
     port: int = 8000
+    engine_metrics: bool = True
 
     def __post_init__(self) -> None:
         require("http.host", self.host)
@@ -101,6 +106,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine_wait_timeout: float = 30.0
     drain_timeout: float = 30.0
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         check_range("tokenizer_threads", self.tokenizer_threads, low=1, high=64)
