@@ -7,7 +7,6 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 
 class Buckets:
@@ -28,7 +27,7 @@ class Buckets:
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """Write this series into its family."""
-        names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        names = [*map(str, self._bounds), "+Inf"]
         counts = self._counts.copy()  # consistent in itself, whatever is observed meanwhile
         family.add_metric(
             labels, buckets=list(zip(names, map(float, accumulate(counts)), strict=True)), sum_value=self._sum
@@ -48,7 +47,8 @@ class Histogram(Collector):
         registry: CollectorRegistry | None = None,
     ) -> None:
         """``bounds``: see ``Buckets``."""
-        self._name, self._text, self._label_names, self._bounds = name, text, labels, tuple(map(float, bounds))
+        self._name, self._text, self._label_names = name, text, labels
+        self._bounds = tuple(map(float, bounds))
         self._series: dict[tuple[str, ...], Buckets] = {}
         if registry is not None:
             registry.register(self)

@@ -5,13 +5,17 @@ import signal
 import uuid
 
 from penstock_common.logging import get_logger
+from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.server import RpcServer
+from penstock_common.tracing import make_tracer
 from penstock_frontend.api import admin, inference
 from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.api.telemetry import HttpTelemetry
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
@@ -36,9 +40,11 @@ class Frontend:
         self._config = config
         name = config.model.name
         files = load_model_files(config.model, num_threads=config.tokenizer_threads)
-        metrics = FrontendMetrics(name)
+        self._metrics = metrics = FrontendMetrics(name)
+        self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)
+        calls = CallTelemetry(metrics.registry, self._tracer)
         outputs = OutputProcessor(files.tokenizer, metrics)
-        pooled = PooledOutputs(lambda state: metrics.pooled(state.started, state.num_prompt))
+        pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
         inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits)
         incarnation = uuid.uuid4().hex
         self._tokenizer = files.tokenizer
@@ -50,24 +56,27 @@ class Frontend:
             incarnation=incarnation,
             outputs=SplitOutputs(outputs, pooled),
             wait_timeout=config.engine_wait_timeout,
-            on_change=self._changed.set,
+            on_change=self._on_change,
         )
+        if config.http.engine_metrics:
+            metrics.add_engine_loads(self._engines.loads)
         self._llm = AsyncLLM(
             tokenizer=files.tokenizer,
             inputs=inputs,
             outputs=outputs,
             engines=self._engines,
             limits=config.limits,
-            metrics=metrics,
+            observer=RequestObserver(metrics, config.log, self._tracer),
             pooling=PoolingCalls(
                 inputs=PoolingInputs(files.tokenizer, inputs, config.limits), outputs=pooled, engines=self._engines
             ),
         )
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
-        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME])
-        self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
-        self._http = HttpServer(config.http, make_app(metrics.registry, lambda: self._llm.serving))
+        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME], observer=calls)
+        self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME], observer=calls)
+        app = make_app(metrics.registry, lambda: self._llm.serving)
+        self._http = HttpServer(config.http, HttpTelemetry(app, metrics.registry, self._tracer))
         inference.add_to_server(self._server.server, self._llm, config.model, load_labels(config.model))
         admin.add_to_server(self._admin.server, self._engines, self._is_coordinator_connected)
 
@@ -133,6 +142,8 @@ class Frontend:
             await self._coordinator_task
         await self._engines.close()
         self._tokenizer.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)
         get_logger().info("frontend stopped")
 
     def _coordinator_client(self, incarnation: str) -> CoordinatorClient:
@@ -143,6 +154,11 @@ class Frontend:
             on_view=self._engines.follow_view,
             reconnect_max=self._config.coordinator.reconnect_max,
         )
+
+    def _on_change(self) -> None:
+        for load in self._engines.loads():
+            self._metrics.engine(load.engine)  # its series show as 0 before its first request
+        self._changed.set()
 
     def _is_coordinator_connected(self) -> bool:
         return self._coordinator is not None and self._coordinator.connected

@@ -8,7 +8,7 @@ from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFai
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.client import EngineClient
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.observe import ObservedRequest, RequestObserver
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
@@ -20,13 +20,18 @@ from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 
 
 class LiveRequest:
-    """A request between acceptance and release. ``states``: its sequences, none until it is on its way to an engine."""
+    """A request between acceptance and release. ``states``: its sequences, none until it is on its way to an engine.
+    ``done``: all of its output was made.
+    """
 
-    __slots__ = ("request_id", "states")
+    __slots__ = ("done", "observed", "request", "request_id", "states")
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, observed: ObservedRequest) -> None:
         self.request_id = request_id
+        self.observed = observed
+        self.request: GenerateRequest | PoolingRequest | None = None
         self.states: Sequence[RequestState] = ()
+        self.done = False
 
 
 class AsyncLLM:
@@ -45,7 +50,7 @@ class AsyncLLM:
         outputs: OutputProcessor,
         engines: EngineClient,
         limits: LimitsConfig,
-        metrics: FrontendMetrics,
+        observer: RequestObserver,
         pooling: PoolingCalls,
     ) -> None:
         self.engines = engines
@@ -54,7 +59,8 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._outputs = outputs
         self._limits = limits
-        self._metrics = metrics
+        self._observer = observer
+        self._metrics = observer.metrics
         self._live: dict[str, LiveRequest] = {}
         self._draining = False
         self._idle = asyncio.Event()
@@ -76,6 +82,18 @@ class AsyncLLM:
 
         Raises InvalidArgument for an id that is in use, ResourceExhausted at the limit, Unavailable while draining.
         """
+        try:
+            request_id = self._admitted(given_id)
+        except RequestFailed as e:
+            self._observer.refused(e)
+            raise
+        live = self._live[request_id] = LiveRequest(request_id, self._observer.accepted(request_id))
+        self._idle.clear()
+        self._metrics.set_in_flight(len(self._live))
+        return live
+
+    def _admitted(self, given_id: str) -> str:
+        """The id of a request that may come in. Raises what ``accept`` says."""
         request_id = self.inputs.request_id(given_id)
         if self._draining:
             raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
@@ -90,10 +108,7 @@ class AsyncLLM:
                 f"{len(self._live)} requests are running; limits.max_requests is {self._limits.max_requests}",
                 retry_after=1.0,
             )
-        live = self._live[request_id] = LiveRequest(request_id)
-        self._idle.clear()
-        self._metrics.set_in_flight(len(self._live))
-        return live
+        return request_id
 
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
         """The outputs of an accepted request, as its output kind says; the last one of each sequence has ``finish``.
@@ -101,21 +116,32 @@ class AsyncLLM:
         The request is released before its last output is handed out: its id is free when its client reads that.
         Raises RequestFailed.
         """
-        live.states = await self._start(request, live.request_id)
-        collector = live.states[0].collector
-        finished = False
-        while not finished:
-            output = await _before(request.deadline, collector)
-            finished = collector.finished
-            if finished:
-                self.release(live)
-            yield output
+        try:
+            request = live.request = live.observed.begin(request)
+            live.states = await self._start(request, live.request_id)
+            collector = live.states[0].collector
+            while not live.done:
+                output = await _before(request.deadline, collector)
+                live.observed.output(output, cumulative=collector.cumulative)
+                live.done = collector.finished
+                if live.done:
+                    self.release(live)
+                yield output
+        except Exception as e:
+            live.observed.failed(e)
+            raise
 
     async def pool(self, request: PoolingRequest) -> tuple[PoolingResult, str]:
         """The vectors of a pooling request's inputs, and the request's id. Raises RequestFailed."""
         live = self.accept(request.request_id)
         try:
-            return await self.pooling.run(request, live.request_id), live.request_id
+            request = live.request = live.observed.begin(request)
+            result = await self.pooling.run(request, live.request_id)
+            live.done = True
+            return result, live.request_id
+        except Exception as e:
+            live.observed.failed(e)
+            raise
         finally:
             self.release(live)
 
@@ -132,6 +158,7 @@ class AsyncLLM:
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
             self.engines.abort(running[0].engine, [state.request_id for state in running], "the client is gone")
+        live.observed.end(live.request, live.states, done=live.done)
         self._metrics.set_in_flight(len(self._live))
         if not self._live:
             self._idle.set()
@@ -170,6 +197,7 @@ class AsyncLLM:
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
         sequences = parallel_sampling.sequences(core_request)
+        self._metrics.asked_for(len(sequences))
         states = self._outputs.add(*sequences)
         try:
             engine = self.engines.add(*sequences)

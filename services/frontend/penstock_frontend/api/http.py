@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
@@ -32,7 +33,7 @@ def make_app(registry: CollectorRegistry, serving: Callable[[], bool]) -> Starle
 class HttpServer:
     """uvicorn inside the running event loop. Port -1: nothing is served."""
 
-    def __init__(self, config: HttpConfig, app: Starlette) -> None:
+    def __init__(self, config: HttpConfig, app: ASGIApp) -> None:
         self._config = config
         self._server = _Server(
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none")

@@ -6,9 +6,11 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.sampling import to_proto
 from penstock_common.types.outputs import (
+    EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
+    EventType,
     FinishReason,
     PrefillStats,
     RequestError,
@@ -17,6 +19,7 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import EngineCoreRequest
 
 _FINISH_REASONS: dict[int, FinishReason] = {int(reason): reason for reason in FinishReason}
+_EVENT_TYPES: dict[int, EventType] = {int(kind): kind for kind in EventType}
 
 
 def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
@@ -90,6 +93,12 @@ def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
         output.new_prompt_logprobs = parts.logprobs_from_proto(message.new_prompt_logprobs)
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output)
+    if message.events:
+        output.events = [
+            EngineCoreEvent(kind, event.timestamp)
+            for event in message.events
+            if (kind := _EVENT_TYPES.get(event.type)) is not None
+        ]
     if message.HasField("prefill_stats"):
         prefill = message.prefill_stats
         output.prefill_stats = PrefillStats(
