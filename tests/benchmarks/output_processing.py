@@ -13,9 +13,7 @@ from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.tokenizer import Tokenizer
 
 
-def measure(
-    tokenizer: tokenizers.Tokenizer, *, running: int = 256, steps: int = 400, detokenize: bool = True
-) -> float:
+def measure(tokenizer: tokenizers.Tokenizer, *, running: int = 256, steps: int = 400, detokenize: bool = True) -> float:
     """Median microseconds per output of one token, ``running`` outputs in a step. Nobody reads what is collected."""
     processor = OutputProcessor(Tokenizer(tokenizer), FrontendMetrics("bench"))
     params = SamplingParams(max_tokens=steps + 1, detokenize=detokenize)

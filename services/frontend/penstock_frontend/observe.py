@@ -93,7 +93,9 @@ class ObservedRequest:
         """It ends with an error. The first one counts."""
         self._code = self._code or (error.code if isinstance(error, RequestFailed) else "INTERNAL")
 
-    def end(self, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState], *, done: bool) -> None:
+    def end(
+        self, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState], *, done: bool
+    ) -> None:
         """It is over; ``done``: every output was made. What neither is done nor failed was given up by its client. Idempotent."""
         if self._ended:
             return

@@ -91,9 +91,7 @@ class SplitOutputs:
 
     def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
         """See ``OutputHandler.process``."""
-        return [
-            request_id for handler in self._handlers for request_id in handler.process(outputs, engine, timestamp)
-        ]
+        return [request_id for handler in self._handlers for request_id in handler.process(outputs, engine, timestamp)]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """See ``OutputHandler.fail``."""
