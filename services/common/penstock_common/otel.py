@@ -1,5 +1,6 @@
 """The one module that imports OpenTelemetry. ``penstock_common.tracing`` loads it when traces are configured."""
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -17,6 +18,8 @@ from penstock_common.tracing import Attributes, Headers
 
 _EXPORT_TIMEOUT = 5.0
 """Seconds that a batch may take on its way to the collector, retries included."""
+_FLUSH_TIMEOUT = 2.0
+"""Seconds that a process waits for its last spans to be sent."""
 _NANOSECONDS = 1_000_000_000
 _w3c = TraceContextTextMapPropagator()
 
@@ -63,10 +66,10 @@ class OtelTracer:
         )
         sampler = ParentBased(TraceIdRatioBased(config.sample_ratio))
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(
+        self._exporter = OTLPSpanExporter(
             config.endpoint, insecure=not config.endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT
         )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("penstock", service_version())
 
     def start(
@@ -99,7 +102,11 @@ class OtelTracer:
 
     def shutdown(self) -> None:
         """See ``tracing.Tracer``."""
-        self._provider.shutdown()
+        flushing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_TIMEOUT)
+        if flushing.is_alive():
+            self._exporter.shutdown()  # ends its attempts
 
 
 def _set_error(span: trace.Span, error: str) -> None:
