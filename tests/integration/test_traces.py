@@ -41,9 +41,7 @@ async def services(receiver: OtlpReceiver, model: Path, **options: Any) -> Async
     engine = EngineServer(config, FakeExecutor(vocab_size=VOCAB))
     await asyncio.to_thread(lambda: engine.start().load())
     try:
-        async with FrontendServer(
-            model, engines=[engine.address], **({"tracing": tracing} | options)
-        ) as frontend:
+        async with FrontendServer(model, engines=[engine.address], **({"tracing": tracing} | options)) as frontend:
             await frontend.until_health(serving=True)
             yield frontend
     finally:

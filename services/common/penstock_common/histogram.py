@@ -16,7 +16,7 @@ class Buckets:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """``bounds``: upper ends of the buckets, inclusive and ascending; one more for all that is larger is implied."""
-        self._bounds = bounds
+        self._bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -48,7 +48,7 @@ class Histogram(Collector):
     ) -> None:
         """``bounds``: see ``Buckets``."""
         self._name, self._text, self._label_names = name, text, labels
-        self._bounds = tuple(map(float, bounds))
+        self._bounds = bounds
         self._series: dict[tuple[str, ...], Buckets] = {}
         if registry is not None:
             registry.register(self)

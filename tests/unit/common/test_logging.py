@@ -49,7 +49,11 @@ def test_every_line_is_an_object_with_time_level_and_service_whatever_its_thread
     assert sorted(lines) == ["3 steps", "bound", "of another thread", "request failed", "trouble"]
     assert {line["service"] for line in lines.values()} == {"frontend"}
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", line["timestamp"]) for line in lines.values())
-    assert [lines[name]["level"] for name in ("bound", "of another thread", "trouble")] == ["info", "warning", "warning"]
+    assert [lines[name]["level"] for name in ("bound", "of another thread", "trouble")] == [
+        "info",
+        "warning",
+        "warning",
+    ]
 
 
 def test_what_a_task_bound_is_on_its_lines_and_not_on_those_of_others(lines: dict[str, dict[str, Any]]) -> None:

@@ -39,7 +39,9 @@ def test_without_an_endpoint_there_is_no_tracer() -> None:
     assert make_tracer(TracingConfig(), service="frontend", instance="f") is None
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector:4317", "https://10.0.0.1:4317/", "[::1]:4317"])
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4317", "http://collector:4317", "https://10.0.0.1:4317/", "[::1]:4317"]
+)
 def test_endpoints_are_addresses_or_urls(endpoint: str) -> None:
     assert TracingConfig(endpoint=endpoint).endpoint == endpoint
 
