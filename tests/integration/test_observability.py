@@ -28,6 +28,7 @@ from tests.fakes.frontend_server import FrontendServer, collect, eventually, fai
 SERVICE = "penstock.inference.v1.InferenceService"
 LOG = LogConfig(requests=True)
 STEPS = "vllm:iteration_tokens_total"
+TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
 
 
 def value(frontend: FrontendServer, name: str, **labels: str) -> float:
@@ -193,7 +194,7 @@ async def test_the_engine_logs_what_it_refuses_with_both_ids_and_without_values(
     assert fields["engine_request"].startswith("r1-")
 
 
-async def test_the_engine_counts_the_tokens_of_its_steps(model: Path) -> None:
+async def test_a_real_engines_events_and_steps_are_measured(model: Path) -> None:
     engine = EngineServer(make_config(), FakeExecutor(vocab_size=10))
     await asyncio.to_thread(lambda: engine.start().load())
     try:
@@ -205,6 +206,8 @@ async def test_the_engine_counts_the_tokens_of_its_steps(model: Path) -> None:
         labels = {"model_name": ready.model, "engine": ready.engine_id}
         async with FrontendServer(model, engines=[engine.address], model=named("fake", model)) as frontend:
             await frontend.outputs(token_ids=pb.TokenIds(ids=range(5)), max_tokens=3, ignore_eos=True)
+            counts = [value(frontend, f"vllm:{name}_count", **labels) for name in TIMES]
+        assert counts == [1] * len(TIMES)
         buckets = [registry.get_sample_value(f"{STEPS}_bucket", labels | {"le": le}) for le in ("1.0", "8.0")]
         assert buckets == [2, 3]  # the prompt, then a token after the other
         assert registry.get_sample_value(f"{STEPS}_sum", labels) == 7

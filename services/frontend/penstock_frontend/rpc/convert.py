@@ -93,13 +93,14 @@ def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
         output.new_prompt_logprobs = parts.logprobs_from_proto(message.new_prompt_logprobs)
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output)
-    if message.events:
+    if message.HasField("prefill_stats"):
+        # The first output: it also says when the request was queued and scheduled. Events of later ones, which tell of
+        # preemptions, are not looked for: that would be a sixth of the time an output takes here.
         output.events = [
             EngineCoreEvent(kind, event.timestamp)
             for event in message.events
             if (kind := _EVENT_TYPES.get(event.type)) is not None
         ]
-    if message.HasField("prefill_stats"):
         prefill = message.prefill_stats
         output.prefill_stats = PrefillStats(
             num_prompt_tokens=prefill.num_prompt_tokens, num_cached_tokens=prefill.num_cached_tokens
