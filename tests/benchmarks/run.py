@@ -13,10 +13,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import msgspec
+import tokenizers
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import load, neighbours, sampling, scheduler_step
+from tests.benchmarks import load, neighbours, output_processing, sampling, scheduler_step
 from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
 from tests.benchmarks.load import Load, Result, Stream
 from tests.benchmarks.processes import engine, frontend
@@ -84,6 +85,19 @@ def scheduler_table() -> tuple[Table, dict[str, float]]:
     return made, numbers
 
 
+def outputs_table(model: str) -> tuple[Table, dict[str, float]]:
+    """The frontend's output processing, microseconds per output."""
+    made = Table(title="frontend's work per output of one token, 256 in a step; median")
+    made.add_column("output")
+    made.add_column("us", justify="right")
+    tokenizer = tokenizers.Tokenizer.from_file(f"{model}/tokenizer.json")
+    numbers = {}
+    for name, detokenize in (("text", True), ("token ids", False)):
+        numbers[name] = output_processing.measure(tokenizer, detokenize=detokenize)
+        made.add_row(name, f"{numbers[name]:.2f}")
+    return made, numbers
+
+
 def sampling_table() -> tuple[Table, dict[str, dict[str, float]]]:
     """The sampler, milliseconds per step."""
     made = Table(title=f"sampler per step of {sampling.ROWS} rows, {sampling.VOCAB} tokens; median ms")
@@ -132,7 +146,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up; medians are taken over them")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
     parser.add_argument(
-        "--only", choices=["scheduler", "sampling", "schemas", "async", "load"], help="measure just this part"
+        "--only",
+        choices=["scheduler", "outputs", "sampling", "schemas", "async", "load"],
+        help="measure just this part",
     )
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     args = parser.parse_args()
@@ -144,6 +160,9 @@ def main() -> int:
     if args.only in (None, "scheduler"):
         schedule, numbers["scheduler_ms"] = scheduler_table()
         console.print(schedule)
+    if args.only in (None, "outputs"):
+        outputs, numbers["outputs_us"] = outputs_table(args.model)
+        console.print(outputs)
     if args.only in (None, "sampling"):
         samples, numbers["sampling_ms"] = sampling_table()
         console.print(samples)

@@ -23,6 +23,8 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "coordinator": CoordinatorConfig,
 }
 SET_BY_CHART = {"server.host", "server.port", "metrics.host", "metrics.port", "log.level", "log.format"}
+SET_BY_CHART |= {"log.requests", "log.prompts", "http.engine_metrics"}
+SET_BY_CHART |= {"tracing.endpoint", "tracing.sample_ratio", "tracing.service_name"}
 SET_BY_CHART |= {"model.path", "model.served_model_name", "model.revision", "model.device"}
 SET_BY_CHART |= {"coordinator.address", "coordinator.advertise", "engine_id", "drain_timeout", "http.host", "http.port"}
 # With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback.
@@ -60,6 +62,28 @@ def test_values_reach_the_engine(tmp_path: Path):
     assert config.engine_id == "from-the-cluster"
     assert config.coordinator.advertise == "$(POD_IP):50052"
     assert config.log.format == "json"
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_traces_go_to_the_collector_under_the_releases_name(component: str, tmp_path: Path):
+    settings = ("tracing.endpoint=collector.monitoring.svc:4317", "tracing.sampleRatio=0")
+    tracing = load(release(HUB, *settings), component, tmp_path).tracing
+    assert (tracing.endpoint, tracing.sample_ratio) == ("collector.monitoring.svc:4317", 0)
+    assert tracing.service_name.endswith(f"-{component}")
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_without_a_collector_there_are_no_traces(component: str, tmp_path: Path):
+    assert load(release(HUB), component, tmp_path).tracing == common_config.TracingConfig()
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_the_engines_load_is_told_by_them_or_by_the_frontends(collected: bool, tmp_path: Path):
+    rendered = release(HUB, f"metrics.enabled={str(collected).lower()}")
+    frontend, engine = (load(rendered, component, tmp_path) for component in ("frontend", "enginecore"))
+    assert isinstance(frontend, FrontendConfig)
+    assert isinstance(engine, EngineCoreConfig)
+    assert (frontend.http.engine_metrics, engine.metrics.port >= 0) == (not collected, collected)
 
 
 def test_the_demo_is_small(tmp_path: Path):

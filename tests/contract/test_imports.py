@@ -1,6 +1,8 @@
 """The import rules of the architecture, read from the syntax trees of every module."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +76,29 @@ def test_common_imports_no_service() -> None:
 def test_kubernetes_is_imported_in_the_coordinators_one_module_alone(package: str) -> None:
     elsewhere = (path for path in modules(package) if path.name != "kubernetes.py" or package != "penstock_coordinator")
     assert offenders(elsewhere, "kubernetes") == []
+
+
+@pytest.mark.parametrize("package", sorted(SERVICE_PACKAGES | {"penstock_common", "penstock_local"}))
+def test_opentelemetry_is_imported_in_one_module_alone(package: str) -> None:
+    elsewhere = (path for path in modules(package) if path.name != "otel.py" or package != "penstock_common")
+    assert offenders(elsewhere, "opentelemetry") == []
+
+
+def test_services_that_make_no_traces_do_not_load_opentelemetry() -> None:
+    check = (
+        "import sys, penstock_frontend.app, penstock_enginecore.app, penstock_coordinator.app\n"
+        "from penstock_common.config import ServerConfig, TracingConfig\n"
+        "from penstock_common.tracing import make_tracer\n"
+        "from penstock_coordinator.app import Coordinator\n"
+        "from penstock_coordinator.config import CoordinatorConfig\n"
+        "from penstock_enginecore.config import EngineCoreConfig, ModelConfig\n"
+        "from penstock_enginecore.rpc.io_thread import IoThread\n"
+        "Coordinator(CoordinatorConfig())\n"
+        "io = IoThread(EngineCoreConfig(model=ModelConfig(path='m'), server=ServerConfig(host='127.0.0.1')))\n"
+        "io.start()\n"
+        "io.stop()\n"
+        "assert make_tracer(TracingConfig(), service='frontend', instance='') is None\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines()[-1:] == ["[]"], run.stdout + run.stderr

@@ -104,8 +104,8 @@ async def test_metrics_are_served_under_the_names_of_the_field(manual: FakeEngin
         _, after = await get(frontend.frontend.http_port, "/metrics")
     assert status == 200
     assert 'penstock:requests_in_flight{model_name="model"} 1.0' in during
-    assert 'vllm:request_success_total{finished_reason="length",model_name="model"} 1.0' in after
-    assert 'vllm:generation_tokens_total{model_name="model"} 1.0' in after
+    assert 'vllm:request_success_total{engine="engine-0",finished_reason="length",model_name="model"} 1.0' in after
+    assert 'vllm:generation_tokens_total{engine="engine-0",model_name="model"} 1.0' in after
     assert 'penstock:requests_in_flight{model_name="model"} 0.0' in after
 
 

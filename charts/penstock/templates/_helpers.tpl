@@ -201,3 +201,12 @@ lifecycle:
 {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* The section tracing of a service's config file; empty where there are no traces. Takes root and component. */}}
+{{- define "penstock.tracing" -}}
+{{- with .root.Values.tracing.endpoint -}}
+endpoint: {{ . | quote }}
+sample_ratio: {{ $.root.Values.tracing.sampleRatio }}
+service_name: {{ include "penstock.fullname" $.root }}-{{ $.component }}
+{{- end -}}
+{{- end -}}

@@ -93,10 +93,38 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``format`` text is for people at a terminal, json for collectors."""
+    """``format`` text is for people at a terminal, json for collectors.
+
+    ``requests``: a line for every request that ends, at level info; engines write one for those that fail. ``prompts``: that
+    line also has what users wrote and what the model answered. Both mean nothing to the coordinator.
+    """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
+    requests: bool = False
+    prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prompts and not self.requests:
+            raise ConfigError("log.prompts is true; it adds to the lines of log.requests, which must be true as well")
+
+
+class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenTelemetry traces. ``endpoint``: where an OTLP collector listens for gRPC, ``host:port`` or a URL; empty: no traces.
+
+    ``sample_ratio``: fraction of the requests traced, of those that come without a trace context; the others follow their
+    caller's decision. ``service_name``: name of the service in traces; empty: penstock-frontend, penstock-enginecore or
+    penstock-coordinator.
+    """
+
+    endpoint: str = ""
+    sample_ratio: float = 1.0
+    service_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_range("tracing.sample_ratio", self.sample_ratio, low=0.0, high=1.0)
+        if self.endpoint and not re.fullmatch(r"(https?://)?(\[[0-9a-fA-F:.]+\]|[^\s/:@]+):\d{1,5}/?", self.endpoint):
+            raise ConfigError(f"tracing.endpoint is {self.endpoint!r}; it must be host:port or http(s)://host:port")
 
 
 def load(

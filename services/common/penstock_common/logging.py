@@ -1,4 +1,8 @@
-"""Structured logs: one line per event, as text for people or JSON for collectors."""
+"""Structured logs: one line per event, as text for people or JSON for collectors.
+
+What is bound with ``structlog.contextvars`` is on every line of the task that bound it. The standard library's loggers, ours
+and those of others, end up in the same lines; what their calls give as ``extra`` are fields.
+"""
 
 import logging
 import sys
@@ -7,20 +11,31 @@ import structlog
 
 from penstock_common.config import LogConfig
 
+REQUEST_LOGGER = "penstock.requests"
+"""Logger of the lines that ``log.requests`` switches on."""
+
 
 def configure(config: LogConfig, *, service: str) -> None:
-    """Send the logs of this process to standard error. ``service`` is bound to every line in JSON."""
-    shared: list[structlog.types.Processor] = [
+    """Send the logs of this process to standard error. ``service`` is in every line in JSON.
+
+    Loggers of Penstock's packages follow ``config.level``; of others, warnings are shown.
+    """
+
+    def add_service(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service
+        return event
+
+    is_json = config.format == "json"
+    shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(
-            fmt="iso" if config.format == "json" else "%H:%M:%S", utc=config.format == "json"
-        ),
+        structlog.processors.TimeStamper(fmt="iso" if is_json else "%H:%M:%S", utc=is_json),
         structlog.processors.StackInfoRenderer(),
     ]
-    renderer: list[structlog.types.Processor]
-    if config.format == "json":
-        renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    renderer: list[structlog.typing.Processor]
+    if is_json:
+        # A context variable would be missing on the lines of other threads.
+        renderer = [add_service, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         # Plain tracebacks: the default shows local variables, and with them the users' prompts.
         plain = structlog.dev.plain_traceback
@@ -29,18 +44,15 @@ def configure(config: LogConfig, *, service: str) -> None:
                 colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False, exception_formatter=plain
             )
         ]
+    level: int = getattr(logging, config.level.upper())
     structlog.configure(
         processors=[*shared, *renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.clear_contextvars()
-    if config.format == "json":
-        structlog.contextvars.bind_contextvars(service=service)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s [%(levelname)s] %(name)s %(message)s", datefmt="%H:%M:%S"
-    )
+    _configure_standard_library(config, level, shared, renderer)
 
 
 def configure_library() -> None:
@@ -55,3 +67,22 @@ def configure_library() -> None:
 def get_logger() -> structlog.typing.FilteringBoundLogger:
     """The logger of this process."""
     return structlog.get_logger()  # type: ignore[no-any-return]
+
+
+def _configure_standard_library(
+    config: LogConfig,
+    level: int,
+    shared: list[structlog.typing.Processor],
+    renderer: list[structlog.typing.Processor],
+) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        )
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for package in ("penstock_common", "penstock_enginecore"):
+        logging.getLogger(package).setLevel(level)
+    logging.getLogger(REQUEST_LOGGER).setLevel(level if config.requests else logging.ERROR + 1)

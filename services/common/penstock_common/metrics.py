@@ -1,10 +1,28 @@
-"""The Prometheus endpoint of a service without an HTTP server of its own."""
+"""What the metrics of all services have in common, and the endpoint of a service without an HTTP server of its own."""
 
-from prometheus_client import CollectorRegistry, start_http_server
+import importlib.metadata
+import platform
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
 from penstock_common.config import MetricsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
+
+
+def service_version() -> str:
+    """The version of the installed distributions."""
+    return importlib.metadata.version("penstock-common")
+
+
+def service_registry(service: str) -> CollectorRegistry:
+    """A registry with what every service tells of itself: its version, and its process's memory, CPU time and files."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    labels = ("service", "version", "python")
+    build = Gauge("penstock:build_info", "1, labelled with what runs", labels, registry=registry)
+    build.labels(service, service_version(), platform.python_version()).set(1)
+    return registry
 
 
 class MetricsServer:

@@ -1,15 +1,16 @@
 """The coordinator as a process: start, serve, stop."""
 
 import asyncio
+import os
 import signal
 import time
 
-from prometheus_client import CollectorRegistry
-
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
-from penstock_common.metrics import MetricsServer
+from penstock_common.metrics import MetricsServer, service_registry
+from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.server import RpcServer
+from penstock_common.tracing import make_tracer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.metrics import CoordinatorMetrics
@@ -30,15 +31,17 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, *, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self.registry = CollectorRegistry()
+        self.registry = service_registry("coordinator")
         self.port = 0
+        self._tracer = make_tracer(config.tracing, service="coordinator", instance=os.uname().nodename)
+        self._calls = CallTelemetry(self.registry, self._tracer)
         self._metrics = CoordinatorMetrics(self.registry)
 
     async def start(self) -> int:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
-        self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME])
+        self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME], observer=self._calls)
         self._servicer = CoordinatorServicer(self._cluster)
         self._servicer.add_to_server(self._rpc.server)
         try:
@@ -60,6 +63,8 @@ class Coordinator:
         await self._rpc.calls_ended(STREAMS_TIMEOUT)
         await self._rpc.stop(STOP_GRACE)
         self._metrics_server.stop()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)
         get_logger().info("coordinator has stopped")
 
     async def _tick(self) -> None:

@@ -5,7 +5,7 @@ Every value is validated when the struct is built; unknown keys are refused by t
 
 import msgspec
 
-from penstock_common.config import LogConfig, MetricsConfig, ServerConfig, check_range
+from penstock_common.config import LogConfig, MetricsConfig, ServerConfig, TracingConfig, check_range
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +24,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     server: ServerConfig = ServerConfig(port=50050)
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         check_range("lease_seconds", self.lease_seconds, low=0.1, high=3600)

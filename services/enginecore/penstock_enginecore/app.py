@@ -1,7 +1,6 @@
 """An engine process from start to end: load, serve, drain, stop."""
 
 import hashlib
-import os
 import signal
 import time
 import uuid
@@ -17,7 +16,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.signals import signals_handled
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.executor.base import Executor
-from penstock_enginecore.metrics import engine_registry
+from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
 
@@ -58,7 +57,8 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
     """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log."""
     busy_loop = BusyLoop(engine, io.sessions)
     ready = describe(config, engine)
-    metrics = MetricsServer(config.metrics, engine_registry(busy_loop.stats, busy_loop.state, ready))
+    io.registry.register(EngineCollector(busy_loop.stats, busy_loop.state, busy_loop.step_tokens, ready))
+    metrics = MetricsServer(config.metrics, io.registry)
     try:
         with signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown):
             io.attach(busy_loop, ready)
@@ -75,10 +75,10 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
-    """Who this engine is. Its id is the configured one, else the host's name and the process id."""
+    """Who this engine is."""
     agreed = repr((config.model.path, config.model.revision, config.model.dtype, config.cache.block_size))
     return EngineReady(
-        engine_id=config.engine_id or f"{os.uname().nodename}-{os.getpid()}",
+        engine_id=config.name,
         incarnation=uuid.uuid4().hex,
         model=config.model.name,
         revision=config.model.revision,

@@ -5,6 +5,7 @@ Flags and environment names derive from the field names: ``scheduler.max_num_seq
 ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
 """
 
+import os
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock_common.config import (
     LogConfig,
     MetricsConfig,
     ServerConfig,
+    TracingConfig,
     check_choice,
     check_range,
     model_name,
@@ -195,6 +197,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     server: ServerConfig = ServerConfig(port=50052)
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     profiler: ProfilerConfig = ProfilerConfig()
     error_dump: ErrorDumpConfig = ErrorDumpConfig()
     plugins: tuple[str, ...] | None = None
@@ -206,3 +209,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_range("drain_timeout", self.drain_timeout, low=0.0, high=86_400)
         check_range("iteration_log_interval", self.iteration_log_interval, low=0.0, high=86_400)
         check_range("wedged_after", self.wedged_after, low=1.0, high=86_400)
+
+    @property
+    def name(self) -> str:
+        """The engine's id: the configured one, else the host's name and the process id."""
+        return self.engine_id or f"{os.uname().nodename}-{os.getpid()}"

@@ -7,17 +7,21 @@ import uuid
 from starlette.routing import Route
 
 from penstock_common.logging import get_logger
+from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.server import RpcServer
+from penstock_common.tracing import make_tracer
 from penstock_frontend.api import admin, inference, vllm_engine
 from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.api.openai import app as openai
 from penstock_frontend.api.page import Page
+from penstock_frontend.api.telemetry import HttpTelemetry
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing.chat import ChatRenderer
 from penstock_frontend.processing.chat_template import load_chat_templates
@@ -46,9 +50,11 @@ class Frontend:
         self._config = config
         name = config.model.name
         files = load_model_files(config.model, num_threads=config.tokenizer_threads)
-        metrics = FrontendMetrics(name)
+        self._metrics = metrics = FrontendMetrics(name)
+        self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)
+        calls = CallTelemetry(metrics.registry, self._tracer)
         outputs = OutputProcessor(files.tokenizer, metrics)
-        pooled = PooledOutputs(lambda state: metrics.pooled(state.started, state.num_prompt))
+        pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
         inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits)
         templates = load_chat_templates(config.model)
         parsers = registry.pick(
@@ -65,16 +71,18 @@ class Frontend:
             incarnation=incarnation,
             outputs=SplitOutputs(outputs, pooled),
             wait_timeout=config.engine_wait_timeout,
-            on_change=self._changed.set,
+            on_change=self._on_change,
             kv_events=kv_events,
         )
+        if config.http.engine_metrics:
+            metrics.add_engine_loads(self._engines.loads)
         self._llm = AsyncLLM(
             tokenizer=files.tokenizer,
             inputs=inputs,
             outputs=outputs,
             engines=self._engines,
             limits=config.limits,
-            metrics=metrics,
+            observer=RequestObserver(metrics, config.log, self._tracer),
             pooling=PoolingCalls(
                 inputs=PoolingInputs(files.tokenizer, inputs, config.limits), outputs=pooled, engines=self._engines
             ),
@@ -83,18 +91,18 @@ class Frontend:
         self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
-        self._server = RpcServer(config.server, service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME])
-        self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME])
-        self._http = HttpServer(
-            config.http,
-            make_app(
-                metrics.registry,
-                lambda: self._llm.serving,
-                [*openai.routes(self._llm, self._chat, config), *self._page_routes(chat=bool(templates.source))],
-                exception_handlers=openai.EXCEPTION_HANDLERS,
-                allowed_origins=config.http.allowed_origins,
-            ),
+        self._server = RpcServer(
+            config.server, service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME], observer=calls
         )
+        self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME], observer=calls)
+        app = make_app(
+            metrics.registry,
+            lambda: self._llm.serving,
+            [*openai.routes(self._llm, self._chat, config), *self._page_routes(chat=bool(templates.source))],
+            exception_handlers=openai.EXCEPTION_HANDLERS,
+            allowed_origins=config.http.allowed_origins,
+        )
+        self._http = HttpServer(config.http, HttpTelemetry(app, metrics.registry, self._tracer))
         inference.add_to_server(self._server.server, self._llm, self._chat, config, load_labels(config.model))
         card = load_model_card(config.model, files.generation_config)
         vllm_engine.add_to_server(self._server.server, self._llm, config.model, card, kv_events)
@@ -162,6 +170,8 @@ class Frontend:
             await self._coordinator_task
         await self._engines.close()
         self._tokenizer.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)
         get_logger().info("frontend stopped")
 
     def _coordinator_client(self, incarnation: str) -> CoordinatorClient:
@@ -172,6 +182,11 @@ class Frontend:
             on_view=self._engines.follow_view,
             reconnect_max=self._config.coordinator.reconnect_max,
         )
+
+    def _on_change(self) -> None:
+        for load in self._engines.loads():
+            self._metrics.engine(load.engine)  # its series show as 0 before its first request
+        self._changed.set()
 
     def _is_coordinator_connected(self) -> bool:
         return self._coordinator is not None and self._coordinator.connected

@@ -17,7 +17,7 @@ from penstock_common.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.client import EngineClient
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.observe import ObservedRequest, RequestObserver
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
@@ -32,15 +32,29 @@ from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 class LiveRequest:
     """A request between acceptance and release.
 
-    ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``released``: it is over.
+    ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``done``: all of its output
+    was made. ``released``: it is over.
     """
 
-    __slots__ = ("_aborted", "_wait", "prompt_token_ids", "released", "request_id", "states")
+    __slots__ = (
+        "_aborted",
+        "_wait",
+        "done",
+        "observed",
+        "prompt_token_ids",
+        "released",
+        "request",
+        "request_id",
+        "states",
+    )
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, observed: ObservedRequest) -> None:
         self.request_id = request_id
+        self.observed = observed
+        self.request: GenerateRequest | PoolingRequest | None = None
         self.prompt_token_ids: Sequence[int] = ()
         self.states: Sequence[RequestState] = ()
+        self.done = False
         self.released = False
         self._aborted = False
         self._wait: asyncio.Timeout | None = None
@@ -81,7 +95,7 @@ class AsyncLLM:
         outputs: OutputProcessor,
         engines: EngineClient,
         limits: LimitsConfig,
-        metrics: FrontendMetrics,
+        observer: RequestObserver,
         pooling: PoolingCalls,
     ) -> None:
         self.engines = engines
@@ -90,7 +104,8 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._outputs = outputs
         self._limits = limits
-        self._metrics = metrics
+        self._observer = observer
+        self._metrics = observer.metrics
         self._live: dict[str, LiveRequest] = {}
         self.last_accepted = 0.0
         """When the last request came, in seconds since the Unix epoch; 0 before the first."""
@@ -119,6 +134,19 @@ class AsyncLLM:
 
         Raises InvalidArgument for an id that is in use, ResourceExhausted at the limit, Unavailable while draining.
         """
+        try:
+            request_id = self._admitted(given_id)
+        except RequestFailed as e:
+            self._observer.refused(e)
+            raise
+        live = self._live[request_id] = LiveRequest(request_id, self._observer.accepted(request_id))
+        self.last_accepted = time.time()
+        self._idle.clear()
+        self._metrics.set_in_flight(len(self._live))
+        return live
+
+    def _admitted(self, given_id: str) -> str:
+        """The id of a request that may come in. Raises what ``accept`` says."""
         request_id = self.inputs.request_id(given_id)
         if self._draining:
             raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
@@ -133,11 +161,7 @@ class AsyncLLM:
                 f"{len(self._live)} requests are running; limits.max_requests is {self._limits.max_requests}",
                 retry_after=1.0,
             )
-        live = self._live[request_id] = LiveRequest(request_id)
-        self.last_accepted = time.time()
-        self._idle.clear()
-        self._metrics.set_in_flight(len(self._live))
-        return live
+        return request_id
 
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
         """The outputs of an accepted request, as its output kind says; the last one of each sequence has ``finish``.
@@ -145,16 +169,21 @@ class AsyncLLM:
         The request is released before its last output is handed out: its id is free when its client reads that.
         Raises RequestFailed.
         """
-        async with live.until_aborted():
-            await self._start(request, live)
-        collector = live.states[0].collector
-        finished = False
-        while not finished:
-            output = await _before(request.deadline, collector)
-            finished = collector.finished
-            if finished:
-                self.release(live)
-            yield output
+        try:
+            request = live.request = live.observed.begin(request)
+            async with live.until_aborted():
+                await self._start(request, live)
+            collector = live.states[0].collector
+            while not live.done:
+                output = await _before(request.deadline, collector)
+                live.observed.output(output, cumulative=collector.cumulative)
+                live.done = collector.finished
+                if live.done:
+                    self.release(live)
+                yield output
+        except Exception as e:
+            live.observed.failed(e)
+            raise
 
     def abort(self, live: LiveRequest) -> bool:
         """End a request with what there is of its outputs. Returns False when it is not on its way to an engine yet.
@@ -171,8 +200,14 @@ class AsyncLLM:
         live = self.accept(request.request_id)
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         try:
+            request = live.request = live.observed.begin(request)
             async with live.until_aborted():
-                return await self.pooling.run(request, live.request_id), live.request_id
+                result = await self.pooling.run(request, live.request_id)
+            live.done = True
+            return result, live.request_id
+        except Exception as e:
+            live.observed.failed(e)
+            raise
         finally:
             self.release(live)
 
@@ -201,6 +236,7 @@ class AsyncLLM:
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
             self.engines.abort(running[0].engine, [state.request_id for state in running], "the client is gone")
+        live.observed.end(live.request, live.states, done=live.done)
         self._metrics.set_in_flight(len(self._live))
         if not self._live:
             self._idle.set()
@@ -248,6 +284,7 @@ class AsyncLLM:
         self.inputs.check(core_request, limits)
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         sequences = parallel_sampling.sequences(core_request)
+        self._metrics.asked_for(len(sequences))
         states = self._outputs.add(*sequences)
         try:
             engine = self.engines.add(*sequences)

@@ -9,7 +9,7 @@ import socket
 
 import msgspec
 
-from penstock_common.config import ByteSize, LogConfig, ServerConfig, check_range, model_name, require
+from penstock_common.config import ByteSize, LogConfig, ServerConfig, TracingConfig, check_range, model_name, require
 from penstock_common.errors import ConfigError
 
 
@@ -56,6 +56,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``max_body_bytes`` and ``max_requests``: what one call may send, and calls that are served at once.
     ``allowed_origins``: web pages that may call from a browser (CORS), as ``https://example.org`` or ``*``; none by default.
     ``page``: serve a page for people at ``/``, and the state of the engines that it shows, addresses included, at ``/cluster``.
+    ``engine_metrics``: ``/metrics`` also has what this frontend knows of its engines' load. Off where the engines' own
+    ``/metrics`` are collected, so that nothing is counted twice.
     """
 
     host: str = "0.0.0.0"
@@ -64,6 +66,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_body_bytes: ByteSize = 32 * 1024 * 1024
     max_requests: int = 10_000
     allowed_origins: tuple[str, ...] = ()
+    engine_metrics: bool = True
 
     def __post_init__(self) -> None:
         require("http.host", self.host)
@@ -125,6 +128,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine_wait_timeout: float = 30.0
     drain_timeout: float = 30.0
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         check_range("tokenizer_threads", self.tokenizer_threads, low=1, high=64)

@@ -1,64 +1,176 @@
 """The frontend's Prometheus metrics, under the names that vLLM's dashboards and the Gateway API extension read."""
 
 import time
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
+from prometheus_client.registry import Collector
 
+from penstock_common.engine_metrics import LABELS, EngineLoad, Family, engine_families
+from penstock_common.histogram import Histogram
+from penstock_common.metrics import service_registry
 from penstock_common.types.outputs import FinishReason
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+# Upper ends of buckets are vLLM's, so that the quantiles of both can be compared. Its counts of tokens end at the model's
+# length, which a frontend learns later than it makes its metrics.
+_BELOW_A_SECOND = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+_FIRST_TOKEN = (*_BELOW_A_SECOND, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))[:-2]
+_SEQUENCES = (1, 2, 5, 10, 20)
 
 
-class FrontendMetrics:
-    """What this frontend counts, in a registry of its own; every series is labelled with the model's name.
+class EngineSteps:
+    """What one frame of an engine's outputs brought, counted once per frame rather than once per output.
 
-    Requests in flight are calls; everything else counts each of a call's ``n`` sequences, as engines do.
+    ``timestamp``: when the step ended, on the engine's clock.
     """
 
-    def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        self._model, registry, labels = model_name, self.registry, ["model_name"]
-        self._success = Counter(
-            "vllm:request_success", "Requests that ended normally", [*labels, "finished_reason"], registry=registry
-        )
-        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens", labels, registry=registry)
-        self._generation_tokens = Counter("vllm:generation_tokens", "Output tokens", labels, registry=registry)
-        self._first_token = Histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token", labels, registry=registry, buckets=_SECONDS
-        )
-        self._latency = Histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token", labels, registry=registry, buckets=_SECONDS
-        )
-        self._nans = Counter("penstock:nan_logits", "NaN logits that engines saw", labels, registry=registry)
-        self._in_flight = Gauge("penstock:requests_in_flight", "Requests being served", labels, registry=registry)
-        for counter in (self._prompt_tokens, self._generation_tokens, self._nans):
-            counter.labels(model_name)  # shows as 0 from the start
-        for metric in (self._first_token, self._latency, self._in_flight):
-            metric.labels(model_name)
+    __slots__ = ("gaps", "num_tokens", "timestamp")
 
-    def set_in_flight(self, count: int) -> None:
-        """Requests that this frontend has accepted and not ended."""
-        self._in_flight.labels(self._model).set(count)
+    def __init__(self, timestamp: float) -> None:
+        self.timestamp = timestamp
+        self.num_tokens = 0
+        self.gaps: dict[float, int] = {}
+        """Sequences by the time since their last token; those of one batch have the same."""
 
-    def first_token(self, started: float, prompt_tokens: int) -> None:
-        """The first output of a request came. ``started``: ``time.monotonic()`` at its arrival."""
-        self._first_token.labels(self._model).observe(time.monotonic() - started)
-        self._prompt_tokens.labels(self._model).inc(prompt_tokens)
 
-    def tokens(self, count: int) -> None:
-        """Output tokens came."""
-        self._generation_tokens.labels(self._model).inc(count)
+class EngineMetrics:
+    """What is measured of sequences that run on one engine. Times are in seconds."""
+
+    def __init__(self, metrics: "FrontendMetrics", engine: str) -> None:
+        labels = (metrics.model, engine)
+        self._labels = labels
+        self._success = metrics.success
+        self._prompt_tokens = metrics.prompt_tokens.labels(*labels)
+        self._generation_tokens = metrics.generation_tokens.labels(*labels)
+        self._nans = metrics.nan_logits.labels(*labels)
+        self._first_token = metrics.first_token.labels(*labels)
+        self._between_tokens = metrics.between_tokens.labels(*labels)
+        self._latency = metrics.latency.labels(*labels)
+        self._queue = metrics.queue.labels(*labels)
+        self._prefill = metrics.prefill.labels(*labels)
+        self._decode = metrics.decode.labels(*labels)
+        self._request_prompt = metrics.request_prompt.labels(*labels)
+        self._request_generation = metrics.request_generation.labels(*labels)
+        self._request_max = metrics.request_max.labels(*labels)
+
+    def first_token(self, seconds: float, prompt_tokens: int) -> None:
+        """The first output of a sequence came, ``seconds`` after it arrived."""
+        self._first_token.observe(seconds)
+        self._prompt_tokens.inc(prompt_tokens)
+
+    def step(self, step: EngineSteps) -> None:
+        """A frame is done."""
+        if step.num_tokens:
+            self._generation_tokens.inc(step.num_tokens)
+        for seconds, count in step.gaps.items():
+            self._between_tokens.observe(seconds, count)
 
     def nans(self, count: int) -> None:
         """NaN logits were seen."""
-        self._nans.labels(self._model).inc(count)
+        self._nans.inc(count)
+
+    def scheduled(self, queued: float) -> None:
+        """A sequence ended that had waited for ``queued`` seconds before it was first scheduled."""
+        self._queue.observe(queued)
+
+    def generated(self, *, prefill: float | None, decode: float) -> None:
+        """A sequence ended: the time to its first token since it was scheduled, if that is known, and to its last."""
+        if prefill is not None:
+            self._prefill.observe(prefill)
+        self._decode.observe(decode)
+
+    def finished(
+        self, started: float, reason: FinishReason, *, prompt: int, generated: int = 0, max_tokens: int | None = None
+    ) -> None:
+        """A sequence ended normally. ``started``: ``time.monotonic()`` at its arrival; ``prompt``, ``generated``: tokens."""
+        self._latency.observe(time.monotonic() - started)
+        self._request_prompt.observe(prompt)
+        self._request_generation.observe(generated)
+        if max_tokens is not None:
+            self._request_max.observe(max_tokens)
+        self._success.labels(*self._labels, reason.name.lower()).inc()
 
     def pooled(self, started: float, prompt_tokens: int) -> None:
         """A pooling request ended normally. ``started``: ``time.monotonic()`` at its arrival."""
-        self._prompt_tokens.labels(self._model).inc(prompt_tokens)
-        self.finished(started, FinishReason.STOP)
+        self._prompt_tokens.inc(prompt_tokens)
+        self.finished(started, FinishReason.STOP, prompt=prompt_tokens)
 
-    def finished(self, started: float, reason: FinishReason) -> None:
-        """A request ended normally. ``started``: ``time.monotonic()`` at its arrival."""
-        self._latency.labels(self._model).observe(time.monotonic() - started)
-        self._success.labels(self._model, reason.name.lower()).inc()
+
+class FrontendMetrics:
+    """What this frontend counts, in a registry of its own. What is measured of sequences is labelled with the model's name and
+    the engine's, what is measured of calls with the model's alone.
+
+    Requests in flight, requests failed and ``n`` are of calls; everything else counts each of a call's ``n`` sequences, as
+    engines do.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.model = model_name
+        self.registry = service_registry("frontend")
+        self.success = self._counter("vllm:request_success", "Requests that ended normally", "finished_reason")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Output tokens")
+        self.nan_logits = self._counter("penstock:nan_logits", "NaN logits that engines reported")
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
+        self.between_tokens = self._histogram(
+            "vllm:inter_token_latency_seconds", "From one output of a sequence to the next", _BETWEEN_TOKENS
+        )
+        self.latency = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _REQUEST)
+        self.queue = self._histogram("vllm:request_queue_time_seconds", "In the engine's queue", _REQUEST)
+        self.prefill = self._histogram("vllm:request_prefill_time_seconds", "Scheduled to first token", _REQUEST)
+        self.decode = self._histogram("vllm:request_decode_time_seconds", "First to last token", _REQUEST)
+        self.request_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.request_generation = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens of a request", _TOKENS
+        )
+        self.request_max = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request", _TOKENS)
+        self._n = Histogram(
+            "vllm:request_params_n", "n of a request", ["model_name"], bounds=_SEQUENCES, registry=self.registry
+        ).labels(model_name)
+        self._failed = Counter(
+            "penstock:requests_failed", "Requests that failed", ["model_name", "code"], registry=self.registry
+        )
+        self._in_flight = Gauge(
+            "penstock:requests_in_flight", "Requests being served", ["model_name"], registry=self.registry
+        ).labels(model_name)
+        self._engines: dict[str, EngineMetrics] = {}
+
+    def engine(self, engine: str) -> EngineMetrics:
+        """The series of an engine, by its id; they show as 0 from the first time it is asked for."""
+        if (found := self._engines.get(engine)) is None:
+            found = self._engines[engine] = EngineMetrics(self, engine)
+        return found
+
+    def set_in_flight(self, count: int) -> None:
+        """Requests that this frontend has accepted and not ended."""
+        self._in_flight.set(count)
+
+    def asked_for(self, n: int) -> None:
+        """A request for ``n`` sequences is on its way to an engine."""
+        self._n.observe(n)
+
+    def failed(self, code: str) -> None:
+        """A request failed. ``code``: name of its gRPC status code, whatever protocol it came by."""
+        self._failed.labels(self.model, code).inc()
+
+    def add_engine_loads(self, loads: Callable[[], Iterable[EngineLoad]]) -> None:
+        """Serve the engines' load as well."""
+        self.registry.register(_EngineLoads(loads))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*LABELS, *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, bounds: Iterable[float]) -> Histogram:
+        return Histogram(name, text, LABELS, bounds=tuple(bounds), registry=self.registry)
+
+
+class _EngineLoads(Collector):
+    def __init__(self, loads: Callable[[], Iterable[EngineLoad]]) -> None:
+        self._loads = loads
+
+    def collect(self) -> Iterator[Family]:
+        """One family per metric; asked for at each scrape."""
+        yield from engine_families(self._loads())

@@ -227,7 +227,7 @@ def test_nan_logits_are_counted_and_logged_once_per_request(
     add(processor)
     processor.process([output([5], num_nans_in_logits=3)])
     processor.process([output([6], 1, num_nans_in_logits=2)])
-    assert metrics.registry.get_sample_value("penstock:nan_logits_total", {"model_name": "demo"}) == 5
+    assert metrics.registry.get_sample_value("penstock:nan_logits_total", {"model_name": "demo", "engine": ""}) == 5
     assert capsys.readouterr().out.count("NaN logits") == 1
 
 
@@ -256,7 +256,7 @@ def test_metrics_count_tokens_and_ends(processor: OutputProcessor, metrics: Fron
     processor.process([output(ids_of("c"), 2, finish_reason=FinishReason.LENGTH)])
 
     def value(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(name, {"model_name": "demo", **labels})
+        return metrics.registry.get_sample_value(name, {"model_name": "demo", "engine": "", **labels})
 
     assert value("vllm:generation_tokens_total") == 3
     assert value("vllm:prompt_tokens_total") == 3

@@ -66,7 +66,7 @@ class Rig:
         inputs = InputProcessor(tokenizer, {}, model_name="model", limits=limits)
         self.engines = SilentEngines()
         self.done: list[PooledState] = []
-        self.outputs = PooledOutputs(self.done.append)
+        self.outputs = PooledOutputs(lambda state, _: self.done.append(state))
         self.calls = PoolingCalls(
             inputs=PoolingInputs(tokenizer, inputs, limits),
             outputs=self.outputs,

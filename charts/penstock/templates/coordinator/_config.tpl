@@ -8,6 +8,7 @@
 {{- $own := dict
       "server" (dict "port" 50050)
       "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
-      "log" .Values.log -}}
+      "log" .Values.log
+      "tracing" (include "penstock.tracing" (dict "root" . "component" "coordinator") | fromYaml) -}}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.coordinator.config)) $own | toYaml -}}
 {{- end -}}

@@ -12,6 +12,7 @@
       "server" (dict "port" 50052)
       "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
+      "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)
       "drain_timeout" .Values.enginecore.drainTimeoutSeconds -}}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.enginecore.config)) $own | toYaml -}}
 {{- end -}}

@@ -4,8 +4,9 @@
       "model" (include "penstock.model.config" . | fromYaml)
       "coordinator" (dict "address" (include "penstock.coordinator.address" .))
       "server" (dict "port" 50051)
-      "http" (dict "port" 8000)
+      "http" (dict "port" 8000 "engine_metrics" (not .Values.metrics.enabled))
       "log" .Values.log
+      "tracing" (include "penstock.tracing" (dict "root" . "component" "frontend") | fromYaml)
       "drain_timeout" .Values.frontend.drainTimeoutSeconds -}}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.frontend.config)) $own | toYaml -}}
 {{- end -}}

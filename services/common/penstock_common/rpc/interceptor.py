@@ -1,7 +1,7 @@
-"""The one place where exceptions of a servicer become gRPC statuses."""
+"""The one place where exceptions of a servicer become gRPC statuses, and where calls are seen to begin and end."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -11,10 +11,33 @@ from penstock_common.rpc.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+CallEnd: TypeAlias = Callable[[str], None]
+"""Told the name of the status code that a call ended with."""
+
+
+class CallObserver(Protocol):
+    """Is told of every call of the services, those of gRPC's own aside."""
+
+    def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
+        """A call of ``method`` (``/package.Service/Method``) begins, in the task that serves it. ``request``: its message, or
+        the iterator over its messages. ``kind``: unary, server_stream, client_stream or bidi_stream.
+        """
+
+
+class Unobserved:
+    """Looks at no call."""
+
+    def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
+        """See ``CallObserver``."""
+        del method, kind, request, context
+        return lambda _: None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """RequestFailed becomes its status with details; anything else is logged and becomes INTERNAL without its text."""
+
+    def __init__(self, observer: CallObserver | None = None) -> None:
+        self._observer = observer or Unobserved()
 
     async def intercept_service(
         self,
@@ -28,43 +51,71 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler  # type: ignore[no-any-return]
         codecs = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_single(handler.unary_unary, method), *codecs)
+            return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, "unary"), *codecs)
         if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(_single(handler.stream_unary, method), *codecs)
+            single = self._single(handler.stream_unary, method, "client_stream")
+            return grpc.stream_unary_rpc_method_handler(single, *codecs)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, method), *codecs)
-        return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream, method), *codecs)
+            stream = self._stream(handler.unary_stream, method, "server_stream")
+            return grpc.unary_stream_rpc_method_handler(stream, *codecs)
+        stream = self._stream(handler.stream_stream, method, "bidi_stream")
+        return grpc.stream_stream_rpc_method_handler(stream, *codecs)
+
+    def _single(self, behaviour: Any, method: str, kind: str) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            ended, code = self._observer.started(method, kind, request, context), ""
+            try:
+                response = await behaviour(request, context)
+                code = "OK"
+                return response
+            except (grpc.aio.AbortError, grpc.aio.BaseError):
+                code = _code_of(context)
+                raise
+            except Exception as e:
+                failed = _failed(e, method)
+                code = failed.code
+                await abort(context, failed)
+            finally:
+                ended(code or _cut_short(context))
+
+        return call
+
+    def _stream(self, behaviour: Any, method: str, kind: str) -> Any:
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+            ended, code = self._observer.started(method, kind, request, context), ""
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+                code = "OK"
+            except (grpc.aio.AbortError, grpc.aio.BaseError):
+                code = _code_of(context)
+                raise
+            except Exception as e:
+                failed = _failed(e, method)
+                code = failed.code
+                await abort(context, failed)
+            finally:
+                ended(code or _cut_short(context))
+
+        return call
 
 
-def _single(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: Context) -> Any:
-        try:
-            return await behaviour(request, context)
-        except (grpc.aio.AbortError, grpc.aio.BaseError):
-            raise
-        except Exception as e:
-            await _abort(e, method, context)
-
-    return call
-
-
-def _stream(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            async for response in behaviour(request, context):
-                yield response
-        except (grpc.aio.AbortError, grpc.aio.BaseError):
-            raise
-        except Exception as e:
-            await _abort(e, method, context)
-
-    return call
-
-
-async def _abort(error: Exception, method: str, context: Context) -> None:
+def _failed(error: Exception, method: str) -> RequestFailed:
     if isinstance(error, NotImplementedError):
-        error = Unimplemented(f"{method} is not served yet")
+        return Unimplemented(f"{method} is not served yet")
     if not isinstance(error, RequestFailed):
         get_logger().error("unexpected error", method=method, exc_info=error)
-        error = Internal(f"internal error ({type(error).__name__})")
-    await abort(context, error)
+        return Internal(f"internal error ({type(error).__name__})")
+    return error
+
+
+def _code_of(context: Context) -> str:
+    """The code that a servicer set itself."""
+    code: object = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
+
+
+def _cut_short(context: Context) -> str:
+    """The code of a call whose handler was cancelled: the client left, or the time was up."""
+    left: float | None = context.time_remaining()  # None without a deadline, whatever its stub says
+    return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.config import ServerConfig
 from penstock_common.errors import ConfigError
-from penstock_common.rpc.interceptor import ErrorInterceptor
+from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
 
 MAX_METADATA_BYTES = 64 * 1024
@@ -51,12 +51,13 @@ class RpcServer:
         *,
         service_names: Sequence[str],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        observer: CallObserver | None = None,
     ) -> None:
         self._config = config
         self._service_names = tuple(service_names)
         self._calls = RunningCalls()
         self.server = grpc.aio.server(
-            interceptors=[self._calls, ErrorInterceptor(), *interceptors], options=server_options(config)
+            interceptors=[self._calls, ErrorInterceptor(observer), *interceptors], options=server_options(config)
         )
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)

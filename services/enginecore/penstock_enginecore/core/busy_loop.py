@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.histogram import Buckets
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -38,6 +39,7 @@ from penstock_enginecore.core.queues import (
     Wakeup,
 )
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request_log import log_refused
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
 
@@ -68,6 +70,7 @@ class BusyLoop:
         try:
             prepared = self._engine.preprocess(client_id, request)
         except RequestFailed as e:
+            log_refused(request.request_id, request.external_request_id, e)
             self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), e)
         else:
             self._queues.put(AddRequest(prepared))
@@ -105,6 +108,11 @@ class BusyLoop:
     def state(self) -> EngineState:
         """Whether the engine is paused or sleeps, and what went wrong in it."""
         return self._engine.control.state()
+
+    @property
+    def step_tokens(self) -> Buckets:
+        """Steps by the tokens they computed."""
+        return self._engine.control.step_tokens
 
     @property
     def draining(self) -> bool:
@@ -205,6 +213,7 @@ class BusyLoop:
                 raise Unavailable("the engine is draining and takes no new requests", reason="DRAINING")
             self._engine.add(request)
         except RequestFailed as e:
+            log_refused(request.request_id, request.external_id, e)
             self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, e)
 
     def _refuse(self, client_id: str, request_id: str, attempt: int, offset: int, error: RequestFailed) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.histogram import Buckets
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.utility import utility
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper ends of the buckets of tokens per step; vLLM's."""
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
@@ -46,6 +49,8 @@ class EngineControl:
         self._waiting: list[tuple[Future[None], bool]] = []
         self._sleep_level = 0
         self._num_nan_logits = 0
+        self.step_tokens = Buckets(STEP_TOKENS)
+        """Steps by the tokens they computed; any thread may read it."""
         self._log = IterationLog(engine.config.iteration_log_interval)
 
     # Pausing.
@@ -231,6 +236,8 @@ class EngineControl:
     def count_step(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
         """Note a step that is over, for the log and the metrics."""
         self._log.count(scheduled, results)
+        if scheduled.total_num_scheduled_tokens:
+            self.step_tokens.observe(scheduled.total_num_scheduled_tokens)
         if results.num_nans_in_logits:
             self._num_nan_logits += sum(results.num_nans_in_logits.values())
 

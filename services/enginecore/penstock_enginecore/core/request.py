@@ -66,8 +66,9 @@ class Request:
     those whose step is over. Results of steps before
     ``valid_from_step`` belong to a life that ended with a preemption.
 
-    ``client_id`` names the session that sent the request and gets its outputs. ``all_token_ids`` holds the tokens of
-    earlier attempts as output, so that limits, stops and seeded draws count from the true beginning of the output.
+    ``client_id`` names the session that sent the request and gets its outputs, ``external_id`` is the id its client knows.
+    ``all_token_ids`` holds the tokens of earlier attempts as output, so that limits, stops and seeded draws count from the
+    true beginning of the output.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -81,6 +82,7 @@ class Request:
         "client_id",
         "deadline",
         "events",
+        "external_id",
         "grammar",
         "hold",
         "key",
@@ -110,6 +112,7 @@ class Request:
     def __init__(self, request: EngineCoreRequest, *, client_id: str, max_model_len: int) -> None:
         self.key = f"{request.request_id}#{next(_serial)}"
         self.request_id = request.request_id
+        self.external_id = request.external_request_id
         self.client_id = client_id
         self.sampling_params: SamplingParams = request.sampling_params
         self.pooling_params: PoolingParams | None = request.pooling_params

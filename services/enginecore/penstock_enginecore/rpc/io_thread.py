@@ -9,7 +9,10 @@ from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.logging import get_logger
+from penstock_common.metrics import service_registry
+from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.server import LIVENESS, RpcServer
+from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
@@ -17,6 +20,7 @@ from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
 from penstock_enginecore.rpc.servicer import EngineCoreServicer
 from penstock_enginecore.rpc.sessions import Sessions
+from penstock_enginecore.rpc.traces import EngineTraces
 
 SERVICE_NAME = "penstock.enginecore.v1.EngineCoreService"
 CHECK_INTERVAL = 1.0
@@ -39,7 +43,11 @@ class IoThread:
         self._config = config
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
-        self.sessions = Sessions(self._loop, on_draining=self._on_draining)
+        self.registry = service_registry("enginecore")
+        """What the process tells of itself and its calls, for others to add to."""
+        self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
+        traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
+        self.sessions = Sessions(self._loop, on_draining=self._on_draining, traces=traces)
         self._servicer = EngineCoreServicer(self.sessions)
         self._tasks: list[asyncio.Task[None]] = []
         self._coordinator: CoordinatorClient | None = None
@@ -63,12 +71,16 @@ class IoThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._tracer is not None:
+            self._tracer.shutdown()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> None:
-        self._server = RpcServer(self._config.server, service_names=(SERVICE_NAME,))
+        self._server = RpcServer(
+            self._config.server, service_names=(SERVICE_NAME,), observer=CallTelemetry(self.registry, self._tracer)
+        )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         self.port = await self._server.start()
         log.info("listening", address=f"{self._config.server.host}:{self.port}")

@@ -13,6 +13,7 @@ from penstock_common.logging import get_logger
 from penstock_common.rpc import stats
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.request_log import log_refused
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.sessions import FrontendSession, Sessions
 
@@ -87,6 +88,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         try:
             request = convert.request_from_proto(message)
         except RequestFailed as e:
+            log_refused(message.request_id, message.external_request_id, e)
             output = EngineCoreOutput(
                 request_id=message.request_id,
                 attempt=message.attempt,
@@ -96,6 +98,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             )
             self._sessions.emit(session.client_id, EngineCoreOutputs(outputs=[output]))
         else:
+            if self._sessions.traces is not None:
+                self._sessions.traces.add(session.client_id, request)
             busy_loop.add(session.client_id, request)
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:

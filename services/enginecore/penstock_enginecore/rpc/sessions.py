@@ -10,6 +10,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.rpc import convert
+from penstock_enginecore.rpc.traces import EngineTraces
 
 log = get_logger()
 
@@ -52,8 +53,17 @@ class Sessions:
     ``open`` and ``close`` belong to the I/O thread; the sink's methods may be called from any.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, on_draining: Callable[[float], None]) -> None:
-        """``on_draining`` is called once, on the I/O thread, with the deadline in seconds since the epoch."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_draining: Callable[[float], None],
+        traces: EngineTraces | None = None,
+    ) -> None:
+        """``on_draining`` is called once, on the I/O thread, with the deadline in seconds since the epoch. ``traces``: sees
+        every request and output.
+        """
+        self.traces = traces
         self._loop = loop
         self._on_draining = on_draining
         self._sessions: dict[str, FrontendSession] = {}
@@ -76,6 +86,8 @@ class Sessions:
     def close(self, session: FrontendSession) -> None:
         """Forget a session."""
         self._sessions.pop(session.client_id, None)
+        if self.traces is not None:
+            self.traces.client_gone(session.client_id)
 
     def close_all(self) -> None:
         """Let every session end after what is queued."""
@@ -102,6 +114,8 @@ class Sessions:
         self._loop.call_soon_threadsafe(self._announce_dead, reason)
 
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        if self.traces is not None:
+            self.traces.take(client_id, outputs)
         if (session := self._sessions.get(client_id)) is not None:
             session.put(pb.SessionResponse(outputs=convert.outputs_to_proto(outputs)))
 

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
@@ -55,7 +56,7 @@ def make_app(
 class HttpServer:
     """uvicorn inside the running event loop. Port -1: nothing is served."""
 
-    def __init__(self, config: HttpConfig, app: Starlette) -> None:
+    def __init__(self, config: HttpConfig, app: ASGIApp) -> None:
         self._config = config
         self._server = _Server(
             uvicorn.Config(

@@ -123,7 +123,7 @@ class VllmEngineServicer:
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """What each engine has to do."""
-        loads = self._llm.engines.loads()
+        loads = self._llm.engines.rank_loads()
         if request.HasField("dp_rank"):
             loads = [load for load in loads if load.rank == request.dp_rank]
         return pb.GetLoadsResponse(

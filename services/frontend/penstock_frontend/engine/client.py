@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock_common.engine_metrics import EngineLoad
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Unavailable
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
@@ -22,8 +23,11 @@ from penstock_frontend.rpc.engine_session import EngineSession
 class OutputHandler(Protocol):
     """Who gets what engines produce."""
 
-    def process(self, outputs: Sequence[EngineCoreOutput]) -> Sequence[str]:
-        """Take a step's outputs; returns the ids of requests that the engine need not go on with."""
+    def process(self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float) -> Sequence[str]:
+        """Take a step's outputs; returns the ids of requests that the engine need not go on with.
+
+        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock.
+        """
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """End these requests."""
@@ -32,7 +36,7 @@ class OutputHandler(Protocol):
         """End every request of an engine."""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a connected engine has to do. ``rank``: no two engines have the same; ``capacity``: tokens its KV cache holds."""
 
     rank: int
@@ -79,7 +83,7 @@ class EngineClient(Protocol):
     def cluster(self) -> Sequence[EngineStatus]:
         """The engines as this frontend sees them."""
 
-    def loads(self) -> Sequence[EngineLoad]:
+    def rank_loads(self) -> Sequence[RankLoad]:
         """The load of every connected engine, by rank."""
 
 
@@ -200,12 +204,12 @@ class GrpcEngineClient:
         known = {c.address: self._status(c) for c in self._pool}
         return [*known.values(), *(status for status in self._view.engines if status.address not in known)]
 
-    def loads(self) -> Sequence[EngineLoad]:
+    def rank_loads(self) -> Sequence[RankLoad]:
         """See EngineClient. Engines that call themselves the same rank are numbered by their addresses instead."""
         connected = [(c, c.ready, self._router.load(c.address)) for c in self._pool.connected() if c.ready is not None]
         distinct = len({c.rank for c, _, _ in connected}) == len(connected)
         loads = [
-            EngineLoad(
+            RankLoad(
                 rank=connection.rank if distinct else position,
                 num_running_reqs=load.running,
                 num_waiting_reqs=load.waiting,
@@ -215,6 +219,30 @@ class GrpcEngineClient:
             for position, (connection, ready, load) in enumerate(connected)
         ]
         return sorted(loads, key=lambda load: load.rank)
+
+    def loads(self) -> list[EngineLoad]:
+        """What is known of the engines that there is a session with, for the metrics."""
+        loads = []
+        for connection in self._pool.connected():
+            if (ready := connection.ready) is None:
+                continue
+            load = self._router.load(connection.address)  # newer than the last outputs, where a view came since
+            stats = msgspec.structs.replace(
+                connection.stats,
+                num_waiting_reqs=load.waiting,
+                num_running_reqs=load.running,
+                kv_cache_usage=load.kv_cache_usage,
+            )
+            loads.append(
+                EngineLoad(
+                    model=ready.model,
+                    engine=ready.engine_id,
+                    num_kv_blocks=ready.num_kv_blocks,
+                    block_size=ready.block_size,
+                    stats=stats,
+                )
+            )
+        return loads
 
     def refuse(self) -> None:
         """See EngineClient."""
@@ -235,6 +263,7 @@ class GrpcEngineClient:
         """See ConnectionListener."""
         stats = outputs.scheduler_stats
         if stats is not None:
+            connection.stats = stats
             self._router.report(
                 connection.address,
                 waiting=stats.num_waiting_reqs,
@@ -244,7 +273,8 @@ class GrpcEngineClient:
         if outputs.kv_events:
             self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
         if outputs.outputs:
-            not_needed = self._outputs.process(outputs.outputs)
+            engine_id = connection.ready.engine_id if connection.ready else ""
+            not_needed = self._outputs.process(outputs.outputs, engine_id, outputs.timestamp)
             if not_needed:
                 self.abort(connection.address, not_needed, "a stop string ended the output")
         if outputs.finished_requests:

@@ -7,7 +7,7 @@ from penstock_common.errors import Unavailable
 from penstock_common.logging import get_logger
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus
-from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
+from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.processing.output import EngineFaultError
 from penstock_frontend.rpc.engine_session import EngineSession
 
@@ -42,6 +42,8 @@ class EngineConnection:
         self.address = address
         self.status: EngineStatus | None = None
         self.ready: EngineReady | None = None
+        self.stats = SchedulerStats()
+        """What the engine last said of its load."""
         self.session: EngineSession | None = None
         """The session while the engine is ready, else None."""
         self.draining = False
@@ -111,6 +113,7 @@ class EngineConnection:
                 f"this frontend serves {self._model!r}"
             )
         self.ready, self.session, self.draining = ready, session, False
+        self.stats = SchedulerStats()  # an earlier incarnation's mean nothing
         self._reconnector.established()
         get_logger().info(
             "engine ready", engine=self.name, max_model_len=ready.max_model_len, num_kv_blocks=ready.num_kv_blocks

@@ -17,9 +17,10 @@ class OutputCollector:
     end. Sequences with something to take are served in turn.
     """
 
-    __slots__ = ("_due", "_error", "_event", "_num_unfinished", "_slots")
+    __slots__ = ("_due", "_error", "_event", "_num_unfinished", "_slots", "cumulative")
 
     def __init__(self, kind: OutputKind, stream_interval: int, num_sequences: int = 1) -> None:
+        self.cumulative = kind is OutputKind.CUMULATIVE
         self._slots = [_Slot(index, kind, stream_interval) for index in range(num_sequences)]
         self._due: dict[int, None] = {}  # indexes of slots in the order they became due
         self._event = asyncio.Event()

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.logging import get_logger
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetrics
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.logprobs import LogprobsReader
@@ -25,20 +25,30 @@ class RequestState:
     """One sequence from acceptance to its end. ``engine``: key of the engine it runs on, ``""`` before it is routed.
 
     ``index``: which of its call's sequences it is; ``collector``: where its outputs go, shared by all of them.
+    ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it ended normally. The times
+    of the engine are on the engine's clock, 0 before they are known.
     """
 
     __slots__ = (
         "attempt",
         "collector",
         "engine",
+        "engine_id",
         "external_id",
+        "finish",
+        "first_token_after",
+        "first_token_time",
         "index",
+        "last_token_time",
         "logprobs",
+        "max_tokens",
         "num_cached",
         "num_nans",
         "num_prompt",
         "num_received",
+        "queued_time",
         "request_id",
+        "scheduled_time",
         "started",
         "text",
     )
@@ -51,11 +61,16 @@ class RequestState:
         self.external_id = request.external_request_id
         self.attempt = request.attempt
         self.engine = ""
+        self.engine_id = ""
         self.num_prompt = len(request.prompt_token_ids)
         self.num_cached = 0
         self.num_nans = 0
         self.num_received = 0
+        self.max_tokens = params.max_tokens
         self.started = time.monotonic()
+        self.first_token_after: float | None = None
+        self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+        self.finish: Finish | None = None
         self.collector = collector
         self.index = index
         self.logprobs = LogprobsReader(tokenizer, params, self.num_prompt)
@@ -76,6 +91,14 @@ class RequestState:
     def usage(self) -> Usage:
         """Token counts so far."""
         return Usage(self.num_prompt, self.num_cached, self.text.num_tokens)
+
+    def take_events(self, events: Sequence[EngineCoreEvent]) -> None:
+        """Note when the engine queued the request and when it first scheduled it."""
+        for event in events:
+            if event.type is EventType.QUEUED:
+                self.queued_time = event.timestamp
+            elif event.type is EventType.SCHEDULED and not self.scheduled_time:
+                self.scheduled_time = event.timestamp
 
 
 class OutputProcessor:
@@ -112,22 +135,26 @@ class OutputProcessor:
             return False
         delta = state.text.add((), ended=True)
         reason = FinishReason.STOP if delta.stop else FinishReason.ABORT
-        self._metrics.finished(state.started, reason)
-        state.collector.put(delta, Finish(reason, delta.stop or None, state.usage()), index=state.index)
+        state.finish = Finish(reason, delta.stop or None, state.usage())
+        _count_end(state, state.finish, self._metrics.engine(state.engine_id))
+        state.collector.put(delta, state.finish, index=state.index)
         return True
 
-    def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+    def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
 
+        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock.
         Raises EngineFaultError when the engine cannot be trusted any more; its requests are then still followed.
         """
         to_abort: list[str] = []
+        metrics, step = self._metrics.engine(engine), EngineSteps(timestamp)
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None or output.attempt != state.attempt:
                 continue  # ended, or of an older attempt
+            state.engine_id = engine
             try:
-                ended_here = self._advance(state, output)
+                ended_here = self._advance(state, output, metrics, step)
             except EngineFaultError:
                 raise
             except Exception as e:  # one request's defect must not end the others of the step
@@ -136,6 +163,7 @@ class OutputProcessor:
                 ended_here = True
             if ended_here and output.finish_reason is None:
                 to_abort.append(state.request_id)
+        metrics.step(step)
         return to_abort
 
     def fail_engine(self, engine: str, error: RequestFailed) -> None:
@@ -155,7 +183,9 @@ class OutputProcessor:
         self.fail(request_ids, error)
         return request_ids
 
-    def _advance(self, state: RequestState, output: EngineCoreOutput) -> bool:
+    def _advance(
+        self, state: RequestState, output: EngineCoreOutput, metrics: EngineMetrics, step: EngineSteps
+    ) -> bool:
         """Give one output to its request. Returns whether the request has ended."""
         if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fail(state, _failure(output))
@@ -165,14 +195,14 @@ class OutputProcessor:
         logprobs = state.logprobs.read(output.new_logprobs, len(output.new_token_ids), num_repeated=repeated)
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
         if output.num_nans_in_logits:
-            self._report_nans(state, output.num_nans_in_logits)
+            metrics.nans(output.num_nans_in_logits)
+            _report_nans(state, output.num_nans_in_logits)
         if output.prefill_stats is not None:
             state.num_cached = output.prefill_stats.num_cached_tokens
+        if output.events:
+            state.take_events(output.events)
         if token_ids:
-            if state.num_received == 0:
-                self._metrics.first_token(state.started, state.num_prompt)
-            state.num_received += len(token_ids)
-            self._metrics.tokens(len(token_ids))
+            _count_tokens(state, len(token_ids), metrics, step)
         delta = state.text.add(
             token_ids,
             logprobs=logprobs,
@@ -187,19 +217,50 @@ class OutputProcessor:
             state.collector.put(delta, index=state.index, prompt_logprobs=prompt_logprobs)
             return False
         del self._states[state.request_id]
-        self._metrics.finished(state.started, finish.reason)
+        state.finish = finish
+        _count_end(state, finish, metrics)
         state.collector.put(delta, finish, index=state.index, prompt_logprobs=prompt_logprobs)
         return True
-
-    def _report_nans(self, state: RequestState, count: int) -> None:
-        self._metrics.nans(count)
-        if state.num_nans == 0:
-            get_logger().warning("NaN logits: the tokens of this request mean nothing", request=state.external_id)
-        state.num_nans += count
 
     def _fail(self, state: RequestState, error: RequestFailed) -> None:
         del self._states[state.request_id]
         state.collector.fail(error)
+
+
+def _report_nans(state: RequestState, count: int) -> None:
+    if state.num_nans == 0:
+        get_logger().warning("NaN logits: the tokens of this request mean nothing", request=state.external_id)
+    state.num_nans += count
+
+
+def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step: EngineSteps) -> None:
+    """Hot: once per output. What can be counted per step is left to its end."""
+    now = step.timestamp
+    if state.num_received:
+        gap = now - state.last_token_time
+        step.gaps[gap] = step.gaps.get(gap, 0) + 1
+    else:
+        state.first_token_after = time.monotonic() - state.started
+        state.first_token_time = now
+        metrics.first_token(state.first_token_after, state.num_prompt)
+    state.last_token_time = now
+    state.num_received += count
+    step.num_tokens += count
+
+
+def _count_end(state: RequestState, finish: Finish, metrics: EngineMetrics) -> None:
+    if state.scheduled_time:
+        metrics.scheduled(state.scheduled_time - state.queued_time)
+    if state.num_received:
+        prefill = state.first_token_time - state.scheduled_time if state.scheduled_time else None
+        metrics.generated(prefill=prefill, decode=state.last_token_time - state.first_token_time)
+    metrics.finished(
+        state.started,
+        finish.reason,
+        prompt=state.num_prompt,
+        generated=finish.usage.completion_tokens,
+        max_tokens=state.max_tokens,
+    )
 
 
 def _num_repeated(state: RequestState, output: EngineCoreOutput) -> int:

@@ -27,10 +27,10 @@ class PooledState:
 class PooledOutputs:
     """Follows every pooling request of this frontend. See ``OutputHandler``, whose part for these requests it is.
 
-    ``on_done``: called for each that ends well.
+    ``on_done``: called for each that ends well, with the id of the engine that did it.
     """
 
-    def __init__(self, on_done: Callable[[PooledState], None]) -> None:
+    def __init__(self, on_done: Callable[[PooledState, str], None]) -> None:
         self._on_done = on_done
         self._states: dict[str, PooledState] = {}
 
@@ -47,8 +47,9 @@ class PooledOutputs:
         """Stop following a request. Returns whether it had not ended yet."""
         return self._states.pop(state.request_id, None) is not None
 
-    def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+    def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
         """Take one step's outputs; those of other requests are not looked at. Nothing is left to abort."""
+        del timestamp
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None or output.attempt != state.attempt or output.finish_reason is None:
@@ -57,7 +58,7 @@ class PooledOutputs:
                 self._fail(state, _failure(output))
                 continue
             del self._states[state.request_id]
-            self._on_done(state)
+            self._on_done(state, engine)
             _settle(state, output)
         return []
 
@@ -88,9 +89,9 @@ class SplitOutputs:
     def __init__(self, *handlers: OutputHandler) -> None:
         self._handlers = handlers
 
-    def process(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+    def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
         """See ``OutputHandler.process``."""
-        return [request_id for handler in self._handlers for request_id in handler.process(outputs)]
+        return [request_id for handler in self._handlers for request_id in handler.process(outputs, engine, timestamp)]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """See ``OutputHandler.fail``."""

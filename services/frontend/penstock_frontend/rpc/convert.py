@@ -6,9 +6,11 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.sampling import to_proto
 from penstock_common.types.outputs import (
+    EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
+    EventType,
     FinishReason,
     PrefillStats,
     RequestError,
@@ -17,6 +19,7 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import EngineCoreRequest
 
 _FINISH_REASONS: dict[int, FinishReason] = {int(reason): reason for reason in FinishReason}
+_EVENT_TYPES: dict[int, EventType] = {int(kind): kind for kind in EventType}
 
 
 def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
@@ -94,6 +97,13 @@ def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output)
     if message.HasField("prefill_stats"):
+        # The first output: it also says when the request was queued and scheduled. Events of later ones, which tell of
+        # preemptions, are not looked for: that would be a sixth of the time an output takes here.
+        output.events = [
+            EngineCoreEvent(kind, event.timestamp)
+            for event in message.events
+            if (kind := _EVENT_TYPES.get(event.type)) is not None
+        ]
         prefill = message.prefill_stats
         output.prefill_stats = PrefillStats(
             num_prompt_tokens=prefill.num_prompt_tokens, num_cached_tokens=prefill.num_cached_tokens

@@ -44,7 +44,7 @@ class EngineSession:
         self._on_outputs = on_outputs
         self._on_draining = on_draining
         self._channel = make_channel(address)
-        self._to_send: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._to_send: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         self._to_send.put_nowait(pb.SessionRequest(hello=hello))
         stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
         self._call = stub.Session(self._requests())
@@ -110,11 +110,14 @@ class EngineSession:
             if not future.done():
                 future.set_exception(Unavailable(f"engine at {self.address}: {reason}", reason="ENGINE_GONE"))
         self._call.cancel()
+        self._to_send.put_nowait(
+            None
+        )  # or the task that feeds the stream would wait until it is collected, and complain
         await self._channel.close()
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
-        while True:
-            yield await self._to_send.get()
+        while (request := await self._to_send.get()) is not None:
+            yield request
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output is not None:

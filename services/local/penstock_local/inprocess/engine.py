@@ -16,7 +16,7 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Utilit
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_frontend.engine.client import OutputHandler
+from penstock_frontend.engine.client import OutputHandler, RankLoad
 from penstock_frontend.processing.input import ModelLimits
 from penstock_frontend.processing.output import EngineFaultError
 
@@ -132,6 +132,19 @@ class InProcessEngine:
             )
         ]
 
+    def rank_loads(self) -> Sequence[RankLoad]:
+        """See EngineClient."""
+        stats, ready = self._busy_loop.stats(), self._ready
+        return [
+            RankLoad(
+                rank=0,
+                num_running_reqs=stats.num_running_reqs,
+                num_waiting_reqs=stats.num_waiting_reqs,
+                kv_cache_usage=stats.kv_cache_usage,
+                capacity=ready.num_kv_blocks * ready.block_size,
+            )
+        ]
+
     # As the OutputSink.
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
@@ -170,7 +183,7 @@ class InProcessEngine:
         if outputs.outputs:
             self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
             try:
-                not_needed = self._outputs.process(outputs.outputs)
+                not_needed = self._outputs.process(outputs.outputs, self._ready.engine_id, outputs.timestamp)
             except EngineFaultError as e:
                 self._die(str(e))
                 return

@@ -16,6 +16,7 @@ from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.config import ModelConfig as FrontendModelConfig
 from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing.chat import ChatRenderer
 from penstock_frontend.processing.chat_template import load_chat_templates
@@ -55,7 +56,7 @@ class Runtime:
         self._loop = asyncio.new_event_loop()
         metrics = FrontendMetrics(model.name)
         outputs = OutputProcessor(files.tokenizer, metrics)
-        pooled = PooledOutputs(lambda state: metrics.pooled(state.started, state.num_prompt))
+        pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
         inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=model.name, limits=limits)
         core = EngineCore(config, make_executor(config), make_grammars=make_grammar_backend, progress=logger.info)
         self.engine = InProcessEngine(core, describe(config, core), SplitOutputs(outputs, pooled), self._loop)
@@ -65,7 +66,7 @@ class Runtime:
             outputs=outputs,
             engines=self.engine,
             limits=limits,
-            metrics=metrics,
+            observer=RequestObserver(metrics),
             pooling=PoolingCalls(
                 inputs=PoolingInputs(files.tokenizer, inputs, limits), outputs=pooled, engines=self.engine
             ),

@@ -9,6 +9,7 @@ from penstock_common.types.outputs import (
     SchedulerStats,
 )
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.request_log import log_failed
 
 
 class Outbox:
@@ -65,7 +66,9 @@ class Outbox:
         output = self.add_tokens(request, new_token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         output.finish_reason = request.status.finish_reason
         output.stop_reason = request.stop_reason
-        output.error = error
+        if error is not None:
+            output.error = error
+            log_failed(request.request_id, request.external_id, error)
         self._finished.setdefault(request.client_id, []).append(request.request_id)
         return output
 

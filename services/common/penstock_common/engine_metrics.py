@@ -1,0 +1,53 @@
+"""The load of engines as Prometheus families, under the names vLLM's dashboards and autoscalers read.
+
+Engines tell it of themselves; a frontend may tell it of the engines it knows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+from penstock_common.types.outputs import SchedulerStats
+
+LABELS = ("model_name", "engine")
+Family = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
+
+_GAUGES: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
+    "vllm:num_requests_running": ("Requests with KV blocks", lambda s: s.num_running_reqs),
+    "vllm:num_requests_waiting": ("Requests in the queue", lambda s: s.num_waiting_reqs),
+    "penstock:num_requests_held": ("Of these, waiting for something of their own", lambda s: s.num_skipped_reqs),
+    "vllm:kv_cache_usage_perc": ("Used fraction of the KV cache, 0 to 1", lambda s: s.kv_cache_usage),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_queries),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
+    "vllm:num_preemptions": ("Requests that lost their KV blocks to another", lambda s: s.num_preemptions),
+    "penstock:engine_steps": ("Steps executed", lambda s: s.step_counter),
+}
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: who it is, how large its KV cache (in blocks, and tokens per block), and its load."""
+
+    model: str
+    engine: str
+    num_kv_blocks: int
+    block_size: int
+    stats: SchedulerStats
+
+
+def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
+    """One family per metric, with a series per engine."""
+    known = list(loads)
+    for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (text, value) in table.items():
+            family = kind(name, text, labels=LABELS)
+            for load in known:
+                family.add_metric((load.model, load.engine), value(load.stats))
+            yield family
+    info = InfoMetricFamily("vllm:cache_config", "Size of the KV cache", labels=LABELS)
+    for load in known:
+        sizes = {"num_gpu_blocks": str(load.num_kv_blocks), "block_size": str(load.block_size)}
+        info.add_metric((load.model, load.engine), sizes)
+    yield info

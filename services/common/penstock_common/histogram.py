@@ -1,0 +1,67 @@
+"""Prometheus histograms that cost little where one step of an engine brings hundreds of observations."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+
+class Buckets:
+    """The observations of one series. One thread observes; others may read."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """``bounds``: upper ends of the buckets, inclusive and ascending; one more for all that is larger is implied."""
+        self._bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add ``count`` observations of the same value."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Write this series into its family."""
+        names = [*map(str, self._bounds), "+Inf"]
+        counts = self._counts.copy()  # consistent in itself, whatever is observed meanwhile
+        family.add_metric(
+            labels, buckets=list(zip(names, map(float, accumulate(counts)), strict=True)), sum_value=self._sum
+        )
+
+
+class Histogram(Collector):
+    """A histogram with labels. ``labels`` gives the series of some label values, and makes it on first use."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        *,
+        bounds: Sequence[float],
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """``bounds``: see ``Buckets``."""
+        self._name, self._text, self._label_names = name, text, labels
+        self._bounds = bounds
+        self._series: dict[tuple[str, ...], Buckets] = {}
+        if registry is not None:
+            registry.register(self)
+
+    def labels(self, *values: str) -> Buckets:
+        """The series of these label values."""
+        if (found := self._series.get(values)) is None:
+            found = self._series[values] = Buckets(self._bounds)
+        return found
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """One family."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        for values, series in list(self._series.items()):
+            series.add_to(family, values)
+        yield family

@@ -1,0 +1,31 @@
+"""Lines in the log about requests that failed, where ``log.requests`` asks for them. No text of the request is in them:
+not even the error's own, which quotes values of fields.
+"""
+
+import logging
+
+from penstock_common.errors import RequestFailed
+from penstock_common.logging import REQUEST_LOGGER
+from penstock_common.types.outputs import RequestError
+
+logger = logging.getLogger(REQUEST_LOGGER)
+
+
+def log_refused(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
+    """A request was not taken. ``external_id``: the id that its client knows."""
+    logger.info("request refused", extra=_fields(request_id, external_id, error))
+
+
+def log_failed(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
+    """A request that was taken cannot be finished."""
+    logger.info("request failed", extra=_fields(request_id, external_id, error))
+
+
+def _fields(request_id: str, external_id: str, error: RequestFailed | RequestError) -> dict[str, str]:
+    return {
+        "request": external_id or request_id,
+        "engine_request": request_id,
+        "code": error.code,
+        "reason": error.reason,
+        "field": error.field,
+    }

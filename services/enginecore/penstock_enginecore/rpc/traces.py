@@ -1,0 +1,127 @@
+"""Spans of the engine: how long each traced request waited, was prefilled and decoded."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from penstock_common.tracing import Headers, Tracer, is_sampled
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
+from penstock_common.types.request import EngineCoreRequest
+
+Clock = Callable[[], float]
+
+
+class _Phase:
+    """Part of a request's life, with the events that fell into it. Times are on the engine's clock."""
+
+    __slots__ = ("began", "ended", "events", "name")
+
+    def __init__(self, name: str, began: float) -> None:
+        self.name = name
+        self.began = began
+        self.ended: float | None = None
+        self.events: list[tuple[str, float]] = []
+
+
+class _TracedRequest:
+    """What a request's outputs have told so far. The last of ``phases`` is under way."""
+
+    __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "phases", "request_id")
+
+    def __init__(self, request: EngineCoreRequest, now: float) -> None:
+        self.headers: Headers = request.trace_context
+        self.request_id = request.request_id
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_cached = 0
+        self.num_tokens = 0
+        self.phases = [_Phase("engine.queue", now)]
+
+    def take(self, output: EngineCoreOutput, timestamp: float) -> None:
+        """``timestamp``: the end of the step that made the output."""
+        for event in output.events:
+            phase = self.phases[-1]
+            if event.type is EventType.QUEUED:
+                phase.began = event.timestamp
+            elif event.type is EventType.SCHEDULED and phase.name == "engine.queue":
+                self._go_on("engine.prefill", event.timestamp)
+            else:
+                phase.events.append((event.type.name.lower(), event.timestamp))
+        if output.prefill_stats is not None:
+            self.num_cached = output.prefill_stats.num_cached_tokens
+        if output.new_token_ids and not self.num_tokens:
+            self._go_on("engine.decode", timestamp)
+        self.num_tokens += len(output.new_token_ids)
+
+    def attributes(self, phase: _Phase, finish_reason: str) -> Iterator[tuple[str, Any]]:
+        """By OpenTelemetry's conventions for generative AI."""
+        yield "gen_ai.request.id", self.request_id
+        if phase.name == "engine.prefill":
+            yield "gen_ai.usage.input_tokens", self.num_prompt
+            yield "penstock.cached_tokens", self.num_cached
+        if phase is self.phases[-1]:
+            yield "gen_ai.usage.output_tokens", self.num_tokens
+            yield "gen_ai.response.finish_reasons", [finish_reason]
+
+    def _go_on(self, name: str, now: float) -> None:
+        self.phases[-1].ended = now
+        self.phases.append(_Phase(name, now))
+
+
+class EngineTraces:
+    """Follows the requests whose trace is recorded, by what passes the I/O thread anyway: the busy loop knows nothing of it.
+
+    The spans of a request are made when it ends. Belongs to the I/O thread.
+    """
+
+    def __init__(
+        self, tracer: Tracer, *, model: str, monotonic_clock: Clock = time.monotonic, wall_clock: Clock = time.time
+    ) -> None:
+        self._tracer = tracer
+        self._model = model
+        self._clock = monotonic_clock
+        self._wall_clock = wall_clock
+        self._requests: dict[tuple[str, str], _TracedRequest] = {}
+
+    def __len__(self) -> int:
+        """Requests that are followed."""
+        return len(self._requests)
+
+    def add(self, client_id: str, request: EngineCoreRequest) -> None:
+        """A request came in; it is followed if its trace is recorded."""
+        if is_sampled(request.trace_context):
+            self._requests[client_id, request.request_id] = _TracedRequest(request, self._clock())
+
+    def take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        """A step's outputs go out."""
+        if self._requests:
+            self._take(client_id, outputs.outputs, outputs.timestamp or self._clock())
+
+    def client_gone(self, client_id: str) -> None:
+        """A session is over: its requests end without an output."""
+        for key in [key for key in self._requests if key[0] == client_id]:
+            self._end(self._requests.pop(key), self._clock(), "abort", "")
+
+    def _take(self, client_id: str, outputs: Sequence[EngineCoreOutput], timestamp: float) -> None:
+        for output in outputs:
+            request = self._requests.get((client_id, output.request_id))
+            if request is None:
+                continue
+            request.take(output, timestamp)
+            if output.finish_reason is not None:
+                del self._requests[client_id, output.request_id]
+                error = output.error.code if output.error is not None else ""
+                self._end(request, timestamp, output.finish_reason.name.lower(), error)
+
+    def _end(self, request: _TracedRequest, now: float, finish_reason: str, error: str) -> None:
+        to_epoch = self._wall_clock() - self._clock()
+        for phase in request.phases:
+            is_last = phase is request.phases[-1]
+            self._tracer.record(
+                phase.name,
+                request.headers,
+                began=phase.began + to_epoch,
+                ended=(now if phase.ended is None else phase.ended) + to_epoch,
+                attributes={"gen_ai.request.model": self._model, **dict(request.attributes(phase, finish_reason))},
+                events=[(name, time + to_epoch) for name, time in phase.events],
+                error=error if is_last else "",
+            )

@@ -1,0 +1,79 @@
+"""Logs of a process, in a process of its own: they are set up once for all of it."""
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import logging, sys, threading
+import structlog
+from penstock_common.config import LogConfig
+from penstock_common.logging import REQUEST_LOGGER, configure, get_logger
+configure(LogConfig(format=sys.argv[1], requests=sys.argv[2] == "yes"), service="frontend")
+structlog.contextvars.bind_contextvars(request="r1")
+get_logger().info("bound", count=1)
+get_logger().debug("too fine")
+thread = threading.Thread(target=lambda: get_logger().warning("of another thread"))
+thread.start()
+thread.join()
+logging.getLogger("penstock_enginecore.core").info("%d steps", 3)
+logging.getLogger("another.library").info("not shown")
+logging.getLogger("another.library").warning("trouble", exc_info=ValueError("a line\\nand another"))
+logging.getLogger(REQUEST_LOGGER).info("request failed", extra={"request": "r2", "code": "INTERNAL"})
+"""
+
+
+def run(format_: str, requests: str = "no") -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, format_, requests], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stderr
+
+
+def events(requests: str = "no") -> dict[str, dict[str, Any]]:
+    return {line["event"]: line for line in map(json.loads, run("json", requests).splitlines())}
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, dict[str, Any]]:
+    return events("yes")
+
+
+def test_every_line_is_an_object_with_time_level_and_service_whatever_its_thread_and_library(
+    lines: dict[str, dict[str, Any]],
+) -> None:
+    assert sorted(lines) == ["3 steps", "bound", "of another thread", "request failed", "trouble"]
+    assert {line["service"] for line in lines.values()} == {"frontend"}
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", line["timestamp"]) for line in lines.values())
+    assert [lines[name]["level"] for name in ("bound", "of another thread", "trouble")] == [
+        "info",
+        "warning",
+        "warning",
+    ]
+
+
+def test_what_a_task_bound_is_on_its_lines_and_not_on_those_of_others(lines: dict[str, dict[str, Any]]) -> None:
+    assert (lines["bound"]["request"], lines["bound"]["count"]) == ("r1", 1)
+    assert "request" not in lines["of another thread"]
+
+
+def test_an_exception_stays_on_its_line(lines: dict[str, dict[str, Any]]) -> None:
+    assert "ValueError: a line\nand another" in lines["trouble"]["exception"]
+
+
+def test_extras_of_the_standard_library_are_fields(lines: dict[str, dict[str, Any]]) -> None:
+    assert (lines["request failed"]["request"], lines["request failed"]["code"]) == ("r2", "INTERNAL")
+
+
+def test_lines_about_requests_are_off_unless_asked_for() -> None:
+    assert sorted(events()) == ["3 steps", "bound", "of another thread", "trouble"]
+
+
+def test_text_is_a_line_per_event_for_people() -> None:
+    text = run("text")
+    assert re.search(r"^\d\d:\d\d:\d\d \[info\] bound count=1 request=r1$", text, re.MULTILINE)
+    assert re.search(r"^\d\d:\d\d:\d\d \[info\] 3 steps", text, re.MULTILINE)

@@ -1,0 +1,111 @@
+"""Which spans the engine makes of what passes its I/O thread."""
+
+from typing import Any
+
+from penstock_common.types.outputs import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EventType,
+    FinishReason,
+    PrefillStats,
+    RequestError,
+)
+from penstock_common.types.request import EngineCoreRequest
+from penstock_enginecore.rpc.traces import EngineTraces
+
+PARENT = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+EPOCH = 1000.0
+"""What the wall clock shows when the engine's clock shows 0."""
+
+
+class Recorder:
+    """A tracer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        self.now = 0.0
+        self.traces = EngineTraces(
+            self,  # type: ignore[arg-type]  # it begins no spans
+            model="m",
+            monotonic_clock=lambda: self.now,
+            wall_clock=lambda: EPOCH + self.now,
+        )
+
+    def record(self, name: str, parent: Any, **span: Any) -> None:
+        assert parent == PARENT
+        self.spans.append({"name": name, **span})
+
+    def add(self, trace_context: dict[str, str] | None = None) -> None:
+        request = EngineCoreRequest(
+            request_id="r", prompt_token_ids=[1, 2, 3], trace_context=PARENT if trace_context is None else trace_context
+        )
+        self.traces.add("c", request)
+
+    def step(self, now: float, *events: tuple[EventType, float], tokens: int = 0, **fields: Any) -> None:
+        self.now = now
+        output = EngineCoreOutput(
+            request_id="r",
+            new_token_ids=[7] * tokens,
+            events=[EngineCoreEvent(kind, time) for kind, time in events],
+            **fields,
+        )
+        self.traces.take("c", EngineCoreOutputs(outputs=[output], timestamp=now))
+
+    def times(self) -> list[tuple[str, float, float]]:
+        return [(span["name"], span["began"] - EPOCH, span["ended"] - EPOCH) for span in self.spans]
+
+
+def test_a_requests_phases_are_spans_on_the_clock_on_the_wall() -> None:
+    recorder = Recorder()
+    recorder.add()
+    stats = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2)
+    recorder.step(5, (EventType.QUEUED, 1), (EventType.SCHEDULED, 2), tokens=1, prefill_stats=stats)
+    recorder.step(6, tokens=2)
+    assert recorder.spans == []
+    recorder.step(7, tokens=1, finish_reason=FinishReason.STOP)
+    assert recorder.times() == [("engine.queue", 1, 2), ("engine.prefill", 2, 5), ("engine.decode", 5, 7)]
+    _, prefill, decode = (span["attributes"] for span in recorder.spans)
+    assert (prefill["gen_ai.usage.input_tokens"], prefill["penstock.cached_tokens"]) == (3, 2)
+    assert (decode["gen_ai.usage.output_tokens"], decode["gen_ai.response.finish_reasons"]) == (4, ["stop"])
+    assert len(recorder.traces) == 0
+
+
+def test_a_preemption_is_an_event_of_the_phase_it_interrupts() -> None:
+    recorder = Recorder()
+    recorder.add()
+    recorder.step(3, (EventType.QUEUED, 1), (EventType.SCHEDULED, 2), tokens=1)
+    recorder.step(6, (EventType.PREEMPTED, 4), (EventType.SCHEDULED, 5), tokens=1, finish_reason=FinishReason.LENGTH)
+    assert [(name, time - EPOCH) for name, time in recorder.spans[-1]["events"]] == [("preempted", 4), ("scheduled", 5)]
+    assert [span["events"] for span in recorder.spans[:-1]] == [[], []]
+
+
+def test_a_refused_request_has_one_span_with_the_error() -> None:
+    recorder = Recorder()
+    recorder.add()
+    error = RequestError(code="RESOURCE_EXHAUSTED", message="full of secrets")
+    recorder.step(1, finish_reason=FinishReason.ERROR, error=error)
+    [span] = recorder.spans
+    assert (span["name"], span["error"]) == ("engine.queue", "RESOURCE_EXHAUSTED")
+    assert "secrets" not in str(span)
+
+
+def test_a_request_whose_client_has_gone_ends_with_its_session() -> None:
+    recorder = Recorder()
+    recorder.add()
+    recorder.step(3, (EventType.QUEUED, 1), (EventType.SCHEDULED, 2), tokens=1)
+    recorder.now = 9
+    recorder.traces.client_gone("another")
+    assert recorder.spans == []
+    recorder.traces.client_gone("c")
+    assert recorder.times()[-1] == ("engine.decode", 3, 9)
+    assert recorder.spans[-1]["attributes"]["gen_ai.response.finish_reasons"] == ["abort"]
+
+
+def test_a_request_that_is_not_recorded_is_not_followed() -> None:
+    recorder = Recorder()
+    recorder.add({})
+    recorder.add({"traceparent": PARENT["traceparent"][:-1] + "0"})
+    assert len(recorder.traces) == 0
+    recorder.step(3, tokens=1, finish_reason=FinishReason.STOP)
+    assert recorder.spans == []
