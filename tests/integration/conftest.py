@@ -4,12 +4,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 VOCAB = byte_level().get_vocab_size()
+
+
+@pytest.fixture(autouse=True)
+def log_settings_of_earlier_tests_are_gone() -> None:
+    """An LLM in the process quietens its logs, if the program has not configured them."""
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
