@@ -115,6 +115,14 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="of the services (default: info)"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        dest="settings",
+        metavar="SERVICE.KEY=VALUE",
+        help="any other setting of a service (coordinator, engine, frontend), e.g. engine.scheduler.policy=priority, "
+        "frontend.log.requests=true; may be repeated",
+    )
 
 
 def _add_generate(commands: Any) -> None:
@@ -199,10 +207,13 @@ def _add_demo(commands: Any) -> None:
 def _run_serve(arguments: argparse.Namespace) -> int:
     from penstock_local.plan import ServeOptions
     from penstock_local.serve import serve
+    from penstock_local.settings import parse_settings
 
     given = {name: value for name, value in vars(arguments).items() if value is not None and name != "run"}
     if "kv_cache_memory" in given:
         given["kv_cache_memory"] = parse_bytes(given["kv_cache_memory"], key="--kv-cache-memory")
+    if "settings" in given:
+        given["settings"] = parse_settings(given["settings"])
     return asyncio.run(serve(ServeOptions(**given)))
 
 

@@ -12,6 +12,7 @@ from penstock_common.config import check_range, require
 from penstock_common.errors import ConfigError, nearest
 from penstock_local.ports import LOOPBACK, check_free
 from penstock_local.process import ProcessSpec
+from penstock_local.settings import Settings, apply_settings
 
 _ENGINE_ENV = {"GOMP_SPINCOUNT": "3000"}
 """Idle threads of an engine spin for microseconds, then sleep: engines, frontend and clients share the cores here.
@@ -26,7 +27,7 @@ _STOP_MARGIN = 10.0
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to serve and where. ``kv_cache_memory`` is in bytes per engine, ``max_model_len`` in tokens.
 
-    ``threads_per_engine`` None shares this machine's cores evenly.
+    ``threads_per_engine`` None shares this machine's cores evenly. ``settings``: what has no option here, see ``Settings``.
     """
 
     model: str
@@ -42,6 +43,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | None = None
     threads_per_engine: int | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    settings: Settings = {}
 
     def __post_init__(self) -> None:
         require("MODEL", self.model)
@@ -54,6 +56,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         if len(set(self.public_ports.values())) < len(self.public_ports):
             ports = ", ".join(f"{flag} {port}" for flag, port in self.public_ports.items())
             raise ConfigError(f"the ports must differ: {ports}")
+
+    def with_settings(self, service: str, config: dict[str, Any]) -> dict[str, Any]:
+        """A service's configuration with what ``settings`` say of it."""
+        return apply_settings(config, self.settings.get(service, {}))
 
     @property
     def public_ports(self) -> dict[str, int]:
@@ -113,11 +119,14 @@ def plan(options: ServeOptions, *, internal_ports: Sequence[int], cores: int) ->
     coordinator = ProcessSpec(
         name="coordinator",
         module="penstock_coordinator",
-        config={
-            "restart_grace": 0.0,  # no engine can be older than this coordinator: they end together
-            "server": {"host": LOOPBACK, "port": coordinator_port},
-            "log": {"level": options.log_level},
-        },
+        config=options.with_settings(
+            "coordinator",
+            {
+                "restart_grace": 0.0,  # no engine can be older than this coordinator: they end together
+                "server": {"host": LOOPBACK, "port": coordinator_port},
+                "log": {"level": options.log_level},
+            },
+        ),
         address=coordinator_address,
         stop_stage=2,
         stop_timeout=_STOP_MARGIN,
@@ -126,7 +135,9 @@ def plan(options: ServeOptions, *, internal_ports: Sequence[int], cores: int) ->
         ProcessSpec(
             name=f"engine-{i}",
             module="penstock_enginecore",
-            config=_engine_config(options, f"engine-{i}", port, coordinator_address, threads),
+            config=options.with_settings(
+                "engine", _engine_config(options, f"engine-{i}", port, coordinator_address, threads)
+            ),
             address=f"{LOOPBACK}:{port}",
             stop_stage=1,
             stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
@@ -137,15 +148,18 @@ def plan(options: ServeOptions, *, internal_ports: Sequence[int], cores: int) ->
     frontend = ProcessSpec(
         name="frontend",
         module="penstock_frontend",
-        config={
-            "model": _model_config(options),
-            "coordinator": {"address": coordinator_address},
-            "server": {"host": options.host, "port": options.grpc_port},
-            "admin": {"host": LOOPBACK, "port": options.admin_port},
-            "http": {"host": options.host, "port": options.http_port},
-            "drain_timeout": DRAIN_SECONDS,
-            "log": {"level": options.log_level},
-        },
+        config=options.with_settings(
+            "frontend",
+            {
+                "model": _model_config(options),
+                "coordinator": {"address": coordinator_address},
+                "server": {"host": options.host, "port": options.grpc_port},
+                "admin": {"host": LOOPBACK, "port": options.admin_port},
+                "http": {"host": options.host, "port": options.http_port},
+                "drain_timeout": DRAIN_SECONDS,
+                "log": {"level": options.log_level},
+            },
+        ),
         address=options.client_address,
         stop_stage=0,
         stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,

@@ -77,7 +77,6 @@ async def test_a_duration_ends_the_sending(server: FakeInference, capsys: pytest
     assert await bench(server, "--duration", "0.2", "--output-len", "2", "--json", "-") == 0
     results = json.loads(capsys.readouterr().out)
     assert results["results"]["succeeded"] == results["results"]["requests"] > 0
-    assert all(request["start"] < 0.2 for request in results["requests"])
 
 
 async def test_the_prompts_of_a_text_file_are_used_over_and_over(server: FakeInference, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""``penstock serve --set SERVICE.KEY=VALUE``: any setting of a service, beside those that have a flag."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import yaml
+
+from penstock_common import config as common_config
+from penstock_common.errors import ConfigError, nearest
+
+FLAG = "--set"
+_OWN = ("server.host", "server.port", "coordinator.", "admin.", "http.host", "http.port", "engine_id", "engines")
+_OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")
+"""What the command decides itself: how its processes find one another, and what is served."""
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Values by key, by service: coordinator, engine or frontend."""
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read ``engine.scheduler.policy=priority`` and the like; values are YAML. Raises ConfigError for what is no such thing, a
+    service or key that is not there, or one that the command sets itself. Values are checked by the service.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        service, _, key = name.partition(".")
+        if not separator or not key:
+            raise ConfigError(f"{FLAG} {text}: write SERVICE.KEY=VALUE, e.g. engine.scheduler.policy=priority")
+        _check_key(text, service, key.replace("-", "_"))
+        try:
+            settings.setdefault(service, {})[key.replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as e:
+            raise ConfigError(f"{FLAG} {text}: the value cannot be read: {e}") from None
+    return settings
+
+
+def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with the values at their dotted keys."""
+    for key, value in settings.items():
+        *parents, last = key.split(".")
+        place = config
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return config
+
+
+def _check_key(text: str, service: str, key: str) -> None:
+    structs = _structs()
+    if service not in structs:
+        raise ConfigError(
+            f"{FLAG} {text}: no such service {service!r}; known: {', '.join(structs)}{nearest(service, structs)}"
+        )
+    keys = [name for name, _ in common_config.fields(structs[service])]
+    if key not in keys:
+        raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{nearest(key, keys)}")
+    if key in _OWN_OF_MODEL or any(key == own or (own.endswith(".") and key.startswith(own)) for own in _OWN):
+        raise ConfigError(f"{FLAG} {text}: penstock serve decides {service}.{key} itself")
+
+
+def _structs() -> dict[str, type[msgspec.Struct]]:
+    from penstock_coordinator.config import CoordinatorConfig
+    from penstock_enginecore.config import EngineCoreConfig
+    from penstock_frontend.config import FrontendConfig
+
+    return {"coordinator": CoordinatorConfig, "engine": EngineCoreConfig, "frontend": FrontendConfig}
