@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
+from tests.fakes import node
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_inference import BUSY, FLAKY, HOLD, FakeInference
 from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.node import needs_node
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
@@ -23,11 +25,6 @@ PYTHON = [sys.executable, str(CLIENTS / "python/generate.py")]
 TIMEOUT = 60.0
 STEPS = 8
 """Of a fake engine until there is text: a token may be a part of a character, without one."""
-
-needs_node = pytest.mark.skipif(
-    shutil.which("node") is None or shutil.which("npm") is None, reason="node and npm are not on PATH"
-)
-
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not on PATH")
 
@@ -48,12 +45,8 @@ def pair(certificate: Path) -> tuple[bytes, bytes]:
 
 @pytest.fixture(scope="session")
 def node_modules() -> None:
-    """The packages of the Node client, installed on first use."""
-    if not (CLIENTS / "node/node_modules").is_dir():
-        npm = shutil.which("npm")
-        assert npm is not None
-        run = subprocess.run([npm, "ci"], cwd=CLIENTS / "node", capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stdout + run.stderr
+    """The packages of the Node client."""
+    node.install(CLIENTS / "node")
 
 
 @pytest.fixture(params=["python", pytest.param("node", marks=needs_node)])

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
+from tests.fakes import node
 from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.engine_server import EngineServer
 from tests.fakes.fake_engine import FakeEngine
@@ -94,11 +94,9 @@ async def test_embeddings_of_a_model_that_generates_are_refused_by_name(demo: Op
         await demo.client.embeddings.create(model="model", input="x")
 
 
-@pytest.mark.skipif(
-    shutil.which("node") is None or not (NODE_CLIENT / "node_modules/openai").is_dir(),
-    reason="node is not on PATH, or the packages of examples/clients/openai-node are not installed (npm ci)",
-)
+@node.needs_node
 async def test_the_client_in_node_works(tmp_path: Path) -> None:
+    node.install(NODE_CLIENT)
     model = save_chat_model(tmp_path / "model")
     engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
     async with engine, openai_server(model, engines=[engine.address]) as api:
