@@ -49,6 +49,10 @@ demo: setup ## Start everything with the demo model, stream a few answers, shut 
 .PHONY: test
 test: lint typecheck test-unit test-contract test-integration test-e2e chart-lint ## Lint, types and all tests
 
+.PHONY: retest
+retest: lint typecheck chart-lint ## Lint and types again, and the tests that failed last
+	@$(PYTEST) tests --last-failed --last-failed-no-failures none -q; status=$$?; test $$status -eq 5 || exit $$status
+
 .PHONY: test-unit
 test-unit: setup ## Unit tests
 	@$(PYTEST) tests/unit -n $(or $(JOBS),2) -q
