@@ -242,6 +242,7 @@ async def test_engines_are_found_through_the_coordinator(engines: tuple[FakeEngi
         calls = [frontend.generate(max_tokens=1) for _ in range(4)]
         for engine in engines:
             await engine.until(lambda e: len(e.running) == 2)
+        for engine in engines:
             engine.step()
         assert all([await collect(call) for call in calls])
     assert [h.hello.frontend_id for h in coordinator.hellos][:1] == ["frontend-0"]

@@ -155,6 +155,7 @@ async def test_loads_are_told_by_engine(model: Path) -> None:
         calls = [client.generate(stream=True, max_tokens=50) for _ in range(2)]
         for engine in engines:  # which of them serves which call is the router's choice
             await engine.until(lambda e: e.running)
+        for engine in engines:
             engine.step()
         for call in calls:
             await anext(aiter(call))
