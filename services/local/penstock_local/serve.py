@@ -70,7 +70,7 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
   {title}
 
     gRPC    {address}   penstock.inference.v1.InferenceService
-    HTTP    http://{host}:{options.http_port}   /health, /metrics
+    HTTP    http://{host}:{options.http_port}   a page to try it, OpenAI API at /v1, /health, /metrics
     admin   localhost:{options.admin_port}   penstock.admin.v1.AdminService
     model   {model.name}, {engines}, up to {model.max_model_len} tokens
 
