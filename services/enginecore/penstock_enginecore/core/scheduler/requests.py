@@ -12,6 +12,8 @@ class RequestTable:
     def __init__(self) -> None:
         self._by_key: dict[str, Request] = {}
         self._by_client: dict[str, dict[str, Request]] = {}
+        self.num_constrained = 0
+        """Those whose tokens a grammar decides on: mostly none, and then a step need not look for them."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -29,11 +31,13 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """Take in a request whose id is unused."""
         self._by_key[request.key] = request
+        self.num_constrained += request.constrained
         self._by_client.setdefault(request.client_id, {})[request.request_id] = request
 
     def remove(self, request: Request) -> None:
         """Forget an ended request."""
         del self._by_key[request.key]
+        self.num_constrained -= request.constrained
         of_client = self._by_client[request.client_id]
         del of_client[request.request_id]
         if not of_client:

@@ -20,6 +20,7 @@ from penstock_enginecore.core.request import Hold, Request, RequestStatus
 from penstock_enginecore.core.scheduler.admission import check_queue_limits
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
+from penstock_enginecore.core.scheduler.held import HeldRequests
 from penstock_enginecore.core.scheduler.outbox import Outbox
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -54,7 +55,7 @@ class DefaultScheduler(Scheduler):
         self._by_priority = config.policy == "priority"
         self._running: list[Request] = []
         self._waiting = RequestQueue(by_priority=self._by_priority)
-        self._held: dict[str, Request] = {}
+        self._held = HeldRequests()
         self._requests = RequestTable()
         self._deadlines = DeadlineQueue()
         self._outbox = Outbox()
@@ -86,7 +87,7 @@ class DefaultScheduler(Scheduler):
         self._deadlines.add(request)
         request.hold = hold if self.pause_state is PauseState.RUNNING else hold | Hold.PAUSE
         if request.hold:
-            self._held[request.key] = request
+            self._held.add(request)
         else:
             self._waiting.add(request)
 
@@ -96,7 +97,7 @@ class DefaultScheduler(Scheduler):
             return
         request.hold &= ~hold
         if not request.hold:
-            del self._held[request.key]
+            self._held.remove(request)
             self._waiting.add(request)
 
     def fail(self, request: Request, error: RequestError) -> None:
@@ -127,7 +128,7 @@ class DefaultScheduler(Scheduler):
                 was_running = True
                 self._finished_keys.append(request.key)
             elif request.hold:
-                del self._held[request.key]
+                self._held.remove(request)
             else:
                 self._waiting.remove(request)
             request.status = status
@@ -290,7 +291,9 @@ class DefaultScheduler(Scheduler):
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """Requests of a step that get a token which a grammar decides on, in batch order."""
         requests = self._requests.by_key
-        found = []
+        found: list[Request] = []
+        if not self._requests.num_constrained:
+            return found
         for key in scheduler_output.num_scheduled_tokens:
             request = requests.get(key)
             if (
@@ -339,7 +342,7 @@ class DefaultScheduler(Scheduler):
         """Change to ``state``; see ``PauseState``. RUNNING lets those go on that came meanwhile."""
         self.pause_state = state
         if state is PauseState.RUNNING:
-            for request in list(self._held.values()):
+            for request in list(self._held):
                 self.release(request, Hold.PAUSE)
 
     @property
