@@ -113,8 +113,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``kind``: name of the executor, uniproc or one that a plugin registers. ``num_threads``: torch threads, 0 lets torch
-    decide. ``max_concurrent_batches``: steps handed to the executor at once.
+    """``kind``: name of the executor, uniproc or one that a plugin registers. ``num_threads``: threads that compute, 0: one
+    per core. ``max_concurrent_batches``: steps handed to the executor at once.
     """
 
     kind: str = "uniproc"
@@ -125,6 +125,21 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require("executor.kind", self.kind)
         check_range("executor.max_concurrent_batches", self.max_concurrent_batches, low=1, high=16)
         check_range("executor.num_threads", self.num_threads, low=0, high=1024)
+
+
+class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The kernels for CPUs. ``isa``: the instruction set, auto for the processor's best, off for torch alone. The others turn
+    one use of them off, to find out what is wrong: ``decoder`` computes the layers of known models in one call, ``linear`` the
+    linear layers of all others with packed weights, ``attention`` over the paged cache as it lies.
+    """
+
+    isa: Literal["auto", "avx512", "avx2", "baseline", "off"] = "auto"
+    decoder: bool = True
+    linear: bool = True
+    attention: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("kernels.isa", self.isa, ("auto", "avx512", "avx2", "baseline", "off"))
 
 
 class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,6 +207,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    kernels: KernelsConfig = KernelsConfig()
     structured_output: StructuredOutputConfig = StructuredOutputConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)

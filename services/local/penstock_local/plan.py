@@ -14,12 +14,6 @@ from penstock_local.ports import LOOPBACK, check_free
 from penstock_local.process import ProcessSpec
 from penstock_local.settings import Settings, apply_settings
 
-_ENGINE_ENV = {"GOMP_SPINCOUNT": "3000"}
-"""Idle threads of an engine spin for microseconds, then sleep: engines, frontend and clients share the cores here.
-Measured on four cores, 16 streams, tokens/s on a quiet and on a half busy machine: libgomp's own 300 000 spins 620-800 and 230,
-3000 spins 550-710 and 330, none (OMP_WAIT_POLICY=PASSIVE) 330-450 and 450. On a machine at
-load 7 the default came almost to a halt."""
-
 DRAIN_SECONDS = 30.0
 _STOP_MARGIN = 10.0
 
@@ -141,7 +135,7 @@ def plan(options: ServeOptions, *, internal_ports: Sequence[int], cores: int) ->
             address=f"{LOOPBACK}:{port}",
             stop_stage=1,
             stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
-            env={"OMP_NUM_THREADS": str(threads), **_ENGINE_ENV},
+            env={"OMP_NUM_THREADS": str(threads)},
         )
         for i, port in enumerate(engine_ports)
     ]

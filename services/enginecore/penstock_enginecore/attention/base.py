@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_common.errors import ConfigError, nearest
+from penstock_enginecore.native.library import NativeLibrary
 
 IntArray = npt.NDArray[np.int64]
 
@@ -113,7 +114,11 @@ class StepPlan:
 
 
 class AttentionBackend(Protocol):
-    """Attends over a paged cache that already holds the step's new keys and values."""
+    """Keeps the keys and values of a paged cache, in an order of its own within a layer's memory, and attends over them."""
+
+    def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the step's new tokens: ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]``."""
+        cache.write(plan.slot_mapping, keys, values)
 
     def attend(
         self,
@@ -124,7 +129,7 @@ class AttentionBackend(Protocol):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Causal attention of every request over its own tokens.
+        """Causal attention of every request over its own tokens, the new ones of which have been written.
 
         ``query`` ``[tokens, num_heads, head_size]``; ``key`` and ``value`` ``[tokens, num_kv_heads, head size]`` are
         the new tokens', which saves a backend from reading them back. Returns ``[tokens, num_heads, head_size_v]`` in
@@ -152,8 +157,14 @@ def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None
     _FACTORIES[name] = factory
 
 
-def create_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` picks the fastest one for ``device``. Raises ConfigError."""
+def create_backend(name: str, device: torch.device, library: NativeLibrary | None = None) -> AttentionBackend:
+    """The backend called ``name``; ``auto`` picks the fastest one for ``device``. ``library``: the kernels to attend with on
+    a CPU, in place of torch's. Raises ConfigError.
+    """
+    if name == "auto" and library is not None:
+        from penstock_enginecore.attention.native import NativeAttention
+
+        return NativeAttention(library, _cpu())
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "reference"
     if name not in _FACTORIES:

@@ -2,10 +2,10 @@
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """Reads every key and value back from the cache and materializes the scores."""
 
     def attend(

@@ -8,18 +8,26 @@ import torch
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray, StepPlan, create_backend
+from penstock_enginecore.attention.native import NativeAttention
+from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
 from penstock_enginecore.executor.kv_memory import KVMemory, LayerCaches, num_bytes
 from penstock_enginecore.executor.prompt_vectors import PromptVectors, StepVectors
 from penstock_enginecore.executor.scorer import OutputScores, PromptScorer
-from penstock_enginecore.models.attention_hook import StepContext, use_context
+from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
+from penstock_enginecore.native.acceleration import Probe, accelerated_decoder, accelerated_linears, open_kernels
+from penstock_enginecore.native.decoder import NativeDecoder
+from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.native.linear import PackedLinears
 from penstock_enginecore.sample.sampler import SamplingInputs, sample
+
+_NO_KERNELS = KernelsConfig(isa="off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +42,24 @@ class _Pending:
 class ModelRunner:
     """Holds the model, its KV cache and the persistent batch. One step at a time: ``execute``, then ``sample``."""
 
-    def __init__(self, model: LoadedModel, device: torch.device, attention_backend: str) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: torch.device,
+        attention_backend: str,
+        kernels: KernelsConfig = _NO_KERNELS,
+        num_threads: int = 1,
+    ) -> None:
         self._model = model
         self._head = Head(model.module)
         self._prompt_scorer = PromptScorer(self._head, device, comes_apart=False)
         self._device = device
-        self._backend = create_backend(attention_backend, device)
+        self._kernels = kernels
+        self._library = open_kernels(kernels, device, num_threads)
+        self._backend = create_backend(attention_backend, device, self._library if kernels.attention else None)
+        self._attention_backend = attention_backend
+        self._decoder: NativeDecoder | None = None
+        self._linears: PackedLinears | None = None
         self._specs: dict[str, KVCacheSpec] = {}
         self._layers: LayerCaches = {}
         self._batch: InputBatch | None = None
@@ -60,7 +80,40 @@ class ModelRunner:
             name = type(self._model.module).__name__
             raise ModelLoadError(f"{name} is not supported: it fails on one token: {type(e).__name__}: {e}") from e
         self._specs = layer_specs(self._model.module, probe.calls, block_size)
+        if self._library is not None:
+            self._accelerate(self._library, probe.calls, block_size)
         return self._specs
+
+    def _accelerate(self, library: NativeLibrary, calls: list[AttentionCall], block_size: int) -> None:
+        """Hand the model, or its linear layers, to the kernels."""
+        module, probe = self._model.module, Probe.create(self._model.vocab_size)
+        reference = create_backend("reference", self._device)
+
+        def layers() -> LayerCaches:
+            return self._memory().throwaway(probe.metadata.block_size, probe.num_blocks)
+
+        def logits() -> torch.Tensor:
+            plan = StepPlan(probe.metadata, self._device)
+            rows = np.arange(len(probe.token_ids))
+            with use_context(StepContext(reference, layers(), [plan])):
+                return self._logits(probe.token_ids, rows, rows)
+
+        expected = logits()
+        if self._kernels.decoder and self._attention_backend == "auto" and self._kernels.attention:
+            self._decoder = accelerated_decoder(
+                library,
+                module,
+                calls,
+                block_size=block_size,
+                max_len=self._model.max_len,
+                probe=probe,
+                expected=expected,
+                throwaway=layers,
+            )
+        if self._decoder is not None:
+            self._prompt_scorer = PromptScorer(self._decoder, self._device, comes_apart=True)
+        elif self._kernels.linear:
+            self._linears = accelerated_linears(library, module, logits, expected)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
@@ -85,6 +138,20 @@ class ModelRunner:
         return int(embedding.weight.shape[1])
 
     @property
+    def acceleration(self) -> str:
+        """What computes: the kernels' instruction set and what they have taken over, or torch."""
+        if self._library is None:
+            return "torch"
+        attention = isinstance(self._backend, NativeAttention)
+        parts = [("decoder", self._decoder), ("linear", self._linears), ("attention", attention)]
+        return f"{self._library.isa}: {', '.join(name for name, used in parts if used) or 'nothing'}"
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of weights that the kernels have packed."""
+        return sum(part.num_bytes for part in (self._decoder, self._linears) if part is not None)
+
+    @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the pool."""
         return num_bytes(self._layers)
@@ -107,8 +174,8 @@ class ModelRunner:
             block_size=length,
         )
         layers = self._memory().throwaway(length, len(starts))
-        with use_context(StepContext(self._backend, layers, [StepPlan(metadata, self._device)])):
-            logits = self._logits(np.zeros_like(positions), positions, np.arange(num_seqs) % num_tokens)
+        rows = np.arange(num_seqs) % num_tokens
+        logits = self._forward(np.zeros_like(positions), positions, rows, [metadata], layers)
         half = np.full(num_seqs, 0.5)
         sample(logits, SamplingInputs(half, np.zeros(num_seqs, dtype=np.int64), half, half, half))
 
@@ -124,13 +191,13 @@ class ModelRunner:
             return
         inputs = self._batch.prepare(step.num_scheduled_tokens)
         vectors = self._embeds.of(inputs)
-        context = StepContext(self._backend, self._layers, [StepPlan(m, self._device) for m in inputs.attention])
-        with use_context(context):
-            logits, prompt_logprobs = self._prompt_scorer.run(
-                lambda rows: self._logits(inputs.token_ids, inputs.positions, rows, vectors),
-                inputs.logits_indices,
-                self._batch.prompt_targets(inputs),
-            )
+        logits, prompt_logprobs = self._prompt_scorer.run(
+            lambda rows: self._forward(
+                inputs.token_ids, inputs.positions, rows, inputs.attention, self._layers, vectors
+            ),
+            inputs.logits_indices,
+            self._batch.prompt_targets(inputs),
+        )
         self._pending = _Pending(inputs, logits, prompt_logprobs)
 
     @torch.inference_mode()
@@ -166,10 +233,29 @@ class ModelRunner:
     def _memory(self) -> KVMemory:
         return KVMemory(self._model.module, self._specs, self._model.dtype, self._device)
 
+    def _forward(
+        self,
+        token_ids: IntArray,
+        positions: IntArray,
+        rows: IntArray,
+        attention: list[AttentionMetadata],
+        layers: LayerCaches,
+        vectors: StepVectors | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[len(rows), vocab]`` at ``rows`` of the flat batch. ``vectors`` stand for some of its tokens."""
+        if self._decoder is None:
+            context = StepContext(self._backend, layers, [StepPlan(m, self._device) for m in attention])
+            with use_context(context):
+                return self._logits(token_ids, positions, rows, vectors)
+        x = self._decoder.embed(token_ids)
+        if vectors is not None:
+            x[vectors.places] = vectors.rows
+        return self._decoder.run(x, positions, attention, layers, rows)
+
     def _logits(
         self, token_ids: IntArray, positions: IntArray, indices: IntArray, vectors: StepVectors | None = None
     ) -> torch.Tensor:
-        """Logits ``[len(indices), vocab]`` at ``indices`` of the flat batch. ``vectors`` stand for some of its tokens."""
+        """The same, by the model's own modules."""
         inputs = {"input_ids": self._to_device(token_ids)[None]}
         if vectors is not None:
             embedded = self._model.module.get_input_embeddings()(inputs["input_ids"])

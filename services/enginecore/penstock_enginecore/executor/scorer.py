@@ -1,7 +1,9 @@
 """Log-probabilities of a step, as its output reports them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -9,11 +11,20 @@ import torch
 from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.executor.input_batch import PromptTargets
-from penstock_enginecore.models.head import Head, HiddenStates
 from penstock_enginecore.sample.logprobs import token_logprobs
 
 _CHUNK_BYTES = 64 * 2**20
 """Float32 logits of prompt tokens at one time, at most, unless a single row has more."""
+
+
+class Head(Protocol):
+    """The last part of a model on its own, see ``models.head``. What ``capture`` keeps is its own affair."""
+
+    def capture(self) -> AbstractContextManager[Any]:
+        """Keep the hidden states of the forward pass in the ``with`` block, for ``logits``."""
+
+    def logits(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Logits ``[len(rows), vocab]`` at ``rows`` (int64) of the flat batch of the pass that gave ``states``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class PromptScorer:
             result[target.request_id] = self._score(target, states, own, logits.shape[1])
         return logits[: len(sampled_rows)], result
 
-    def _score(self, target: PromptTargets, states: HiddenStates, logits: torch.Tensor | None, vocab: int) -> Logprobs:
+    def _score(self, target: PromptTargets, states: Any, logits: torch.Tensor | None, vocab: int) -> Logprobs:
         scored = Logprobs()
         size = max(1, _CHUNK_BYTES // (4 * vocab))
         count = _count(target.count, vocab)

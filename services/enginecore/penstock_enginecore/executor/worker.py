@@ -57,7 +57,9 @@ class Worker:
         task = resolve_task(config)
         if task == "generate":
             self._model = loaded = load_model(config, self._device, progress)
-            self._runner = ModelRunner(loaded, self._device, config.attention_backend)
+            self._runner = ModelRunner(
+                loaded, self._device, config.attention_backend, self._config.kernels, torch.get_num_threads()
+            )
         else:
             self._model = pooled = load_pooling_model(config, task, self._device, progress)
             self._runner = PoolRunner(pooled, self._device, config.attention_backend)

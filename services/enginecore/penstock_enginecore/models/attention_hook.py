@@ -65,7 +65,7 @@ class StepContext:
         """See ``AttentionContext.attend``."""
         layer = self._layers[call.module]
         plan = self._plans[layer.group]
-        layer.cache.write(plan.slot_mapping, call.key, call.value)
+        self._backend.write(layer.cache, plan, call.key, call.value)
         scale = query_scale(call.module)
         query = call.query if scale is None else scale.apply(call.query, plan.positions)
         return self._backend.attend(query, call.key, call.value, layer.cache, plan, call.params)

@@ -1,0 +1,83 @@
+// The library's C interface. Functions return 0, or an errno value. Handles are not for use by several threads at once.
+
+#include <cerrno>
+#include <cstdint>
+#include <new>
+
+#include "decoder.h"
+#include "operators.h"
+
+namespace {
+
+struct Context {
+  explicit Context(int threads) : pool(threads), operators(pool) {}
+  penstock::Pool pool;
+  penstock::Operators operators;
+};
+
+template <class Body>
+int guarded(const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  } catch (...) {
+    return EAGAIN;  // a thread could not be started
+  }
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int penstock_lanes() { return penstock::kLanes; }
+
+// Sizes of the structs that Python has, too, so that a library from other sources is found out.
+void penstock_sizes(int64_t* sizes) {
+  using namespace penstock;
+  for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Reach), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
+                      sizeof(Attention), sizeof(Write)})
+    *sizes++ = static_cast<int64_t>(size);
+}
+
+int penstock_context_new(int threads, void** context) {
+  return guarded([&] { *context = new Context(threads); });
+}
+
+void penstock_context_free(void* context) { delete static_cast<Context*>(context); }
+
+int penstock_pack(void* context, const float* weight, int64_t n, int64_t k, int64_t stride, float* packed) {
+  return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, n, k, stride, packed); });
+}
+
+int penstock_linear(void* context, const penstock::Linear* linear, const float* x, int64_t rows, int64_t stride, float* out,
+                    int64_t out_stride) {
+  return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });
+}
+
+int penstock_attend(void* context, const penstock::Attention* attention) {
+  return guarded([&] { static_cast<Context*>(context)->operators.attend(*attention); });
+}
+
+int penstock_write(void* context, const penstock::Write* write) {
+  return guarded([&] { static_cast<Context*>(context)->operators.write(*write); });
+}
+
+int penstock_decoder_new(void* context, const penstock::Model* model, void** decoder) {
+  return guarded([&] { *decoder = new penstock::Decoder(*model, static_cast<Context*>(context)->pool); });
+}
+
+void penstock_decoder_free(void* decoder) { delete static_cast<penstock::Decoder*>(decoder); }
+
+int penstock_decoder_forward(void* decoder, const penstock::Step* step) {
+  return guarded([&] { static_cast<penstock::Decoder*>(decoder)->forward(*step); });
+}
+
+int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
+  return guarded([&] { static_cast<penstock::Decoder*>(decoder)->head(x, rows, num_rows, logits); });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,253 @@
+// Attention over the paged cache, without a copy of it and without a mask in memory.
+//
+// kChunk slots lie together: of each head first the keys as [head size][kChunk], so that the scores of sixteen tokens are
+// vectors, then on their own plane the values as [kChunk][value size]. A task is one key head and a run of a request's
+// queries; rows are those queries times the query heads that share the key head. Keys are taken kKeys at a time from
+// positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018): a row's
+// result does not depend on how many rows are computed beside it, nor on how its prompt was cut.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "model.h"
+#include "vec.h"
+
+namespace penstock {
+
+constexpr int64_t kKeys = 64;
+constexpr int64_t kTaskRows = 4 * kTile;
+constexpr int64_t kMaxValueSize = 512;
+
+struct AttentionTask {
+  int64_t request;
+  int64_t kv_head;
+  int64_t first;  // of the request's queries in this step
+  int64_t count;
+  int64_t head;  // first query head
+  int64_t heads;
+};
+
+inline int64_t chunk_of(const Group& group, int64_t request, int64_t position) {
+  const int64_t block = group.block_table[request * group.table_stride + position / group.block_size];
+  return (block * group.block_size + position % group.block_size) / kChunk;
+}
+
+// The longest work first, so that threads end together.
+inline void plan_attention(const Attention& a, std::vector<AttentionTask>& tasks) {
+  tasks.clear();
+  const int64_t group = a.num_heads / a.num_kv_heads, heads = std::min(group, kTaskRows), run = kTaskRows / heads;
+  for (int64_t request = 0; request < a.num_requests; ++request) {
+    const int64_t queries = a.query_start[request + 1] - a.query_start[request];
+    for (int64_t last = queries; last > 0; last -= run) {
+      const int64_t first = std::max<int64_t>(0, last - run);
+      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head)
+        for (int64_t head = 0; head < group; head += heads)
+          tasks.push_back({request, kv_head, first, last - first, kv_head * group + head, std::min(heads, group - head)});
+    }
+  }
+  const auto cost = [&a](const AttentionTask& task) { return task.count * task.heads * a.seq_lens[task.request]; };
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [&cost](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
+}
+
+struct Scratch {
+  alignas(64) float query[kTaskRows][kMaxValueSize + 16];
+  alignas(64) float scores[kTaskRows][kKeys];
+  alignas(64) float output[kTaskRows][kMaxValueSize + 16];
+  float peak[kTaskRows];
+  float total[kTaskRows];
+};
+
+// What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
+// are done before memory has answered.
+struct Ahead {
+  const float* left;
+  const float* right;
+};
+
+inline void prefetch(const float* p) { __builtin_prefetch(p, 0, 2); }
+
+// scores[row][0..kPanel) = query . keys, for the two vectors of keys at `left` and `right`.
+template <int kRows>
+void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
+                const Ahead& ahead) {
+  vf sums[kRows][2] = {};
+  for (int64_t d = 0; d < head_size; ++d) {
+    prefetch(ahead.left + d * kChunk);
+    prefetch(ahead.right + d * kChunk);
+    const vf l = load(left + d * kChunk), r = load(right + d * kChunk);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const vf q = splat(s.query[row + i][d]);
+      sums[i][0] += q * l;
+      sums[i][1] += q * r;
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    store(&s.scores[row + i][key], sums[i][0]);
+    store(&s.scores[row + i][key + kLanes], sums[i][1]);
+  }
+}
+
+// output[row][column..] += weights[row][0..count) x values, for kVectors vectors of columns.
+template <int kRows, int kVectors>
+void value_tile(Scratch& s, int64_t row, int64_t key, const float* values, int64_t count, int64_t value_size, int64_t column,
+                const float* ahead) {
+  vf sums[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i)
+    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.output[row + i][column + v * kLanes]);
+  for (int64_t t = 0; t < count; ++t) {
+    prefetch(ahead + t * value_size + column);
+    if constexpr (kVectors * kLanes > kChunk) prefetch(ahead + t * value_size + column + kChunk);
+    const float* value = values + t * value_size + column;
+    vf parts[kVectors];
+    for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const vf weight = splat(s.scores[row + i][key + t]);
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += weight * parts[v];
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int v = 0; v < kVectors; ++v) store(&s.output[row + i][column + v * kLanes], sums[i][v]);
+}
+
+using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead&);
+using ValueTile = void (*)(Scratch&, int64_t, int64_t, const float*, int64_t, int64_t, int64_t, const float*);
+
+template <int... kRows>
+constexpr std::array<ScoreTile, sizeof...(kRows)> score_tiles(std::integer_sequence<int, kRows...>) {
+  return {&score_tile<kRows + 1>...};
+}
+template <int kVectors, int... kRows>
+constexpr std::array<ValueTile, sizeof...(kRows)> value_tiles(std::integer_sequence<int, kRows...>) {
+  return {&value_tile<kRows + 1, kVectors>...};
+}
+constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{});
+constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
+constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
+
+// Scales and masks the scores of a row, and turns them into weights: row sees keys low..high of the tile at `base`.
+inline void weigh(Scratch& s, int64_t row, int64_t base, int64_t low, int64_t high, const Reach& reach, int64_t value_size) {
+  float* scores = s.scores[row];
+  vf best = splat(-INFINITY);
+  for (int64_t j = 0; j < kKeys; j += kLanes) {
+    vf x = load(scores + j) * splat(reach.scaling);
+    if (reach.softcap != 0.0f) x = hyperbolic_tangent(x / splat(reach.softcap)) * splat(reach.softcap);
+    if (base + j < low || base + j + kLanes > high + 1)
+      for (int i = 0; i < kLanes; ++i)
+        if (base + j + i < low || base + j + i > high) x[i] = -INFINITY;
+    store(scores + j, x);
+    best = max(best, x);
+  }
+  const float peak = std::max(s.peak[row], largest(best));
+  if (peak == -INFINITY) {
+    for (int64_t j = 0; j < kKeys; ++j) scores[j] = 0.0f;
+    return;
+  }
+  vf total{};
+  for (int64_t j = 0; j < kKeys; j += kLanes) {
+    const vf x = load(scores + j), distance = x - splat(peak);
+    // The difference carries a score that is no number into the weights.
+    const vf weight = x == splat(-INFINITY) ? splat(0.0f) : exponential(distance) + (distance - distance);
+    store(scores + j, weight);
+    total += weight;
+  }
+  if (peak != s.peak[row]) {
+    const float shrink = s.peak[row] == -INFINITY ? 0.0f : exponential(splat(s.peak[row] - peak))[0];
+    s.total[row] *= shrink;
+    for (int64_t d = 0; d < value_size; d += kLanes) store(s.output[row] + d, load(s.output[row] + d) * splat(shrink));
+    s.peak[row] = peak;
+  }
+  s.total[row] += sum(total);
+}
+
+inline int64_t lowest(const Reach& reach, int64_t position) {
+  int64_t low = 0;
+  if (reach.window > 0) low = std::max(low, position - reach.window + 1);
+  if (reach.chunk > 0) low = std::max(low, position / reach.chunk * reach.chunk);
+  return low;
+}
+
+inline void attend(const Attention& a, const AttentionTask& task) {
+  static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
+  Scratch& s = *scratch;
+  const int64_t heads = task.heads, rows = task.count * heads;
+  const int64_t start = a.query_start[task.request] + task.first;
+  const int64_t queries = a.query_start[task.request + 1] - a.query_start[task.request];
+  const int64_t position = a.seq_lens[task.request] - queries + task.first;  // of the first row
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = task.head + row % heads;
+    std::memcpy(s.query[row], a.query + (start + row / heads) * a.query_stride + head * a.head_size,
+                a.head_size * sizeof(float));
+    std::fill_n(s.output[row], a.value_size, 0.0f);
+    s.peak[row] = a.reach.sinks != nullptr ? a.reach.sinks[head] : -INFINITY;
+    s.total[row] = a.reach.sinks != nullptr ? 1.0f : 0.0f;
+  }
+  const int64_t end = position + task.count;
+  const auto key_chunk = [&](int64_t key) {
+    return a.cache.keys + chunk_of(a.group, task.request, std::min(key, end - 1)) * kChunk * a.cache.key_stride +
+           task.kv_head * a.head_size * kChunk;
+  };
+  const auto value_chunk = [&](int64_t key) {
+    return a.cache.values + chunk_of(a.group, task.request, std::min(key, end - 1)) * kChunk * a.cache.value_stride +
+           task.kv_head * a.value_size * kChunk;
+  };
+  for (int64_t base = lowest(a.reach, position) / kKeys * kKeys; base < end; base += kKeys) {
+    const int64_t keys = std::min(kKeys, end - base);
+    // A row whose position is before the tile sees nothing of it.
+    const int64_t first_row = std::max<int64_t>(0, base - position) * heads;
+    for (int64_t j = 0; j < keys; j += kPanel) {
+      const int64_t left = base + j, right = left + kLanes;  // beyond the end any keys do: they are masked
+      const float *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
+      const Ahead ahead{value_chunk(left), value_chunk(right)};
+      for (int64_t row = first_row; row < rows;) {
+        const int64_t count = std::min<int64_t>(kTile, rows - row);
+        kScoreTiles[count - 1](s, row, j, left_keys, right_keys, a.head_size, ahead);
+        row += count;
+      }
+    }
+    for (int64_t row = first_row; row < rows; ++row) {
+      const int64_t at = position + row / heads;
+      weigh(s, row, base, lowest(a.reach, at), at, a.reach, a.value_size);
+    }
+    for (int64_t j = 0; j < keys; j += kChunk) {
+      const float *values = value_chunk(base + j), *ahead = key_chunk(base + j + kKeys);
+      const int64_t tokens = std::min<int64_t>(kChunk, keys - j);
+      for (int64_t row = first_row; row < rows;) {
+        const int64_t count = std::min<int64_t>(kTile, rows - row);
+        int64_t column = 0;
+        for (; column + kPanel <= a.value_size; column += kPanel)
+          kValueTiles[count - 1](s, row, j, values, tokens, a.value_size, column, ahead);
+        for (; column < a.value_size; column += kLanes)
+          kNarrowValueTiles[count - 1](s, row, j, values, tokens, a.value_size, column, ahead);
+        row += count;
+      }
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = task.head + row % heads;
+    float* to = a.output + (start + row / heads) * a.output_stride + head * a.value_size;
+    const vf scale = splat(1.0f) / splat(s.total[row]);
+    for (int64_t d = 0; d < a.value_size; d += kLanes) store(to + d, load(s.output[row] + d) * scale);
+  }
+}
+
+// Token `token`'s keys and values into the cache.
+inline void write_token(const Write& w, int64_t token) {
+  const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
+  const float* from = w.keys + token * w.key_stride;
+  float* keys = w.cache.keys + chunk * kChunk * w.cache.key_stride + lane;
+  for (int64_t i = 0; i < w.num_kv_heads * w.head_size; ++i) keys[i * kChunk] = from[i];
+  for (int64_t head = 0; head < w.num_kv_heads; ++head)
+    std::memcpy(w.cache.values + chunk * kChunk * w.cache.value_stride + (head * kChunk + lane) * w.value_size,
+                w.values + token * w.value_stride + head * w.value_size, w.value_size * sizeof(float));
+}
+
+}  // namespace penstock

@@ -1,0 +1,159 @@
+// A whole forward pass of a decoder of Llama's shape, as one program.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+#include "gemm.h"
+#include "pool.h"
+
+namespace penstock {
+
+inline void rms_norm(const float* x, const float* weight, float* out, int64_t n, float eps) {
+  vf squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) squares += load(x + i) * load(x + i);
+  float total = sum(squares);
+  for (; i < n; ++i) total += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
+  for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(weight + i) * (load(x + i) * splat(scale)));
+  for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);
+}
+
+// Rotates halves: (x, y) -> (x cos - y sin, y cos + x sin). The head size is a multiple of 2 * kLanes or taken one by one.
+inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cosines[i] - b * sines[i];
+    x[i + half] = b * cosines[i + half] + a * sines[i + half];
+  }
+}
+
+class Decoder {
+ public:
+  Decoder(const Model& model, Pool& pool)
+      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers) {
+    model_.layers = layers_.data();
+  }
+
+  void forward(const Step& step) {
+    pool_.prepare(kPhases * static_cast<int>(layers_.size()) + 2);
+    step_ = step;
+    const Model& m = model_;
+    const int64_t tokens = step.num_tokens;
+    qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
+    normed_.resize(std::max(tokens, step.num_rows), m.hidden);
+    attended_.resize(tokens, m.num_heads * m.head_size);
+    gated_.resize(tokens, m.intermediate);
+    plan_attention(attention(0), plan_);  // the same for all layers
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this);
+  }
+
+  void head(const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
+    pool_.prepare(2);
+    step_ = Step{};
+    step_.x = const_cast<float*>(x);
+    step_.rows = rows;
+    step_.num_rows = num_rows;
+    step_.logits = logits;
+    normed_.resize(num_rows, model_.hidden);
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->logits(cursor); }, this);
+  }
+
+ private:
+  const Group& group(size_t layer) const { return step_.groups[step_.layer_groups[layer]]; }
+
+  Attention attention(size_t layer) const {
+    const Model& m = model_;
+    return Attention{step_.num_requests, step_.query_start, step_.seq_lens, group(layer),
+                     step_.caches[layer], layers_[layer].reach, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
+                     qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride()};
+  }
+
+  void run(Cursor& cursor) {
+    for (size_t i = 0; i < layers_.size(); ++i)
+      if (!layer(cursor, i)) return;
+    logits(cursor);
+  }
+
+  bool norm(Cursor& cursor, const float* weight) {
+    const int64_t tokens = step_.num_tokens;
+    return cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t task) {
+      for (int64_t t = task * kRowTask; t < std::min(tokens, (task + 1) * kRowTask); ++t)
+        rms_norm(step_.x + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
+    });
+  }
+
+  bool product(Cursor& cursor, const Buffer& from, const Linear& linear, const Output& output) {
+    const Product product(from.data(), step_.num_tokens, from.stride(), linear, output);
+    return cursor(product.tasks(), product);
+  }
+
+  bool layer(Cursor& cursor, size_t index) {
+    const Model& m = model_;
+    const Layer& l = layers_[index];
+    const int64_t tokens = step_.num_tokens;
+    if (!norm(cursor, l.input_norm)) return false;
+    if (!product(cursor, normed_, l.qkv, {qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore})) return false;
+    if (!cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t task) {
+          for (int64_t t = task * kRowTask; t < std::min(tokens, (task + 1) * kRowTask); ++t) keep(index, t);
+        }))
+      return false;
+    if (!cursor(static_cast<int64_t>(plan_.size()), [&](int64_t task) { attend(attention(index), plan_[task]); })) return false;
+    const Output residual{step_.x, m.hidden, nullptr, m.hidden, Epilogue::kAdd};
+    Output out = residual;
+    out.bias = l.output.bias;
+    if (!product(cursor, attended_, l.output, out)) return false;
+    if (!norm(cursor, l.post_norm)) return false;
+    if (!product(cursor, normed_, l.gate_up, {gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}))
+      return false;
+    out.bias = l.down.bias;
+    return product(cursor, gated_, l.down, out);
+  }
+
+  // Norms and rotates a token's queries and keys, and puts its keys and values into the cache.
+  void keep(size_t index, int64_t token) {
+    const Model& m = model_;
+    const Layer& l = layers_[index];
+    float* x = qkv_.row(token);
+    const float* cosines = step_.cosines + token * m.head_size;
+    const float* sines = step_.sines + token * m.head_size;
+    for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
+      float* part = x + head * m.head_size;
+      const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
+      if (weight != nullptr) rms_norm(part, weight, part, m.head_size, m.eps);
+      rotate(part, cosines, sines, m.head_size);
+    }
+    const int64_t keys = m.num_heads * m.head_size, values = keys + m.num_kv_heads * m.head_size;
+    write_token({step_.num_tokens, group(index).slots, step_.caches[index], m.num_kv_heads, m.head_size, m.head_size,
+                 qkv_.data() + keys, qkv_.stride(), qkv_.data() + values, qkv_.stride()},
+                token);
+  }
+
+  void logits(Cursor& cursor) {
+    const int64_t rows = step_.num_rows;
+    if (!cursor(rows, [&](int64_t row) {
+          rms_norm(step_.x + step_.rows[row] * model_.hidden, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
+        }))
+      return;
+    const Linear& head = model_.head;
+    const Product product(normed_.data(), rows, normed_.stride(), head,
+                          {step_.logits, head.n, head.bias, head.n, Epilogue::kStore});
+    cursor(product.tasks(), product);
+  }
+
+  static constexpr int kPhases = 8;       // of a layer
+  static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
+  Pool& pool_;
+  Model model_;
+  std::vector<Layer> layers_;
+  Step step_{};
+  Buffer qkv_, normed_, attended_, gated_;
+  std::vector<AttentionTask> plan_;
+};
+
+}  // namespace penstock

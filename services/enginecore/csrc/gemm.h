@@ -1,0 +1,134 @@
+// Products with weights packed in panels.
+//
+// A panel holds kPanel output features, two vectors, of all inputs: [k][kPanel], so that a product reads it from one end to
+// the other. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order,
+// whatever the tile: a row's result does not depend on how many rows are computed beside it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "model.h"
+#include "vec.h"
+
+namespace penstock {
+
+enum class Epilogue { kStore, kAdd, kSilu };
+
+// What a product does with its sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates
+// and one of ups, out = silu(gate) * up.
+struct Output {
+  float* out;
+  int64_t stride;
+  const float* bias;
+  int64_t n;
+  Epilogue epilogue;
+};
+
+constexpr int64_t kPrefetch = 1024;  // numbers ahead of those that are multiplied
+
+inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
+
+inline void pack_panel(const float* weight, int64_t n, int64_t k, int64_t stride, float* packed, int64_t panel) {
+  float* to = packed + panel * kPanel * k;
+  for (int64_t j = 0; j < kPanel; ++j) {
+    const int64_t row = panel * kPanel + j;
+    for (int64_t i = 0; i < k; ++i) to[i * kPanel + j] = row < n ? weight[row * stride + i] : 0.0f;
+  }
+}
+
+template <int kRows>
+inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
+  const int64_t column = panel * kPanel;
+  if (output.epilogue == Epilogue::kSilu) {
+    for (int i = 0; i < kRows; ++i)
+      store(output.out + (row + i) * output.stride + panel * kLanes, silu(sums[i][0]) * sums[i][1]);
+    return;
+  }
+  if (column + kPanel <= output.n) {
+    if (output.bias != nullptr) {
+      const vf left = load(output.bias + column), right = load(output.bias + column + kLanes);
+      for (int i = 0; i < kRows; ++i) sums[i][0] += left, sums[i][1] += right;
+    }
+    for (int i = 0; i < kRows; ++i) {
+      float* to = output.out + (row + i) * output.stride + column;
+      if (output.epilogue == Epilogue::kAdd) sums[i][0] += load(to), sums[i][1] += load(to + kLanes);
+      store(to, sums[i][0]);
+      store(to + kLanes, sums[i][1]);
+    }
+    return;
+  }
+  for (int i = 0; i < kRows; ++i) {
+    float* to = output.out + (row + i) * output.stride + column;
+    for (int64_t j = 0; j < output.n - column; ++j) {
+      const float value = sums[i][j / kLanes][j % kLanes] + (output.bias != nullptr ? output.bias[column + j] : 0.0f);
+      to[j] = output.epilogue == Epilogue::kAdd ? to[j] + value : value;
+    }
+  }
+}
+
+// Rows `row` .. `row + kRows` of `a` times one panel.
+template <int kRows>
+void tile(const float* a, int64_t stride, const float* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
+  vf sums[kRows][2] = {};
+  const float* rows[kRows];
+  for (int i = 0; i < kRows; ++i) rows[i] = a + (row + i) * stride;
+  const float* b = packed + panel * kPanel * k;
+  for (int64_t j = 0; j < k; ++j, b += kPanel) {
+    __builtin_prefetch(b + kPrefetch);
+    if constexpr (kPanel > 16) __builtin_prefetch(b + kPrefetch + 16);
+    const vf left = load(b), right = load(b + kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const vf x = splat(rows[i][j]);
+      sums[i][0] += x * left;
+      sums[i][1] += x * right;
+    }
+  }
+  finish<kRows>(sums, output, row, panel);
+}
+
+using Tile = void (*)(const float*, int64_t, const float*, int64_t, const Output&, int64_t, int64_t);
+
+template <int... kRows>
+constexpr std::array<Tile, sizeof...(kRows)> tiles(std::integer_sequence<int, kRows...>) {
+  return {&tile<kRows + 1>...};
+}
+constexpr auto kTiles = tiles(std::make_integer_sequence<int, kTile>{});
+
+// A product cut into tasks of at most kBlockRows rows and kGroup panels.
+class Product {
+ public:
+  Product(const float* a, int64_t rows, int64_t stride, const Linear& linear, const Output& output)
+      : a_(a), rows_(rows), stride_(stride), linear_(linear), output_(output) {
+    group_ = rows > kTile ? 2 : 1;
+    groups_ = (panels(linear.n) + group_ - 1) / group_;
+    blocks_ = (rows + kBlockRows - 1) / kBlockRows;
+  }
+
+  int64_t tasks() const { return groups_ * blocks_; }
+
+  void operator()(int64_t task) const {
+    const int64_t first_panel = task / blocks_ * group_, block = task % blocks_;
+    const int64_t last_panel = std::min(first_panel + group_, panels(linear_.n));
+    const int64_t start = rows_ * block / blocks_, end = rows_ * (block + 1) / blocks_;
+    const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
+      for (int64_t panel = first_panel; panel < last_panel; ++panel)
+        kTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
+    }
+  }
+
+ private:
+  static constexpr int64_t kBlockRows = 8 * kTile;
+  const float* a_;
+  int64_t rows_, stride_;
+  const Linear& linear_;
+  Output output_;
+  int64_t group_, groups_, blocks_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,119 @@
+// What Python hands over. Every struct here has its twin in penstock_enginecore/native/structs.py.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+constexpr int kChunk = 16;  // tokens of the KV cache that lie together: see attention.h
+
+// y = x W^T + bias. `packed`: W in panels, see gemm.h. `n` output features, `k` inputs.
+struct Linear {
+  const float* packed;
+  const float* bias;
+  int64_t n;
+  int64_t k;
+};
+
+// A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart.
+struct Cache {
+  float* keys;
+  float* values;
+  int64_t key_stride;
+  int64_t value_stride;
+};
+
+// How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null.
+struct Reach {
+  int64_t window;
+  int64_t chunk;
+  float scaling;
+  float softcap;
+  const float* sinks;
+};
+
+// `gate_up`: rows of gate and up alternate, a vector's lanes of each.
+struct Layer {
+  const float* input_norm;
+  const float* post_norm;
+  const float* query_norm;
+  const float* key_norm;
+  Linear qkv;
+  Linear output;
+  Linear gate_up;
+  Linear down;
+  Reach reach;
+};
+
+struct Model {
+  int64_t num_layers;
+  int64_t hidden;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t intermediate;
+  float eps;
+  const Layer* layers;
+  const float* final_norm;
+  Linear head;
+};
+
+// Where the requests of a step lie, in one group of the KV cache.
+struct Group {
+  const int64_t* slots;        // [tokens]
+  const int32_t* block_table;  // [requests, table_stride]
+  int64_t table_stride;
+  int64_t block_size;
+};
+
+// `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm.
+// `cosines` and `sines` [tokens, head size]. `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
+struct Step {
+  int64_t num_tokens;
+  int64_t num_requests;
+  const int64_t* query_start;  // [requests + 1]
+  const int64_t* seq_lens;     // [requests]
+  const Group* groups;
+  const int64_t* layer_groups;  // [layers]: which group a layer is in
+  const Cache* caches;          // [layers]
+  float* x;
+  const float* cosines;
+  const float* sines;
+  int64_t num_rows;
+  const int64_t* rows;
+  float* logits;
+};
+
+// Attention alone. `query` [tokens, heads, head size], `output` [tokens, heads, value size]; the strides are those of tokens.
+struct Attention {
+  int64_t num_requests;
+  const int64_t* query_start;
+  const int64_t* seq_lens;
+  Group group;
+  Cache cache;
+  Reach reach;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t value_size;
+  const float* query;
+  int64_t query_stride;
+  float* output;
+  int64_t output_stride;
+};
+
+// New keys [tokens, kv heads, head size] and values for the cache.
+struct Write {
+  int64_t num_tokens;
+  const int64_t* slots;
+  Cache cache;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t value_size;
+  const float* keys;
+  int64_t key_stride;
+  const float* values;
+  int64_t value_stride;
+};
+
+}  // namespace penstock

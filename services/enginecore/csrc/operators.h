@@ -1,0 +1,95 @@
+// Each operator as a program of one phase.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+#include "gemm.h"
+#include "pool.h"
+
+namespace penstock {
+
+class Operators {
+ public:
+  explicit Operators(Pool& pool) : pool_(pool) {}
+
+  void pack(const float* weight, int64_t n, int64_t k, int64_t stride, float* packed) {
+    pool_.prepare(1);
+    packing_ = {weight, n, k, stride, packed};
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this);
+  }
+
+  void linear(const Linear& linear, const float* x, int64_t rows, int64_t stride, float* out, int64_t out_stride) {
+    pool_.prepare(2);
+    linear_ = linear;
+    x_ = x, rows_ = rows, stride_ = stride;
+    if (conflicts()) padded_.resize(rows, linear.k);
+    output_ = {out, out_stride, linear.bias, linear.n, Epilogue::kStore};
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this);
+  }
+
+  void attend(const Attention& attention) {
+    pool_.prepare(1);
+    attention_ = attention;
+    plan_attention(attention_, plan_);
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this);
+  }
+
+  void write(const Write& write) {
+    pool_.prepare(1);
+    write_ = write;
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this);
+  }
+
+ private:
+  struct Packing {
+    const float* weight;
+    int64_t n, k, stride;
+    float* packed;
+  };
+
+  void pack(Cursor& cursor) {
+    const Packing& p = packing_;
+    cursor(panels(p.n), [&p](int64_t panel) { pack_panel(p.weight, p.n, p.k, p.stride, p.packed, panel); });
+  }
+
+  // Rows a multiple of a page apart fall into the same few lines of the cache, more of them than it has ways.
+  bool conflicts() const { return rows_ > 4 && stride_ * sizeof(float) % 4096 == 0; }
+
+  void linear(Cursor& cursor) {
+    if (conflicts() && !cursor(rows_, [this](int64_t row) {
+          std::memcpy(padded_.row(row), x_ + row * stride_, linear_.k * sizeof(float));
+        }))
+      return;
+    const Product product(conflicts() ? padded_.data() : x_, rows_, conflicts() ? padded_.stride() : stride_, linear_, output_);
+    cursor(product.tasks(), product);
+  }
+
+  void attend(Cursor& cursor) {
+    cursor(static_cast<int64_t>(plan_.size()), [this](int64_t task) { penstock::attend(attention_, plan_[task]); });
+  }
+
+  void write(Cursor& cursor) {
+    const int64_t tokens = write_.num_tokens;
+    cursor((tokens + kTokens - 1) / kTokens, [&](int64_t task) {
+      for (int64_t t = task * kTokens; t < std::min(tokens, (task + 1) * kTokens); ++t) write_token(write_, t);
+    });
+  }
+
+  static constexpr int64_t kTokens = 8;
+  Pool& pool_;
+  Packing packing_{};
+  Linear linear_{};
+  Buffer padded_;
+  const float* x_ = nullptr;
+  int64_t rows_ = 0, stride_ = 0;
+  Output output_{};
+  Attention attention_{};
+  std::vector<AttentionTask> plan_;
+  Write write_{};
+};
+
+}  // namespace penstock

@@ -1,0 +1,66 @@
+#include "pool.h"
+
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace penstock {
+
+namespace {
+constexpr int kIdleSpins = 500;  // microseconds: steps follow each other, but not that closely
+}
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+Pool::Pool(int threads) : phases_(new Phase[kMaxPhases]) {
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+Pool::~Pool() {
+  stop_.store(true, std::memory_order_release);
+  started_.fetch_add(1, std::memory_order_acq_rel);
+  started_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void Pool::prepare(int num_phases) {
+  const uint64_t fresh = static_cast<uint64_t>(++number_) << 32;
+  for (int i = 0; i < std::max(num_phases, num_phases_.load(std::memory_order_relaxed)); ++i) {
+    phases_[i].next.store(fresh, std::memory_order_release);
+    phases_[i].done.store(fresh, std::memory_order_release);
+  }
+  num_phases_.store(num_phases, std::memory_order_relaxed);
+}
+
+void Pool::run(Program program, void* argument) {
+  program_.store(program, std::memory_order_relaxed);
+  argument_.store(argument, std::memory_order_relaxed);
+  if (!workers_.empty()) {
+    started_.store(number_, std::memory_order_release);
+    started_.notify_all();
+  }
+  Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), number_);
+  program(argument, cursor);
+}
+
+void Pool::work() {
+  uint32_t seen = 0;
+  for (;;) {
+    for (int spins = 0; spins < kIdleSpins && started_.load(std::memory_order_acquire) == seen; ++spins) relax();
+    started_.wait(seen, std::memory_order_acquire);
+    if (stop_.load(std::memory_order_acquire)) return;
+    seen = started_.load(std::memory_order_acquire);
+    Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), seen);
+    program_.load(std::memory_order_relaxed)(argument_.load(std::memory_order_relaxed), cursor);
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,1 @@
+"""Compute on CPUs with kernels of our own, compiled when the package is built: see csrc/ and docs/adr/0018."""

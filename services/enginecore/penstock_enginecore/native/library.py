@@ -1,0 +1,101 @@
+"""Finds the kernels for this processor and calls them.
+
+A call releases the interpreter's lock. Its arguments are plain tensors and arrays; whoever calls keeps them alive.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock_enginecore.native.structs import ALL
+
+_CAPABILITIES = {
+    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_cd"),
+    "avx2": ("avx2", "fma3"),
+    "baseline": (),
+}
+"""Instruction sets, best first, and what torch calls the features they need."""
+
+
+class KernelsUnavailable(Exception):
+    """The kernels cannot be had; the message says why."""
+
+
+class NativeLibrary:
+    """The kernels of one instruction set with threads of their own. Not for use by several threads at once."""
+
+    def __init__(self, path: Path, isa: str, num_threads: int) -> None:
+        self._functions = _load(path)
+        self.isa = isa
+        self.num_threads = num_threads
+        self.lanes: int = self._functions.penstock_lanes()
+        context = ctypes.c_void_p()
+        check(self._functions.penstock_context_new(num_threads, ctypes.byref(context)))
+        self._context = context
+
+    def __del__(self) -> None:
+        if context := getattr(self, "_context", None):
+            self._functions.penstock_context_free(context)
+
+    def function(self, name: str) -> Callable[..., int]:
+        """The C function ``penstock_<name>``."""
+        found: Callable[..., int] = getattr(self._functions, f"penstock_{name}")
+        return found
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """A function that takes the context first. MemoryError or OSError where it fails."""
+        check(self.function(name)(self._context, *arguments))
+
+
+def check(code: int) -> None:
+    """Raise what an errno value stands for; 0 is success."""
+    if code:
+        error = OSError(code, f"a kernel failed: {os.strerror(code)}")
+        raise MemoryError(str(error)) if code == 12 else error
+
+
+def open_library(isa: str, num_threads: int) -> NativeLibrary:
+    """The kernels for ``isa``; ``auto``: the best that this processor has. Raises KernelsUnavailable."""
+    capabilities = torch.cpu.get_capabilities()
+    runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
+    for name in runnable if isa == "auto" else [isa]:
+        if name not in runnable:
+            raise KernelsUnavailable(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
+        path = Path(__file__).with_name(f"kernels_{name}.so")
+        if path.is_file():
+            return NativeLibrary(path, name, num_threads)
+    raise KernelsUnavailable("the package was built without kernels; a C++ compiler must be there when it is installed")
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as e:
+        raise KernelsUnavailable(f"{path.name} cannot be loaded: {e}") from e
+    sizes = (ctypes.c_int64 * len(ALL))()
+    library.penstock_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(struct) for struct in ALL]:
+        raise KernelsUnavailable(f"{path.name} was built from other sources; install the package again")
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    for name, arguments in {
+        "context_new": (ctypes.c_int, pointer),
+        "pack": (pointer, pointer, integer, integer, integer, pointer),
+        "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
+        "attend": (pointer, pointer),
+        "write": (pointer, pointer),
+        "decoder_new": (pointer, pointer, pointer),
+        "decoder_forward": (pointer, pointer),
+        "decoder_head": (pointer, pointer, pointer, integer, pointer),
+    }.items():
+        function = getattr(library, f"penstock_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    for name in ("context_free", "decoder_free"):
+        function = getattr(library, f"penstock_{name}")
+        function.argtypes, function.restype = (pointer,), None
+    return library

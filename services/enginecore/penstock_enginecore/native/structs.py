@@ -1,0 +1,132 @@
+"""The structs that the kernels take, as ``csrc/model.h`` has them: field by field, in its order."""
+
+import ctypes
+from typing import Any
+
+_Int = ctypes.c_int64
+_Pointer = ctypes.c_void_p
+
+
+class Linear(ctypes.Structure):
+    """A packed weight: see ``PackedWeight``."""
+
+    _fields_ = [("packed", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int)]
+
+
+class Cache(ctypes.Structure):
+    """A layer's keys and values; strides in numbers per slot."""
+
+    _fields_ = [("keys", _Pointer), ("values", _Pointer), ("key_stride", _Int), ("value_stride", _Int)]
+
+
+class Reach(ctypes.Structure):
+    """See ``AttentionParams``; what is off is 0 or null."""
+
+    _fields_ = [
+        ("window", _Int),
+        ("chunk", _Int),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sinks", _Pointer),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        ("input_norm", _Pointer),
+        ("post_norm", _Pointer),
+        ("query_norm", _Pointer),
+        ("key_norm", _Pointer),
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("reach", Reach),
+    ]
+
+
+class Model(ctypes.Structure):
+    """A decoder."""
+
+    _fields_ = [
+        ("num_layers", _Int),
+        ("hidden", _Int),
+        ("num_heads", _Int),
+        ("num_kv_heads", _Int),
+        ("head_size", _Int),
+        ("intermediate", _Int),
+        ("eps", ctypes.c_float),
+        ("layers", ctypes.POINTER(Layer)),
+        ("final_norm", _Pointer),
+        ("head", Linear),
+    ]
+
+
+class Group(ctypes.Structure):
+    """Where the requests of a step lie in one group of the KV cache."""
+
+    _fields_ = [("slots", _Pointer), ("block_table", _Pointer), ("table_stride", _Int), ("block_size", _Int)]
+
+
+class Step(ctypes.Structure):
+    """A forward pass."""
+
+    _fields_ = [
+        ("num_tokens", _Int),
+        ("num_requests", _Int),
+        ("query_start", _Pointer),
+        ("seq_lens", _Pointer),
+        ("groups", ctypes.POINTER(Group)),
+        ("layer_groups", _Pointer),
+        ("caches", ctypes.POINTER(Cache)),
+        ("x", _Pointer),
+        ("cosines", _Pointer),
+        ("sines", _Pointer),
+        ("num_rows", _Int),
+        ("rows", _Pointer),
+        ("logits", _Pointer),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """Attention of a step over one layer's cache."""
+
+    _fields_ = [
+        ("num_requests", _Int),
+        ("query_start", _Pointer),
+        ("seq_lens", _Pointer),
+        ("group", Group),
+        ("cache", Cache),
+        ("reach", Reach),
+        ("num_heads", _Int),
+        ("num_kv_heads", _Int),
+        ("head_size", _Int),
+        ("value_size", _Int),
+        ("query", _Pointer),
+        ("query_stride", _Int),
+        ("output", _Pointer),
+        ("output_stride", _Int),
+    ]
+
+
+class Write(ctypes.Structure):
+    """New keys and values of a layer."""
+
+    _fields_ = [
+        ("num_tokens", _Int),
+        ("slots", _Pointer),
+        ("cache", Cache),
+        ("num_kv_heads", _Int),
+        ("head_size", _Int),
+        ("value_size", _Int),
+        ("keys", _Pointer),
+        ("key_stride", _Int),
+        ("values", _Pointer),
+        ("value_stride", _Int),
+    ]
+
+
+ALL: tuple[type[Any], ...] = (Linear, Cache, Reach, Layer, Model, Group, Step, Attention, Write)
+"""In the order in which ``penstock_sizes`` reports their sizes."""
