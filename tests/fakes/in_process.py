@@ -14,6 +14,7 @@ from penstock_enginecore.config import (
     CacheConfig,
     EngineCoreConfig,
     ExecutorConfig,
+    KernelsConfig,
     ModelConfig,
     ProfilerConfig,
     SchedulerConfig,
@@ -33,6 +34,7 @@ def build_engine(
     cache: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
     profiler: Mapping[str, Any] | None = None,
+    kernels: Mapping[str, Any] | None = None,
 ) -> EngineCore:
     """An engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     config = EngineCoreConfig(
@@ -41,6 +43,7 @@ def build_engine(
         scheduler=SchedulerConfig(**(scheduler or {})),
         executor=ExecutorConfig(num_threads=1),
         profiler=ProfilerConfig(**(profiler or {})),
+        kernels=KernelsConfig(**(kernels or {})),
     )
     return EngineCore(config, UniprocExecutor(config), make_grammars=make_grammar_backend, progress=lambda line: None)
 

@@ -226,7 +226,7 @@ def test_a_profile_is_a_trace_file_with_the_steps_operators(path: Path, tmp_path
     tokens_of(engine, "r")
     [trace] = engine.control.stop_profile()
     names = {event.get("name") for event in json.loads(Path(trace).read_text())["traceEvents"]}
-    assert "aten::linear" in names
+    assert "penstock::linear" in names
     engine.shutdown()
 
 

@@ -116,4 +116,16 @@ struct Write {
   int64_t value_stride;
 };
 
+// `logits` [rows, width]. In `columns` the likeliest token of each row or, where its temperature is not 0 and its peak is
+// finite, one drawn with its uniform number in [0, 1).
+struct Sampling {
+  int64_t rows;
+  int64_t width;
+  const float* logits;
+  const float* temperatures;
+  const double* uniforms;
+  float* peaks;
+  int64_t* columns;
+};
+
 }  // namespace penstock

@@ -9,6 +9,7 @@
 #include "buffer.h"
 #include "gemm.h"
 #include "pool.h"
+#include "sampling.h"
 
 namespace penstock {
 
@@ -42,6 +43,12 @@ class Operators {
     pool_.prepare(1);
     write_ = write;
     pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this);
+  }
+
+  void sample(const Sampling& sampling) {
+    pool_.prepare(1);
+    sampling_ = sampling;
+    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this);
   }
 
  private:
@@ -79,6 +86,13 @@ class Operators {
     });
   }
 
+  void sample(Cursor& cursor) {
+    cursor(sampling_.rows, [this](int64_t row) {
+      static thread_local std::vector<double> sums;
+      sample_row(sampling_, row, sums);
+    });
+  }
+
   static constexpr int64_t kTokens = 8;
   Pool& pool_;
   Packing packing_{};
@@ -90,6 +104,7 @@ class Operators {
   Attention attention_{};
   std::vector<AttentionTask> plan_;
   Write write_{};
+  Sampling sampling_{};
 };
 
 }  // namespace penstock

@@ -128,15 +128,18 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The kernels for CPUs. ``isa``: the instruction set, auto for the processor's best, off for torch alone. The others turn
-    one use of them off, to find out what is wrong: ``decoder`` computes the layers of known models in one call, ``linear`` the
-    linear layers of all others with packed weights, ``attention`` over the paged cache as it lies.
+    """The kernels for CPUs. ``isa``: the instruction set, auto for the processor's best, off for torch alone.
+
+    The others turn one use of them off, to find out what is wrong: ``decoder`` computes the layers of known models in one
+    call, ``linear`` the linear layers of all others with packed weights, ``attention`` attends over the paged cache as it
+    lies, ``sampler`` finds the likeliest tokens and draws where there are no filters.
     """
 
     isa: Literal["auto", "avx512", "avx2", "baseline", "off"] = "auto"
     decoder: bool = True
     linear: bool = True
     attention: bool = True
+    sampler: bool = True
 
     def __post_init__(self) -> None:
         check_choice("kernels.isa", self.isa, ("auto", "avx512", "avx2", "baseline", "off"))

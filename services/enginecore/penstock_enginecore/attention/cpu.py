@@ -13,7 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, IntArray, KVCache, StepPlan
+from penstock_enginecore.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    IntArray,
+    KVCache,
+    StepPlan,
+)
 
 _MAX_PADDING = 1.25
 """A bucket's longest request is at most this many times as long as its shortest, ..."""

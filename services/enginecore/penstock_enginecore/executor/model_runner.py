@@ -21,13 +21,19 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
-from penstock_enginecore.native.acceleration import Probe, accelerated_decoder, accelerated_linears, open_kernels
+from penstock_enginecore.native.acceleration import (
+    NO_KERNELS,
+    Probe,
+    accelerated_decoder,
+    accelerated_linears,
+    describe,
+    open_kernels,
+)
 from penstock_enginecore.native.decoder import NativeDecoder
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import PackedLinears
+from penstock_enginecore.native.sampler import NativeSampler
 from penstock_enginecore.sample.sampler import SamplingInputs, sample
-
-_NO_KERNELS = KernelsConfig(isa="off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class ModelRunner:
         model: LoadedModel,
         device: torch.device,
         attention_backend: str,
-        kernels: KernelsConfig = _NO_KERNELS,
+        kernels: KernelsConfig = NO_KERNELS,
         num_threads: int = 1,
     ) -> None:
         self._model = model
@@ -58,6 +64,7 @@ class ModelRunner:
         self._library = open_kernels(kernels, device, num_threads)
         self._backend = create_backend(attention_backend, device, self._library if kernels.attention else None)
         self._attention_backend = attention_backend
+        self._sampler = NativeSampler(self._library) if self._library is not None and kernels.sampler else None
         self._decoder: NativeDecoder | None = None
         self._linears: PackedLinears | None = None
         self._specs: dict[str, KVCacheSpec] = {}
@@ -80,7 +87,7 @@ class ModelRunner:
             name = type(self._model.module).__name__
             raise ModelLoadError(f"{name} is not supported: it fails on one token: {type(e).__name__}: {e}") from e
         self._specs = layer_specs(self._model.module, probe.calls, block_size)
-        if self._library is not None:
+        if self._library is not None and self._decoder is None and self._linears is None:
             self._accelerate(self._library, probe.calls, block_size)
         return self._specs
 
@@ -139,12 +146,11 @@ class ModelRunner:
 
     @property
     def acceleration(self) -> str:
-        """What computes: the kernels' instruction set and what they have taken over, or torch."""
-        if self._library is None:
-            return "torch"
+        """See ``describe``."""
         attention = isinstance(self._backend, NativeAttention)
-        parts = [("decoder", self._decoder), ("linear", self._linears), ("attention", attention)]
-        return f"{self._library.isa}: {', '.join(name for name, used in parts if used) or 'nothing'}"
+        return describe(
+            self._library, decoder=self._decoder, linear=self._linears, attention=attention, sampler=self._sampler
+        )
 
     @property
     def packed_bytes(self) -> int:
@@ -215,7 +221,7 @@ class ModelRunner:
             sampling_ids = [request_ids[i] for i in sampling]
             inputs = self._batch.sampling_inputs(sampling_ids, grammar)
             scores = OutputScores.of(pending.logits, self._batch.logprobs(sampling_ids), overwritten=bool(inputs.rules))
-            sampled = sample(pending.logits, inputs)
+            sampled = sample(pending.logits, inputs, self._sampler)
             self._batch.append_tokens(sampling_ids, sampled.token_ids)
             for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
                 tokens[i].append(token)

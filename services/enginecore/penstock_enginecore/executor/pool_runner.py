@@ -7,6 +7,8 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import NO_SAMPLING
 from penstock_enginecore.attention.base import StepPlan, create_backend
 from penstock_enginecore.attention.encoder import EncoderContext
+from penstock_enginecore.attention.native import NativeAttention
+from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -17,6 +19,8 @@ from penstock_enginecore.models.embedder import PoolingModel
 from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.support import ProbeContext, layer_specs
+from penstock_enginecore.native.acceleration import NO_KERNELS, Probe, accelerated_linears, describe, open_kernels
+from penstock_enginecore.native.linear import PackedLinears
 from penstock_enginecore.pooling.pooler import Pooler
 
 
@@ -26,10 +30,20 @@ class PoolRunner:
     One step at a time: ``execute``, then ``sample``, which samples nothing and hands out results.
     """
 
-    def __init__(self, model: PoolingModel, device: torch.device, attention_backend: str) -> None:
+    def __init__(
+        self,
+        model: PoolingModel,
+        device: torch.device,
+        attention_backend: str,
+        kernels: KernelsConfig = NO_KERNELS,
+        num_threads: int = 1,
+    ) -> None:
         self._model = model
         self._device = device
-        self._backend = create_backend(attention_backend, device)
+        self._kernels = kernels
+        self._library = open_kernels(kernels, device, num_threads)
+        self._linears: PackedLinears | None = None
+        self._backend = create_backend(attention_backend, device, self._library if kernels.attention else None)
         self._pooler = Pooler(model)
         self._batch = PoolBatch()
         self._specs: dict[str, KVCacheSpec] = {}
@@ -63,7 +77,28 @@ class PoolRunner:
             check_encoder_calls(self._model.module, probe.calls)
         else:
             self._specs = layer_specs(self._model.module, probe.calls, block_size)
+        if self._library is not None and self._kernels.linear and self._linears is None:
+            self._linears = accelerated_linears(
+                self._library, self._model.module, self._probe_states, self._probe_states()
+            )
         return self._specs
+
+    def _probe_states(self) -> torch.Tensor:
+        """Hidden states of a few tokens."""
+        probe = Probe.create(self._model.module.config.vocab_size)
+        count = len(probe.token_ids)
+        inputs = PoolInputs(
+            chunks=[],
+            token_ids=probe.token_ids,
+            positions=np.arange(count),
+            token_types=np.zeros(count, dtype=np.int64),
+            query_start_loc=np.array([0, count]),
+        )
+        if self._model.is_encoder:
+            return self._hidden(inputs, EncoderContext(inputs.query_start_loc, self._device))
+        layers = self._memory().throwaway(probe.metadata.block_size, probe.num_blocks)
+        backend = create_backend("reference", self._device)
+        return self._hidden(inputs, StepContext(backend, layers, [StepPlan(probe.metadata, self._device)]))
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
@@ -75,6 +110,17 @@ class PoolRunner:
         """Free the pool and forget the requests, until ``initialize_kv_cache``."""
         self._layers = {}
         self._batch = PoolBatch()
+
+    @property
+    def acceleration(self) -> str:
+        """See ``describe``."""
+        attention = isinstance(self._backend, NativeAttention) and not self._model.is_encoder
+        return describe(self._library, linear=self._linears, attention=attention)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of weights that the kernels have packed."""
+        return 0 if self._linears is None else self._linears.num_bytes
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -55,14 +55,13 @@ class Worker:
         """See ``Executor.load_model``."""
         config = self._config.model
         task = resolve_task(config)
+        computing = (self._device, config.attention_backend, self._config.kernels, torch.get_num_threads())
         if task == "generate":
             self._model = loaded = load_model(config, self._device, progress)
-            self._runner = ModelRunner(
-                loaded, self._device, config.attention_backend, self._config.kernels, torch.get_num_threads()
-            )
+            self._runner = ModelRunner(loaded, *computing)
         else:
             self._model = pooled = load_pooling_model(config, task, self._device, progress)
-            self._runner = PoolRunner(pooled, self._device, config.attention_backend)
+            self._runner = PoolRunner(pooled, *computing)
 
     @property
     def pooling(self) -> PoolingLimits | None:
@@ -81,7 +80,9 @@ class Worker:
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``Executor.kv_cache_specs``."""
-        return self.runner.kv_cache_specs(self._config.cache.block_size)
+        specs = self.runner.kv_cache_specs(self._config.cache.block_size)
+        logger.info("computing with %s", self.runner.acceleration)
+        return specs
 
     def available_kv_cache_memory(self) -> int:
         """See ``Executor.available_kv_cache_memory``. A CPU skips the profiling step: its peak is small beside the
@@ -162,13 +163,15 @@ class Worker:
 
     @utility
     def worker_info(self) -> dict[str, Any]:
-        """Where the worker computes: device, dtype, torch threads, and bytes of weights and KV cache."""
+        """Where the worker computes: device, dtype, threads, kernels, and bytes of weights and KV cache."""
         parameters = self._model.module.parameters() if self._model else ()
         return {
             "device": str(self._device),
             "dtype": str(self._model.dtype).removeprefix("torch.") if self._model else "",
             "num_threads": torch.get_num_threads(),
-            "weight_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "computing": self._runner.acceleration if self._runner else "",
+            "weight_bytes": sum(p.numel() * p.element_size() for p in parameters)
+            + (self._runner.packed_bytes if self._runner else 0),
             "kv_cache_bytes": self._runner.kv_cache_bytes if self._runner else 0,
         }
 

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.native import CHUNK
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.models.attention_hook import AttentionCall, LayerCache
-from penstock_enginecore.attention.native import CHUNK
-from penstock_enginecore.native.decoder import NativeDecoder, Unsuitable
-from penstock_enginecore.native.library import KernelsUnavailable, NativeLibrary, open_library
+from penstock_enginecore.native.decoder import NativeDecoder, UnsuitableError
+from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinears
 
 logger = logging.getLogger(__name__)
@@ -28,16 +28,18 @@ _TOLERANCE = 1e-3
 
 LayerCaches = dict[torch.nn.Module, LayerCache]
 
+NO_KERNELS = KernelsConfig(isa="off")
+
 
 def open_kernels(config: KernelsConfig, device: torch.device, num_threads: int) -> NativeLibrary | None:
     """The kernels that ``config`` asks for; None where they are off, not built, or not for this device. Raises
-    KernelsUnavailable where an instruction set is named that cannot be had.
+    KernelsError where an instruction set is named that cannot be had.
     """
     if config.isa == "off" or device.type != "cpu":
         return None
     try:
         return open_library(config.isa, num_threads)
-    except KernelsUnavailable as e:
+    except KernelsError as e:
         if config.isa != "auto":
             raise
         logger.warning("computing without kernels, which is slower: %s", e)
@@ -67,7 +69,7 @@ class Probe:
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache, the null block included."""
-        return 1 + self.metadata.block_table.shape[1]
+        return 1 + int(self.metadata.block_table.shape[1])
 
 
 def accelerated_decoder(
@@ -86,13 +88,15 @@ def accelerated_decoder(
     """
     try:
         decoder = NativeDecoder(library, module, calls, block_size, max_len)
-    except Unsuitable as e:
+    except UnsuitableError as e:
         logger.info("the model runs module by module: %s", e)
         return None
     rows = np.arange(len(probe.token_ids))
     logits = decoder.run(decoder.embed(probe.token_ids), rows, [probe.metadata], throwaway(), rows)
     if not _same(logits, expected):
-        logger.warning("the model runs module by module: as one program its logits differ by %.3g", _distance(logits, expected))
+        logger.warning(
+            "the model runs module by module: as one program its logits differ by %.3g", _distance(logits, expected)
+        )
         return None
     decoder.take_over()
     return decoder
@@ -105,7 +109,7 @@ def accelerated_linears(
     packed = PackedLinears(module, library)
     try:
         result = run()
-    except Exception as e:  # noqa: BLE001 - anything that a model does with a weight that is not there any more
+    except Exception as e:
         logger.info("linear layers are not packed: %s: %s", type(e).__name__, e)
         packed.undo()
         return None
@@ -123,3 +127,11 @@ def _distance(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _same(result: torch.Tensor, expected: torch.Tensor) -> bool:
     return _distance(result, expected) <= _TOLERANCE  # which no NaN is
+
+
+def describe(library: NativeLibrary | None, **uses: object) -> str:
+    """What computes, for logs and operators: the instruction set and the ``uses`` that are in force, or torch."""
+    if library is None:
+        return "torch"
+    used = [name for name, use in uses.items() if use]
+    return f"{library.isa} kernels ({', '.join(used) or 'unused'}), {library.num_threads} threads"

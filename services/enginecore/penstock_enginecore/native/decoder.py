@@ -2,7 +2,7 @@
 
 Norms, projections, rotary embedding, attention, activation and head of all layers run inside the kernels, with q, k and v
 merged into one product and gate and up into another whose epilogue is the activation. What is taken over is read from
-transformers' own modules; ``matches`` then compares it with them, before they give their weights up.
+transformers' own modules; ``acceleration`` compares it with them, before they give their weights up.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, IntArray
+from penstock_enginecore.attention.native import CHUNK, cache_struct, reach_struct
 from penstock_enginecore.models.attention_hook import AttentionCall, LayerCache
 from penstock_enginecore.models.query_scale import query_scale
-from penstock_enginecore.attention.native import CHUNK, cache_struct, reach_struct
-from penstock_enginecore.native.library import NativeLibrary, check
+from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Cache, Group, Layer, Model, Step
 from penstock_enginecore.native.weights import PackedWeight
 
@@ -29,7 +29,7 @@ _MAX_TABLE_BYTES = 64 * 1024 * 1024
 """Cosines and sines of all positions are kept up to this size."""
 
 
-class Unsuitable(Exception):
+class UnsuitableError(Exception):
     """The kernels do not compute this model; the message says why."""
 
 
@@ -41,7 +41,7 @@ class HiddenStates:
 
 
 class NativeDecoder:
-    """A model's layers and head. ``calls``: its attention calls of a probe forward, in order. Raises Unsuitable."""
+    """A model's layers and head. ``calls``: its attention calls of a probe forward, in order. Raises UnsuitableError."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class NativeDecoder:
         max_len: int,
     ) -> None:
         if reason := _unsuitable(library, module, calls, block_size):
-            raise Unsuitable(reason)
+            raise UnsuitableError(reason)
         self._library = library
         self._module: Any = module
         self.attention_modules = [call.module for call in calls]
@@ -60,12 +60,12 @@ class NativeDecoder:
         self._bound: Mapping[torch.nn.Module, LayerCache] | None = None
         self._keep: list[Any] = []
         self._handle = self._build([call.params for call in calls])
-        self._forward = library.function("decoder_forward")
+        self._embedding = cast("torch.Tensor", module.get_input_embeddings().weight)
         self._rotary = _Rotary(self._module.model.rotary_emb, self._model.head_size, max_len)
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
-            self._library.function("decoder_free")(handle)
+            self._library.free(handle, "decoder")
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +74,7 @@ class NativeDecoder:
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """``[tokens, hidden size]``, a new tensor."""
-        return torch.nn.functional.embedding(torch.from_numpy(token_ids), self._module.get_input_embeddings().weight)
+        return torch.nn.functional.embedding(torch.from_numpy(token_ids), self._embedding)
 
     def run(
         self,
@@ -112,7 +112,7 @@ class NativeDecoder:
             rows.ctypes.data,
             logits.data_ptr(),
         )
-        check(self._forward(self._handle, ctypes.byref(step)))
+        self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
         if self._states is not None:
             self._states.x = x
         return logits
@@ -129,8 +129,8 @@ class NativeDecoder:
     def logits(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         """Logits ``[len(rows), vocab]`` at ``rows`` (int64) of the flat batch of the step that gave ``states``."""
         logits = torch.empty(len(rows), self._model.head.n)
-        head = self._library.function("decoder_head")
-        check(head(self._handle, states.x.data_ptr(), rows.data_ptr(), len(rows), logits.data_ptr()))
+        x, count = states.x.data_ptr(), len(rows)
+        self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
         return logits
 
     def take_over(self) -> None:
@@ -139,8 +139,7 @@ class NativeDecoder:
             for linear in (*_projections(layer), layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
                 _empty(linear)
             _empty(layer.mlp.down_proj)
-        embedding = self._module.get_input_embeddings().weight
-        if self._module.lm_head.weight is not embedding:
+        if self._module.lm_head.weight is not self._embedding:
             _empty(self._module.lm_head)
 
     def _bind(self, layers: Mapping[torch.nn.Module, LayerCache]) -> None:
@@ -263,5 +262,3 @@ def _projections(layer: Any) -> tuple[Any, Any, Any]:
 
 def _empty(linear: Any) -> None:
     linear.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-
-

@@ -4,14 +4,15 @@ A call releases the interpreter's lock. Its arguments are plain tensors and arra
 """
 
 import ctypes
+import errno
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock_common.errors import ConfigError
 from penstock_enginecore.native.structs import ALL
 
 _CAPABILITIES = {
@@ -22,7 +23,7 @@ _CAPABILITIES = {
 """Instruction sets, best first, and what torch calls the features they need."""
 
 
-class KernelsUnavailable(Exception):
+class KernelsError(ConfigError):
     """The kernels cannot be had; the message says why."""
 
 
@@ -34,42 +35,47 @@ class NativeLibrary:
         self.isa = isa
         self.num_threads = num_threads
         self.lanes: int = self._functions.penstock_lanes()
-        context = ctypes.c_void_p()
-        check(self._functions.penstock_context_new(num_threads, ctypes.byref(context)))
-        self._context = context
+        self._context = ctypes.c_void_p()
+        code = self._functions.penstock_context_new(num_threads, ctypes.byref(self._context))
+        if code:
+            raise KernelsError(f"{num_threads} threads cannot be started: {os.strerror(code)}")
 
     def __del__(self) -> None:
-        if context := getattr(self, "_context", None):
-            self._functions.penstock_context_free(context)
-
-    def function(self, name: str) -> Callable[..., int]:
-        """The C function ``penstock_<name>``."""
-        found: Callable[..., int] = getattr(self._functions, f"penstock_{name}")
-        return found
+        if getattr(self, "_context", None):
+            self.free(self._context, "context")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """A function that takes the context first. MemoryError or OSError where it fails."""
-        check(self.function(name)(self._context, *arguments))
+        """The function ``penstock_<name>`` of this context. MemoryError or OSError where it fails."""
+        self.call_on(self._context, name, *arguments)
 
+    def call_on(self, handle: ctypes.c_void_p, name: str, *arguments: Any) -> None:
+        """The same of another object of the library's: ``handle`` comes first."""
+        function = getattr(self._functions, f"penstock_{name}")
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function(f"penstock::{name}"):
+                code = function(handle, *arguments)
+        else:
+            code = function(handle, *arguments)
+        if code:
+            error = OSError(code, f"the kernel {name!r} failed: {os.strerror(code)}")
+            raise MemoryError(str(error)) if code == errno.ENOMEM else error
 
-def check(code: int) -> None:
-    """Raise what an errno value stands for; 0 is success."""
-    if code:
-        error = OSError(code, f"a kernel failed: {os.strerror(code)}")
-        raise MemoryError(str(error)) if code == 12 else error
+    def free(self, handle: ctypes.c_void_p, name: str) -> None:
+        """Let go of an object: ``penstock_<name>_free``."""
+        getattr(self._functions, f"penstock_{name}_free")(handle)
 
 
 def open_library(isa: str, num_threads: int) -> NativeLibrary:
-    """The kernels for ``isa``; ``auto``: the best that this processor has. Raises KernelsUnavailable."""
+    """The kernels for ``isa``; ``auto``: the best that this processor has. Raises KernelsError."""
     capabilities = torch.cpu.get_capabilities()
     runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
     for name in runnable if isa == "auto" else [isa]:
         if name not in runnable:
-            raise KernelsUnavailable(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
+            raise KernelsError(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
         path = Path(__file__).with_name(f"kernels_{name}.so")
         if path.is_file():
             return NativeLibrary(path, name, num_threads)
-    raise KernelsUnavailable("the package was built without kernels; a C++ compiler must be there when it is installed")
+    raise KernelsError("the package was built without kernels; a C++ compiler must be there when it is installed")
 
 
 @functools.cache
@@ -77,11 +83,11 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as e:
-        raise KernelsUnavailable(f"{path.name} cannot be loaded: {e}") from e
+        raise KernelsError(f"{path.name} cannot be loaded: {e}") from e
     sizes = (ctypes.c_int64 * len(ALL))()
     library.penstock_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(struct) for struct in ALL]:
-        raise KernelsUnavailable(f"{path.name} was built from other sources; install the package again")
+        raise KernelsError(f"{path.name} was built from other sources; install the package again")
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for name, arguments in {
         "context_new": (ctypes.c_int, pointer),
@@ -89,6 +95,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
         "attend": (pointer, pointer),
         "write": (pointer, pointer),
+        "sample": (pointer, pointer),
         "decoder_new": (pointer, pointer, pointer),
         "decoder_forward": (pointer, pointer),
         "decoder_head": (pointer, pointer, pointer, integer, pointer),

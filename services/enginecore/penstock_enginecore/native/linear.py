@@ -36,8 +36,10 @@ class PackedLinears:
         self._places = [
             (parent, name, child)
             for parent in model.modules()
-            for name, child in parent.named_children()
-            if type(child) is torch.nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu"
+            for name, child in parent._modules.items()  # named_children leaves repeated ones out
+            if type(child) is torch.nn.Linear
+            and child.weight.dtype == torch.float32
+            and child.weight.device.type == "cpu"
         ]
         packed = {child: PackedLinear(library, child) for child in {child for _, _, child in self._places}}
         for parent, name, child in self._places:

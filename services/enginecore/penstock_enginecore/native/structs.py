@@ -128,5 +128,19 @@ class Write(ctypes.Structure):
     ]
 
 
-ALL: tuple[type[Any], ...] = (Linear, Cache, Reach, Layer, Model, Group, Step, Attention, Write)
+class Sampling(ctypes.Structure):
+    """Rows of logits to choose a token from."""
+
+    _fields_ = [
+        ("rows", _Int),
+        ("width", _Int),
+        ("logits", _Pointer),
+        ("temperatures", _Pointer),
+        ("uniforms", _Pointer),
+        ("peaks", _Pointer),
+        ("columns", _Pointer),
+    ]
+
+
+ALL: tuple[type[Any], ...] = (Linear, Cache, Reach, Layer, Model, Group, Step, Attention, Write, Sampling)
 """In the order in which ``penstock_sizes`` reports their sizes."""

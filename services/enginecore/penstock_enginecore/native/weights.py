@@ -21,7 +21,9 @@ class PackedWeight:
         self._packed = _huge_empty(-(-self.n // panel) * panel * self.k)
         library.call("pack", weight.data_ptr(), self.n, self.k, self.k, self._packed.data_ptr())
         self._bias = None if bias is None else bias.detach().float().clone()
-        self.struct = Linear(self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr(), *weight.shape)
+        self.struct = Linear(
+            self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr(), *weight.shape
+        )
         self.pointer = ctypes.addressof(self.struct)
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock_enginecore.native.sampler import NativeSampler
 from penstock_enginecore.sample.blocks import peak
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered
 from penstock_enginecore.sample.rules import LogitRules, apply_rules, lift_bans
@@ -42,18 +43,27 @@ class SampledTokens:
     num_nans: npt.NDArray[np.int64] | None
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
+def sample(logits: torch.Tensor, inputs: SamplingInputs, native: NativeSampler | None = None) -> SampledTokens:
     """Choose one token per row of ``logits`` ``[rows, vocab]``, any float dtype, any device. Rules overwrite logits that are
-    float32: what is to be known of them must be copied before.
+    float32: what is to be known of them must be copied before. ``native``: the kernels that find peaks and draw from rows
+    without filters.
     """
     if inputs.rules:
         logits = logits.float()
-        peaks, token_ids = _peaks_under_rules(logits, inputs.rules)
+        before = apply_rules(logits, inputs.rules)
+        if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
+            lift_bans(logits, inputs.rules, before, empty)
+    # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
+    wanted = inputs.temperature > 0
+    if native is not None and native.takes(logits):
+        plain = (inputs.top_k <= 0) & (inputs.top_p >= 1) & (inputs.min_p <= 0)
+        temperature = np.where(plain & wanted, inputs.temperature.clip(_TEMPERATURE_MIN, _TEMPERATURE_MAX), 0.0)
+        peaks, token_ids = native.sample(logits, temperature, inputs.uniforms)
+        wanted &= ~plain
     else:
         peaks, token_ids = peak(logits)
     finite = peaks.isfinite().cpu().numpy()
-    # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
-    drawn = np.flatnonzero((inputs.temperature > 0) & finite)
+    drawn = np.flatnonzero(wanted & finite)
     if len(drawn):
         rows = torch.from_numpy(drawn).to(logits.device)
         everything = len(drawn) == len(logits)
@@ -61,15 +71,6 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
         token_ids[rows] = chosen
     num_nans = logits.isnan().sum(dim=-1).cpu().numpy() if not finite.all() and bool(peaks.isnan().any()) else None
     return SampledTokens(token_ids.cpu().numpy(), num_nans)
-
-
-def _peaks_under_rules(logits: torch.Tensor, rules: LogitRules) -> tuple[torch.Tensor, torch.Tensor]:
-    before = apply_rules(logits, rules)
-    peaks, token_ids = peak(logits)
-    if before is not None and bool((empty := peaks == float("-inf")).any()):
-        lift_bans(logits, rules, before, empty)
-        peaks, token_ids = peak(logits)
-    return peaks, token_ids
 
 
 def _filter_inputs(

@@ -1,0 +1,95 @@
+// The likeliest token of rows of logits, and a draw from the whole of their distribution.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "model.h"
+#include "vec.h"
+
+namespace penstock {
+
+constexpr int64_t kBlock = 256;  // columns whose weights are summed before the draw looks at single ones
+
+inline double total(vf v) {
+  double sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+
+// The largest of a row and the first column that has it. Not a number is largest of all.
+inline void find_peak(const float* row, int64_t width, float* peak, int64_t* column) {
+  vf best[4];
+  for (vf& b : best) b = splat(-INFINITY);
+  bool ordered = true;
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
+    vi same{};
+    for (int v = 0; v < 4; ++v) {
+      const vf x = load(row + i + v * kLanes);
+      same |= x != x;
+      best[v] = max(x, best[v]);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) ordered &= same[lane] == 0;
+  }
+  float value = largest(max(max(best[0], best[1]), max(best[2], best[3])));
+  for (; i < width; ++i) {
+    ordered &= row[i] == row[i];
+    value = std::max(value, row[i]);
+  }
+  int64_t at = 0;
+  if (ordered) while (at + 1 < width && row[at] != value) ++at;
+  else while (at + 1 < width && row[at] == row[at]) ++at;
+  *peak = row[at];
+  *column = at;
+}
+
+// Weights of tokens that are out, whose logits are -infinity, must be nothing at all.
+inline vf weights(vf x, float peak, float temperature) {
+  const vf distance = (x - splat(peak)) / splat(temperature);
+  return distance < splat(-87.0f) ? splat(0.0f) : exponential(distance);
+}
+
+inline float weight(float x, float peak, float temperature) { return weights(splat(x), peak, temperature)[0]; }
+
+inline double block_weight(const float* row, int64_t from, int64_t to, float peak, float temperature) {
+  double sum = 0;
+  int64_t i = from;
+  for (; i + kLanes <= to; i += kLanes) sum += total(weights(load(row + i), peak, temperature));
+  for (; i < to; ++i) sum += weight(row[i], peak, temperature);
+  return sum;
+}
+
+// The inverse of the cumulative distribution at `uniform`, in order of columns: see sample/draw.py, which does the same.
+inline int64_t draw(const float* row, int64_t width, float peak, float temperature, double uniform, double* sums) {
+  const int64_t blocks = (width + kBlock - 1) / kBlock;
+  double all = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    all += block_weight(row, b * kBlock, std::min(width, (b + 1) * kBlock), peak, temperature);
+    sums[b] = all;
+  }
+  const double target = std::min(uniform * all, std::nextafter(all, 0.0));
+  const int64_t block = std::min<int64_t>(std::upper_bound(sums, sums + blocks, target) - sums, blocks - 1);
+  double before = block > 0 ? sums[block - 1] : 0.0;
+  int64_t last = block * kBlock;
+  for (int64_t i = block * kBlock; i < std::min(width, (block + 1) * kBlock); ++i) {
+    const float w = weight(row[i], peak, temperature);
+    if (w > 0) last = i;
+    before += w;
+    if (before > target) return i;
+  }
+  return last;
+}
+
+inline void sample_row(const Sampling& s, int64_t row, std::vector<double>& sums) {
+  const float* logits = s.logits + row * s.width;
+  find_peak(logits, s.width, s.peaks + row, s.columns + row);
+  if (s.temperatures[row] > 0 && std::isfinite(s.peaks[row])) {
+    sums.resize((s.width + kBlock - 1) / kBlock);
+    s.columns[row] = draw(logits, s.width, s.peaks[row], s.temperatures[row], s.uniforms[row], sums.data());
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,229 @@
+"""Greedy tokens equal transformers' own with the kernels on, and with any part of them off.
+
+``test_parity.py`` has blocks and heads of sizes that the attention kernels leave to torch; here they take them.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.native.decoder import KNOWN
+from tests.fakes.in_process import build_engine, generate
+from tests.fakes.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
+CACHE = {"block_size": 16, "num_blocks": 128}
+# Heads of 16 numbers wherever the size follows from the model's width.
+WIDTH = {"helium": 48}
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def expected_tokens(model: torch.nn.Module) -> list[list[int]]:
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def greedy(engine: EngineCore, name: str = "r", **params: Any) -> list[list[int]]:
+    wanted = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, **params)
+    run = generate(engine, [(f"{name}{i}", prompt, wanted) for i, prompt in enumerate(prompts())])
+    return [run.tokens[f"{name}{i}"] for i in range(len(PROMPT_LENGTHS))]
+
+
+def computing(engine: EngineCore) -> str:
+    [info] = engine.control.collective_rpc("worker_info")
+    return str(info["computing"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_family_gives_the_same_tokens_in_a_ragged_batch_in_chunks_and_on_prefix_hits(
+    architecture: str, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(
+        save_tiny_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64), num_hidden_layers=2)
+    )
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert ("decoder" if architecture in DECODERS else "linear") in computing(engine) or architecture == "gpt2"
+    assert "attention, sampler" in computing(engine)
+    assert greedy(engine) == expected
+    assert greedy(engine, "again") == expected
+    engine.shutdown()
+    chunked = build_engine(tmp_path, cache=CACHE, scheduler={"max_num_batched_tokens": 7})
+    assert greedy(chunked) == expected
+    chunked.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("off", "left"),
+    [
+        ({"isa": "off"}, "torch"),
+        ({"decoder": False}, "linear, attention, sampler"),
+        ({"decoder": False, "linear": False}, "(attention, sampler)"),
+        ({"attention": False}, "(linear, sampler)"),
+        ({"sampler": False}, "(decoder, attention)"),
+        ({"decoder": False, "linear": False, "attention": False, "sampler": False}, "(unused)"),
+        ({"isa": "baseline"}, "baseline kernels (decoder, attention, sampler), 1 threads"),
+    ],
+)
+def test_any_part_can_be_turned_off(off: dict[str, Any], left: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("qwen3", tmp_path, hidden_size=64))
+    engine = build_engine(tmp_path, cache=CACHE, kernels=off)
+    assert left in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4, "head_dim": 32},
+        {"num_key_value_heads": 1, "intermediate_size": 96, "vocab_size": 333},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
+    ],
+    ids=["plain", "tied", "wide heads", "odd sizes", "scaled"],
+)
+def test_decoders_of_other_shapes_give_the_same_tokens(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64, **changes))
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+def test_an_attention_bias_is_added(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64, attention_bias=True))
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changes", "cache", "reason"),
+    [
+        ({"mlp_bias": True}, CACHE, "its gate has a bias"),
+        ({"hidden_act": "gelu"}, CACHE, "its activation is gelu"),
+        ({"head_dim": 10}, CACHE, "a head size of 10 is no multiple of"),
+        ({"intermediate_size": 50}, CACHE, "intermediate_size 50 is no multiple of"),
+        ({}, {"block_size": 8, "num_blocks": 256}, "cache.block_size 8 is no multiple of 16"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_runs_module_by_module_and_the_log_says_why(
+    changes: dict[str, Any], cache: dict[str, int], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64, **changes))
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(tmp_path, cache=cache)
+    assert f"the model runs module by module: {reason}" in caplog.text
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("granite", tmp_path, hidden_size=64, residual_multiplier=0.5))
+    monkeypatch.setattr("penstock_enginecore.native.decoder.KNOWN", KNOWN | {"GraniteForCausalLM"})
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert "as one program its logits differ by" in caplog.text
+    assert "linear" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("fault", ["wrong", "failing"])
+def test_linear_layers_that_cannot_be_packed_stay_as_they_are(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("gemma2", tmp_path, hidden_size=64))
+
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x.new_full((*x.shape[:-1], self.out_features), torch.nan) if fault == "wrong" else x @ self.weight.T
+
+    with monkeypatch.context() as broken, caplog.at_level(logging.INFO):
+        broken.setattr("penstock_enginecore.native.linear.PackedLinear.forward", forward)
+        engine = build_engine(tmp_path, cache=CACHE)
+    assert "linear layers are not packed" in caplog.text
+    assert computing(engine).split("(")[1].startswith("attention, sampler")
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+def test_weights_are_held_once(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save_tiny_model("qwen3", tmp_path, hidden_size=64, intermediate_size=1024, num_hidden_layers=4)
+    engines = [build_engine(tmp_path, cache=CACHE, kernels=kernels) for kernels in ({}, {"isa": "off"})]
+    packed, plain = (engine.control.collective_rpc("worker_info")[0]["weight_bytes"] for engine in engines)
+    assert plain <= packed < 1.1 * plain
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_packed_weights_come_back_from_sleep(level: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64))
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert greedy(engine) == expected
+    assert engine.control.sleep(level).result() is None
+    engine.control.wake_up()
+    assert "decoder" in computing(engine)
+    assert greedy(engine, "again") == expected
+    engine.shutdown()
+
+
+def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, which no greedy token would show."""
+    torch.set_num_threads(1)
+    save_tiny_model("qwen3", tmp_path, hidden_size=64)
+    seen: dict[tuple[str, int], list[bytes]] = {}
+    sample = ModelRunner.sample
+
+    def spy(self: ModelRunner, grammar: Any = None) -> Any:
+        if self._pending is not None:
+            inputs = self._pending.inputs
+            for i, logits in zip(inputs.sampling_requests, self._pending.logits, strict=True):
+                key = inputs.request_ids[i].split("-")[1].split("#")[0], int(inputs.attention[0].seq_lens[i])
+                seen.setdefault(key, []).append(logits.numpy().tobytes())
+        return sample(self, grammar)
+
+    monkeypatch.setattr(ModelRunner, "sample", spy)
+    for scheduler in ({}, {"max_num_batched_tokens": 5}, {"max_num_batched_tokens": 64}):
+        engine = build_engine(tmp_path, cache=CACHE, scheduler=scheduler)
+        greedy(engine, "crowd-")
+        wanted = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+        for index, prompt in enumerate(prompts()):
+            generate(engine, [(f"alone-{index}", prompt, wanted)])
+        engine.shutdown()
+    assert len(seen) == len(PROMPT_LENGTHS) * NEW_TOKENS
+    assert {len(rows) for rows in seen.values()} == {6}
+    assert all(len(set(rows)) == 1 for rows in seen.values())
