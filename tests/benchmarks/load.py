@@ -22,11 +22,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of one run: tokens per second over all streams, time to first token and between tokens in milliseconds."""
+    """Medians of one run: tokens per second over all streams, time to first token and between tokens in milliseconds, and the
+    mean time per token after the first of a request.
+    """
 
     tokens_per_s: float
     ttft_ms: float
     itl_ms: float
+    tpot_ms: float = 0.0
 
 
 def prompts(load: Load, vocab_size: int, *, seed: int) -> list[list[int]]:
@@ -40,19 +43,23 @@ async def run(stream: Stream, load: Load, prompt_token_ids: Sequence[list[int]])
     gate = asyncio.Semaphore(load.streams)
     first: list[float] = []
     between: list[float] = []
+    per_token: list[float] = []
 
     async def one(prompt: list[int]) -> None:
         async with gate:
             last = time.perf_counter()
-            got = 0
+            got, early, start = 0, 0, last
             async for size in stream(prompt, load.output_len):
                 now = time.perf_counter()
                 if got == 0:
                     first.append(now - last)
+                    start, early = now, size
                 else:
                     between.extend([(now - last) / size] * size)
                 got += size
                 last = now
+            if got > early:
+                per_token.append((last - start) / (got - early))
             if got != load.output_len:
                 raise RuntimeError(f"a request gave {got} of {load.output_len} tokens")
 
@@ -63,6 +70,7 @@ async def run(stream: Stream, load: Load, prompt_token_ids: Sequence[list[int]])
         tokens_per_s=load.requests * load.output_len / seconds,
         ttft_ms=statistics.median(first) * 1e3,
         itl_ms=statistics.median(between) * 1e3 if between else 0.0,
+        tpot_ms=statistics.median(per_token) * 1e3 if per_token else 0.0,
     )
 
 
@@ -72,4 +80,5 @@ def median(results: Sequence[Result]) -> Result:
         tokens_per_s=statistics.median(r.tokens_per_s for r in results),
         ttft_ms=statistics.median(r.ttft_ms for r in results),
         itl_ms=statistics.median(r.itl_ms for r in results),
+        tpot_ms=statistics.median(r.tpot_ms for r in results),
     )

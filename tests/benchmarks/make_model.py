@@ -1,0 +1,90 @@
+"""Write a Llama-shaped checkpoint with random weights and a byte-level BPE tokenizer, to time servers with.
+
+``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SIZES: dict[str, dict[str, Any]] = {
+    "100M": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        "vocab_size": 32_000,
+    },
+    "13M": {
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+        "vocab_size": 8_192,
+    },
+}
+_CORPUS_BYTES = 8 * 2**20
+
+
+def _corpus() -> list[str]:
+    """Python's own library: text that is on every machine, with enough words for the larger vocabulary."""
+    texts, size = [], 0
+    for path in sorted(Path(argparse.__file__).parent.rglob("*.py")):
+        if size > _CORPUS_BYTES:
+            break
+        text = path.read_text(errors="ignore")
+        texts.append(text)
+        size += len(text)
+    return texts
+
+
+def make_model(directory: Path, size: str) -> None:
+    """Weights are drawn from seed 0, float32, embeddings tied."""
+    shape = SIZES[size]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=shape["vocab_size"],
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_corpus(), trainer)
+    wrap: Any = PreTrainedTokenizerFast
+    fast = wrap(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = "{% for m in messages %}<|{{m.role}}|>{{m.content}}\n{% endfor %}<|assistant|>"
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **shape,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def main() -> int:
+    """Write one checkpoint."""
+    parser = argparse.ArgumentParser(prog="make_model", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--size", choices=list(SIZES), default="100M")
+    args = parser.parse_args()
+    make_model(args.directory, args.size)
+    print(f"{args.directory}: {args.size} parameters, random weights")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
