@@ -1,6 +1,7 @@
-"""``make bench``: the engine in this process, through its session, through the public API, and transformers beside them.
+"""``make bench``: the engine in this process, through its session, through the public API, and transformers beside them; and its
+parts by themselves.
 
-All are measured in turn, several rounds, and the medians are printed: machines drift by tens of percent.
+What is compared is measured in turn, several rounds, and the medians are printed: machines drift by tens of percent.
 """
 
 import argparse
@@ -10,14 +11,16 @@ import json
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import tokenizers
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from tests.benchmarks import load, neighbours, output_processing, sampling, scheduler_step
+from tests.benchmarks import growth, hop, load, neighbours, output_processing, sampling, scheduler_step
 from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
 from tests.benchmarks.load import Load, Result, Stream
 from tests.benchmarks.processes import engine, frontend
@@ -72,7 +75,7 @@ def table(results: dict[str, dict[int, list[Result]]], loads: list[Load]) -> Tab
     return made
 
 
-def scheduler_table() -> tuple[Table, dict[str, float]]:
+def scheduler_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
     """Scheduler and block manager, milliseconds per decode step."""
     made = Table(title="scheduler and block manager per decode step; median")
     for column in ("running", "waiting", "ms"):
@@ -85,12 +88,12 @@ def scheduler_table() -> tuple[Table, dict[str, float]]:
     return made, numbers
 
 
-def outputs_table(model: str) -> tuple[Table, dict[str, float]]:
+def outputs_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
     """The frontend's output processing, microseconds per output."""
     made = Table(title="frontend's work per output of one token, 256 in a step; median")
     made.add_column("output")
     made.add_column("us", justify="right")
-    tokenizer = tokenizers.Tokenizer.from_file(f"{model}/tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(f"{args.model}/tokenizer.json")
     numbers = {}
     for name, detokenize in (("text", True), ("token ids", False)):
         numbers[name] = output_processing.measure(tokenizer, detokenize=detokenize)
@@ -98,7 +101,7 @@ def outputs_table(model: str) -> tuple[Table, dict[str, float]]:
     return made, numbers
 
 
-def sampling_table() -> tuple[Table, dict[str, dict[str, float]]]:
+def sampling_table(args: argparse.Namespace) -> tuple[Table, dict[str, dict[str, float]]]:
     """The sampler, milliseconds per step."""
     made = Table(title=f"sampler per step of {sampling.ROWS} rows, {sampling.VOCAB} tokens; median ms")
     made.add_column("feature")
@@ -124,16 +127,87 @@ def schema_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
     return made, numbers
 
 
-def async_table(args: argparse.Namespace, streams: tuple[int, ...]) -> tuple[Table, dict[int, tuple[float, float]]]:
+def async_table(args: argparse.Namespace) -> tuple[Table, dict[int, tuple[float, float]]]:
     """Asynchronous against synchronous scheduling, tokens per second."""
     made = Table(title="tokens/s of the engine alone; medians")
     for column in ("streams", "synchronous", "asynchronous"):
         made.add_column(column, justify="right")
     numbers = {}
+    streams = tuple(item.streams for item in loads_of(args))
     for count, synchronous, asynchronous in neighbours.scheduling(args.model, args.threads, args.rounds, streams):
         numbers[count] = synchronous, asynchronous
         made.add_row(str(count), f"{synchronous:.0f}", f"{asynchronous:.0f}")
     return made, numbers
+
+
+def hop_table(args: argparse.Namespace) -> tuple[Table, list[object]]:
+    """The way from an engine to a frontend, gRPC and ZeroMQ."""
+    made = Table(title="outputs of one token from an engine's process to a frontend's; medians")
+    for column in ("outputs per frame", "transport", "frames/s", "outputs/s", "round trip us"):
+        made.add_column(column, justify="left" if column == "transport" else "right")
+    rows = asyncio.run(hop.measure(args.rounds))
+    for row in rows:
+        made.add_row(
+            str(row.outputs_per_frame),
+            row.transport,
+            f"{row.frames_per_s:.0f}",
+            f"{row.outputs_per_s:.0f}",
+            f"{row.round_trip_us:.0f}",
+        )
+    return made, msgspec.to_builtins(rows)
+
+
+def growth_tables(args: argparse.Namespace) -> tuple[Group, dict[str, object]]:
+    """Steps by requests running and waiting, memory by requests served; writes the plots."""
+    by_requests = Table(title="decode step, and the scheduler and block manager by themselves; median ms")
+    for column in ("running", "waiting", "step", "scheduler"):
+        by_requests.add_column(column, justify="right")
+    steps = growth.steps(args.model, args.threads, args.rounds)
+    for row in steps:
+        by_requests.add_row(str(row.running), str(row.waiting), f"{row.step_ms:.2f}", f"{row.scheduler_ms:.3f}")
+    served = Table(title="resident sets by requests served; MiB")
+    for column in ("requests", "engine", "frontend"):
+        served.add_column(column, justify="right")
+    memory = asyncio.run(growth.memory(args.model, args.threads, args.requests, log=console.log))
+    shown = memory[:: max(1, len(memory) // 10)]
+    for sample in [*shown, *([] if shown[-1] is memory[-1] else memory[-1:])]:
+        served.add_row(str(sample.requests), f"{sample.engine_mib:.1f}", f"{sample.frontend_mib:.1f}")
+    paths = growth.plot(args.plots, steps, memory)
+    written = Text("\n".join(f"plot: {path}" for path in paths), no_wrap=True, overflow="ignore")
+    return Group(by_requests, served, written), {
+        "steps": msgspec.to_builtins(steps),
+        "memory": msgspec.to_builtins(memory),
+        "plots": [str(path) for path in paths],
+    }
+
+
+def load_table(args: argparse.Namespace) -> tuple[Table, dict[str, object]]:
+    """The targets under the load."""
+    loads = loads_of(args)
+    results = asyncio.run(measure(args, loads))
+    medians = {name: {n: load.median(rows) for n, rows in by.items()} for name, by in results.items()}
+    return table(results, loads), msgspec.to_builtins(medians)
+
+
+def loads_of(args: argparse.Namespace) -> list[Load]:
+    """One load per number of streams."""
+    return [
+        Load(streams=n, requests=max(4, n * 2), input_len=args.input_len, output_len=args.output_len)
+        for n in map(int, args.streams.split(","))
+    ]
+
+
+PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], tuple[RenderableType, object]]]] = {
+    "scheduler": ("scheduler_ms", scheduler_table),
+    "outputs": ("outputs_us", outputs_table),
+    "hop": ("hop", hop_table),
+    "sampling": ("sampling_ms", sampling_table),
+    "schemas": ("schemas_ms", schema_table),
+    "async": ("async_tokens_per_s", async_table),
+    "growth": ("growth", growth_tables),
+    "load": ("load", load_table),
+}
+"""What ``--only`` names: the key of its numbers in JSON, and what measures."""
 
 
 def main() -> int:
@@ -145,38 +219,16 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64, help="output length in tokens")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up; medians are taken over them")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
-    parser.add_argument(
-        "--only",
-        choices=["scheduler", "outputs", "sampling", "schemas", "async", "load"],
-        help="measure just this part",
-    )
+    parser.add_argument("--requests", type=int, default=20_000, help="requests while the services' memory is watched")
+    parser.add_argument("--only", choices=list(PARTS), help="measure just this part")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    parser.add_argument("--plots", type=Path, default=Path("build/bench"), help="folder for the plots")
     args = parser.parse_args()
-    loads = [
-        Load(streams=n, requests=max(4, n * 2), input_len=args.input_len, output_len=args.output_len)
-        for n in map(int, args.streams.split(","))
-    ]
     numbers: dict[str, object] = {}
-    if args.only in (None, "scheduler"):
-        schedule, numbers["scheduler_ms"] = scheduler_table()
-        console.print(schedule)
-    if args.only in (None, "outputs"):
-        outputs, numbers["outputs_us"] = outputs_table(args.model)
-        console.print(outputs)
-    if args.only in (None, "sampling"):
-        samples, numbers["sampling_ms"] = sampling_table()
-        console.print(samples)
-    if args.only in (None, "schemas"):
-        beside, numbers["schemas_ms"] = schema_table(args)
-        console.print(beside)
-    if args.only in (None, "async"):
-        both, numbers["async_tokens_per_s"] = async_table(args, tuple(item.streams for item in loads))
-        console.print(both)
-    if args.only in (None, "load"):
-        results = asyncio.run(measure(args, loads))
-        console.print(table(results, loads))
-        medians = {name: {n: load.median(rows) for n, rows in by.items()} for name, by in results.items()}
-        numbers["load"] = msgspec.to_builtins(medians)
+    for name, (key, part) in PARTS.items():
+        if args.only in (None, name):
+            shown, numbers[key] = part(args)
+            console.print(shown)
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=2))
     return 0

@@ -176,6 +176,24 @@ def test_linear_layers_that_cannot_be_packed_stay_as_they_are(
     engine.shutdown()
 
 
+@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_size(
+    architecture: str, dtype: str, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    model = save_tiny_model(architecture, tmp_path, hidden_size=64, intermediate_size=1024)
+    model.bfloat16().save_pretrained(tmp_path)
+    expected = expected_tokens(model.float())
+    engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype})
+    assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+    [info] = engine.control.collective_rpc("worker_info")
+    assert info["weight_bytes"] < 0.7 * 4 * sum(p.numel() for p in model.parameters())
+    assert info["kv_cache_bytes"] == 2 * 128 * 16 * 2 * 2 * 16 * 4  # layers, slots, keys and values, heads, float32
+    engine.shutdown()
+
+
 def test_weights_are_held_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_tiny_model("qwen3", tmp_path, hidden_size=64, intermediate_size=1024, num_hidden_layers=4)

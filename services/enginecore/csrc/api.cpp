@@ -48,8 +48,9 @@ int penstock_context_new(int threads, void** context) {
 
 void penstock_context_free(void* context) { delete static_cast<Context*>(context); }
 
-int penstock_pack(void* context, const float* weight, int64_t n, int64_t k, int64_t stride, float* packed) {
-  return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, n, k, stride, packed); });
+// `weight` [n, k] floats into the memory that `to` names.
+int penstock_pack(void* context, const float* weight, const penstock::Linear* to) {
+  return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, *to); });
 }
 
 int penstock_linear(void* context, const penstock::Linear* linear, const float* x, int64_t rows, int64_t stride, float* out,

@@ -2,13 +2,16 @@
 //
 // A panel holds kPanel output features, two vectors, of all inputs: [k][kPanel], so that a product reads it from one end to
 // the other. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order,
-// whatever the tile: a row's result does not depend on how many rows are computed beside it.
+// whatever the tile: a row's result does not depend on how many rows are computed beside it. Weights that bfloat16 holds without
+// loss are kept in it, which is half the memory to read; sums are floats all the same.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <utility>
+#include <vector>
 
 #include "model.h"
 #include "vec.h"
@@ -27,15 +30,24 @@ struct Output {
   Epilogue epilogue;
 };
 
-constexpr int64_t kPrefetch = 1024;  // numbers ahead of those that are multiplied
+constexpr int64_t kPrefetch = 4096;  // bytes ahead of those that are multiplied
 
 inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-inline void pack_panel(const float* weight, int64_t n, int64_t k, int64_t stride, float* packed, int64_t panel) {
-  float* to = packed + panel * kPanel * k;
+inline void keep_weight(float x, float* to) { *to = x; }
+
+inline void keep_weight(float x, uint16_t* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  *to = static_cast<uint16_t>(bits >> 16);
+}
+
+template <class Weight>
+void pack_panel(const float* weight, int64_t n, int64_t k, int64_t stride, Weight* packed, int64_t panel) {
+  Weight* to = packed + panel * kPanel * k;
   for (int64_t j = 0; j < kPanel; ++j) {
     const int64_t row = panel * kPanel + j;
-    for (int64_t i = 0; i < k; ++i) to[i * kPanel + j] = row < n ? weight[row * stride + i] : 0.0f;
+    for (int64_t i = 0; i < k; ++i) keep_weight(row < n ? weight[row * stride + i] : 0.0f, &to[i * kPanel + j]);
   }
 }
 
@@ -70,15 +82,16 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
 }
 
 // Rows `row` .. `row + kRows` of `a` times one panel.
-template <int kRows>
-void tile(const float* a, int64_t stride, const float* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
+template <class Weight, int kRows>
+void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
+  constexpr int64_t kAhead = kPrefetch / sizeof(Weight);
   vf sums[kRows][2] = {};
   const float* rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = a + (row + i) * stride;
-  const float* b = packed + panel * kPanel * k;
+  const Weight* b = static_cast<const Weight*>(packed) + panel * kPanel * k;
   for (int64_t j = 0; j < k; ++j, b += kPanel) {
-    __builtin_prefetch(b + kPrefetch);
-    if constexpr (kPanel > 16) __builtin_prefetch(b + kPrefetch + 16);
+    __builtin_prefetch(b + kAhead);
+    if constexpr (kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
     const vf left = load(b), right = load(b + kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
@@ -90,13 +103,14 @@ void tile(const float* a, int64_t stride, const float* packed, int64_t k, const 
   finish<kRows>(sums, output, row, panel);
 }
 
-using Tile = void (*)(const float*, int64_t, const float*, int64_t, const Output&, int64_t, int64_t);
+using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
 
-template <int... kRows>
+template <class Weight, int... kRows>
 constexpr std::array<Tile, sizeof...(kRows)> tiles(std::integer_sequence<int, kRows...>) {
-  return {&tile<kRows + 1>...};
+  return {&tile<Weight, kRows + 1>...};
 }
-constexpr auto kTiles = tiles(std::make_integer_sequence<int, kTile>{});
+constexpr auto kTiles = tiles<float>(std::make_integer_sequence<int, kTile>{});
+constexpr auto kHalfTiles = tiles<uint16_t>(std::make_integer_sequence<int, kTile>{});
 
 // A product cut into tasks of at most kBlockRows rows and kGroup panels.
 class Product {
@@ -115,14 +129,32 @@ class Product {
     const int64_t last_panel = std::min(first_panel + group_, panels(linear_.n));
     const int64_t start = rows_ * block / blocks_, end = rows_ * (block + 1) / blocks_;
     const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
+    const bool widen = linear_.half && count > 1;
+    if (widen) widen_panels(first_panel, last_panel);
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        kTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
+        (linear_.half && !widen ? kHalfTiles : kTiles)[to - from - 1](
+            a_, stride_, widen ? wide_panels().data() - first_panel * kPanel * linear_.k : linear_.packed, linear_.k, output_,
+            from, panel);
     }
   }
 
  private:
+  // Panels of floats, made once for all tiles of a task.
+  static std::vector<float>& wide_panels() {
+    static thread_local std::vector<float> panels;
+    return panels;
+  }
+
+  void widen_panels(int64_t first, int64_t last) const {
+    const int64_t count = (last - first) * kPanel * linear_.k;
+    std::vector<float>& wide = wide_panels();
+    if (static_cast<int64_t>(wide.size()) < count) wide.resize(count);
+    const uint16_t* from = static_cast<const uint16_t*>(linear_.packed) + first * kPanel * linear_.k;
+    for (int64_t i = 0; i < count; i += kLanes) store(wide.data() + i, load(from + i));
+  }
+
   static constexpr int64_t kBlockRows = 8 * kTile;
   const float* a_;
   int64_t rows_, stride_;

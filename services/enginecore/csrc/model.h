@@ -7,12 +7,14 @@ namespace penstock {
 
 constexpr int kChunk = 16;  // tokens of the KV cache that lie together: see attention.h
 
-// y = x W^T + bias. `packed`: W in panels, see gemm.h. `n` output features, `k` inputs.
+// y = x W^T + bias. `packed`: W in panels, see gemm.h, of floats or, where `half` is not 0, of bfloat16. `n` output features,
+// `k` inputs.
 struct Linear {
-  const float* packed;
+  const void* packed;
   const float* bias;
   int64_t n;
   int64_t k;
+  int64_t half;
 };
 
 // A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart.

@@ -17,9 +17,10 @@ class Operators {
  public:
   explicit Operators(Pool& pool) : pool_(pool) {}
 
-  void pack(const float* weight, int64_t n, int64_t k, int64_t stride, float* packed) {
+  void pack(const float* weight, const Linear& to) {
     pool_.prepare(1);
-    packing_ = {weight, n, k, stride, packed};
+    packing_ = weight;
+    linear_ = to;
     pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this);
   }
 
@@ -52,15 +53,13 @@ class Operators {
   }
 
  private:
-  struct Packing {
-    const float* weight;
-    int64_t n, k, stride;
-    float* packed;
-  };
-
   void pack(Cursor& cursor) {
-    const Packing& p = packing_;
-    cursor(panels(p.n), [&p](int64_t panel) { pack_panel(p.weight, p.n, p.k, p.stride, p.packed, panel); });
+    cursor(panels(linear_.n), [this](int64_t panel) {
+      const Linear& to = linear_;
+      void* packed = const_cast<void*>(to.packed);
+      if (to.half) pack_panel(packing_, to.n, to.k, to.k, static_cast<uint16_t*>(packed), panel);
+      else pack_panel(packing_, to.n, to.k, to.k, static_cast<float*>(packed), panel);
+    });
   }
 
   // Rows a multiple of a page apart fall into the same few lines of the cache, more of them than it has ways.
@@ -95,7 +94,7 @@ class Operators {
 
   static constexpr int64_t kTokens = 8;
   Pool& pool_;
-  Packing packing_{};
+  const float* packing_ = nullptr;
   Linear linear_{};
   Buffer padded_;
   const float* x_ = nullptr;

@@ -10,11 +10,20 @@ typedef float vf __attribute__((vector_size(PENSTOCK_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PENSTOCK_LANES * 4)));
 typedef float vf_unaligned __attribute__((vector_size(PENSTOCK_LANES * 4), aligned(4), may_alias));
 
+typedef uint16_t vh __attribute__((vector_size(PENSTOCK_LANES * 2)));
+typedef uint32_t vu __attribute__((vector_size(PENSTOCK_LANES * 4)));
+typedef uint16_t vh_unaligned __attribute__((vector_size(PENSTOCK_LANES * 2), aligned(2), may_alias));
+
 constexpr int kLanes = PENSTOCK_LANES;
 constexpr int kPanel = 2 * kLanes;  // output features that are computed together
 constexpr int kTile = PENSTOCK_TILE;
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+// A bfloat16 is the upper half of a float.
+inline vf load(const uint16_t* p) {
+  const vh half = *reinterpret_cast<const vh_unaligned*>(p);
+  return reinterpret_cast<vf>(__builtin_convertvector(half, vu) << 16);
+}
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }

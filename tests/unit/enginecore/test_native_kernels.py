@@ -54,10 +54,13 @@ def linear(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, bias: 
         return PackedLinear(library, layer)(x)
 
 
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (32, 16), (33, 40), (130, 65), (256, 1024)])
-def test_a_packed_product_equals_torchs_for_any_shape(library: NativeLibrary, n: int, k: int) -> None:
+def test_a_packed_product_equals_torchs_for_any_shape(
+    library: NativeLibrary, n: int, k: int, kept_as: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(n)
-    weight, bias = torch.randn(n, k, generator=generator), torch.randn(n, generator=generator)
+    weight, bias = torch.randn(n, k, generator=generator).to(kept_as).float(), torch.randn(n, generator=generator)
     for rows in (1, 2, 5, 6, 7, 12, 13, 31, 100, 203):
         x = torch.randn(rows, k, generator=generator)
         for b in (None, bias):
@@ -65,8 +68,11 @@ def test_a_packed_product_equals_torchs_for_any_shape(library: NativeLibrary, n:
             torch.testing.assert_close(linear(library, x, weight, b), exact, rtol=1e-5, atol=1e-5 * k**0.5)
 
 
-def test_a_rows_product_is_the_same_whatever_is_computed_beside_it(library: NativeLibrary) -> None:
-    weight, x = torch.randn(70, 1024), torch.randn(64, 1024)
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def test_a_rows_product_is_the_same_whatever_is_computed_beside_it(
+    library: NativeLibrary, kept_as: torch.dtype
+) -> None:
+    weight, x = torch.randn(70, 1024).to(kept_as).float(), torch.randn(64, 1024)
     whole = linear(library, x, weight, None)
     for start, end in ((0, 1), (3, 5), (10, 23), (1, 64)):
         assert torch.equal(linear(library, x[start:end], weight, None), whole[start:end])
@@ -272,3 +278,15 @@ def test_a_packed_weight_reports_its_bytes(library: NativeLibrary) -> None:
     panel = 2 * library.lanes
     assert PackedWeight(library, torch.randn(panel, 3)).num_bytes == 4 * panel * 3
     assert PackedWeight(library, torch.randn(1, 3), torch.randn(1)).num_bytes == 4 * (panel * 3 + 1)
+
+
+def test_a_weight_that_bfloat16_holds_is_kept_in_it_and_no_other(library: NativeLibrary) -> None:
+    weight = torch.randn(40, 8)
+    rounded = weight.bfloat16()
+    assert PackedWeight(library, weight).dtype == torch.float32
+    assert PackedWeight(library, rounded).dtype == torch.bfloat16
+    assert PackedWeight(library, rounded.float()).dtype == torch.bfloat16
+    almost = rounded.float()
+    almost[39, 7] = 1.0 + 2**-20
+    assert PackedWeight(library, almost).dtype == torch.float32
+    assert PackedWeight(library, rounded).num_bytes * 2 == PackedWeight(library, weight).num_bytes

@@ -19,7 +19,7 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequest
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules
-from penstock_enginecore.sample.sampler import SamplingInputs
+from penstock_enginecore.sample.sampler import RowKinds, SamplingInputs
 
 _INITIAL_ROWS = 16
 _INT64_MAX = 2**63 - 1
@@ -54,6 +54,19 @@ class PromptTargets:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """How requests sample, by index of the request: see ``SamplingInputs``."""
+
+    request_ids: list[str]
+    rows: IntArray
+    temperature: npt.NDArray[np.float64]
+    top_k: IntArray
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]
+    kinds: RowKinds
+
+
 class InputBatch:
     """Rows of request state. ``num_groups``: KV cache groups, each with a block table of its own."""
 
@@ -75,6 +88,7 @@ class InputBatch:
         self._top_p = np.zeros(0)
         self._min_p = np.zeros(0)
         self._seed = np.zeros(0, dtype=np.uint64)
+        self._settings: _Settings | None = None
         # By row, of those requests only that have any.
         self._rules: dict[int, RequestRules] = {}
         self._logprobs: dict[int, int] = {}
@@ -129,20 +143,31 @@ class InputBatch:
 
     def sampling_inputs(self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None) -> SamplingInputs:
         """How to choose the next token of each request, with its draw for this output index."""
-        rows = self._row_array(request_ids)
-        index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
-        temperature = self._temperature[rows]
-        drawn = temperature > 0
+        settings = self._settings_of(request_ids)
+        rows, kinds = settings.rows, settings.kinds
         uniform = np.zeros(len(rows))
-        uniform[drawn] = uniforms(self._seed[rows[drawn]], index[drawn])
+        if kinds.any_drawn:
+            drawn = rows[kinds.drawn]
+            index = self._num_tokens[drawn] - self._num_prompt_tokens[drawn]
+            uniform[kinds.drawn] = uniforms(self._seed[drawn], index)
         return SamplingInputs(
-            temperature=temperature,
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
             uniforms=uniform,
             rules=self._logit_rules(request_ids, rows, grammar),
+            kinds=kinds,
         )
+
+    def _settings_of(self, request_ids: Sequence[str]) -> "_Settings":
+        """Those of the step before, when the same requests sample again."""
+        known = self._settings
+        if known is None or known.request_ids != request_ids:
+            rows = self._row_array(request_ids)
+            values = self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows]
+            known = self._settings = _Settings(list(request_ids), rows, *values, RowKinds.of(*values))
+        return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
         """Which of the requests want log-probabilities, by index, and of how many of the likeliest tokens; -1 is all."""
@@ -167,11 +192,15 @@ class InputBatch:
 
     def append_tokens(self, request_ids: Sequence[str], token_ids: IntArray) -> None:
         """Remember the sampled tokens: they are the next step's input."""
-        rows = self._row_array(request_ids)
+        rows = self._settings_of(request_ids).rows
         # The token after the last position of the model ends the request and is never an input.
-        fits = self._num_tokens[rows] < self._token_ids.shape[1]
-        self._token_ids[rows[fits], self._num_tokens[rows[fits]]] = token_ids[fits]
-        self._num_tokens[rows] += 1
+        places = self._num_tokens[rows]
+        fits = places < self._token_ids.shape[1]
+        if fits.all():
+            self._token_ids[rows, places] = token_ids
+        else:
+            self._token_ids[rows[fits], places[fits]] = token_ids[fits]
+        self._num_tokens[rows] = places + 1
         if self._rules:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if rules := self._rules.get(row):
@@ -198,6 +227,7 @@ class InputBatch:
     def _add(self, new: NewRequestData) -> None:
         if new.request_id in self._rows:
             raise ValueError(f"request {new.request_id!r} is already in the batch")
+        self._settings = None
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
@@ -233,6 +263,7 @@ class InputBatch:
 
     def _remove(self, request_id: str) -> None:
         """Forget a request; one that never ran here is none of our business."""
+        self._settings = None
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 
@@ -60,6 +61,7 @@ class ModelRunner:
         self._head = Head(model.module)
         self._prompt_scorer = PromptScorer(self._head, device, comes_apart=False)
         self._device = device
+        self._dtype = model.dtype
         self._kernels = kernels
         self._library = open_kernels(kernels, device, num_threads)
         self._backend = create_backend(attention_backend, device, self._library if kernels.attention else None)
@@ -96,8 +98,8 @@ class ModelRunner:
         module, probe = self._model.module, Probe.create(self._model.vocab_size)
         reference = create_backend("reference", self._device)
 
-        def layers() -> LayerCaches:
-            return self._memory().throwaway(probe.metadata.block_size, probe.num_blocks)
+        def layers(dtype: torch.dtype = self._dtype) -> LayerCaches:
+            return self._memory(dtype).throwaway(probe.metadata.block_size, probe.num_blocks)
 
         def logits() -> torch.Tensor:
             plan = StepPlan(probe.metadata, self._device)
@@ -115,16 +117,21 @@ class ModelRunner:
                 max_len=self._model.max_len,
                 probe=probe,
                 expected=expected,
-                throwaway=layers,
+                caches=layers(torch.float32),
             )
         if self._decoder is not None:
             self._prompt_scorer = PromptScorer(self._decoder, self._device, comes_apart=True)
+            self._dtype = torch.float32
+            self._specs = {
+                name: msgspec.structs.replace(spec, dtype_size=self._dtype.itemsize)
+                for name, spec in self._specs.items()
+            }
         elif self._kernels.linear:
             self._linears = accelerated_linears(library, module, logits, expected)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
-        self._layers = self._memory().allocate(config)
+        self._layers = self._memory(self._dtype).allocate(config)
         self._batch = InputBatch(
             max_model_len=config.max_model_len,
             block_size=config.block_size,
@@ -179,7 +186,7 @@ class ModelRunner:
             slot_mapping=(sequence + 1) * length + positions,
             block_size=length,
         )
-        layers = self._memory().throwaway(length, len(starts))
+        layers = self._memory(self._dtype).throwaway(length, len(starts))
         rows = np.arange(num_seqs) % num_tokens
         logits = self._forward(np.zeros_like(positions), positions, rows, [metadata], layers)
         half = np.full(num_seqs, 0.5)
@@ -236,8 +243,8 @@ class ModelRunner:
             num_nans_in_logits=num_nans,
         )
 
-    def _memory(self) -> KVMemory:
-        return KVMemory(self._model.module, self._specs, self._model.dtype, self._device)
+    def _memory(self, dtype: torch.dtype) -> KVMemory:
+        return KVMemory(self._model.module, self._specs, dtype, self._device)
 
     def _forward(
         self,

@@ -1,8 +1,9 @@
 """Decoders of Llama's shape as one call per step.
 
 Norms, projections, rotary embedding, attention, activation and head of all layers run inside the kernels, with q, k and v
-merged into one product and gate and up into another whose epilogue is the activation. What is taken over is read from
-transformers' own modules; ``acceleration`` compares it with them, before they give their weights up.
+merged into one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums,
+activations and the KV cache are float32. What is taken over is read from transformers' own modules; ``acceleration`` compares
+it with them before they give their weights up.
 """
 
 import ctypes
@@ -73,8 +74,8 @@ class NativeDecoder:
         return sum(part.num_bytes for part in self._keep if isinstance(part, PackedWeight))
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """``[tokens, hidden size]``, a new tensor."""
-        return torch.nn.functional.embedding(torch.from_numpy(token_ids), self._embedding)
+        """Float32 ``[tokens, hidden size]``, a new tensor."""
+        return torch.nn.functional.embedding(torch.from_numpy(token_ids), self._embedding).float()
 
     def run(
         self,
@@ -235,8 +236,8 @@ def _unsuitable(
     if name not in KNOWN:
         return f"{name} is not one of {', '.join(sorted(KNOWN))}"
     model, config = cast("Any", module).model, module.config
-    if module.get_input_embeddings().weight.dtype != torch.float32:
-        return "it does not compute in float32"
+    if (dtype := module.get_input_embeddings().weight.dtype) not in (torch.float32, torch.bfloat16):
+        return f"its weights are {str(dtype).removeprefix('torch.')}"
     if block_size % CHUNK:
         return f"cache.block_size {block_size} is no multiple of {CHUNK}"
     if [call.module for call in calls] != [layer.self_attn for layer in model.layers] or len(calls) > _MAX_LAYERS:

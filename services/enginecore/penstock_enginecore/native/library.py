@@ -91,7 +91,7 @@ def _load(path: Path) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for name, arguments in {
         "context_new": (ctypes.c_int, pointer),
-        "pack": (pointer, pointer, integer, integer, integer, pointer),
+        "pack": (pointer, pointer, pointer),
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
         "attend": (pointer, pointer),
         "write": (pointer, pointer),

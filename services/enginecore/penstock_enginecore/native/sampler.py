@@ -21,13 +21,13 @@ class NativeSampler:
         return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
 
     def sample(
-        self, logits: torch.Tensor, temperature: npt.NDArray[np.floating], uniforms: npt.NDArray[np.float64]
+        self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Largest value ``[rows]`` and a column, int64 ``[rows]``: the first that has it or, where ``temperature`` is not 0
         and the value finite, the one that ``uniforms`` draws.
         """
         peaks, columns = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
-        temperature, uniforms = np.ascontiguousarray(temperature, np.float32), np.ascontiguousarray(uniforms)
+        uniforms = np.ascontiguousarray(uniforms)
         sampling = Sampling(
             *logits.shape,
             logits.data_ptr(),

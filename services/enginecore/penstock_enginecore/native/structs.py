@@ -10,7 +10,7 @@ _Pointer = ctypes.c_void_p
 class Linear(ctypes.Structure):
     """A packed weight: see ``PackedWeight``."""
 
-    _fields_ = [("packed", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int)]
+    _fields_ = [("packed", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int), ("half", _Int)]
 
 
 class Cache(ctypes.Structure):

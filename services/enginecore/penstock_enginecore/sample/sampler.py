@@ -22,9 +22,33 @@ _TEMPERATURE_MIN, _TEMPERATURE_MAX = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
+class RowKinds:
+    """What the rows of a batch ask for, which stays the same from step to step. Bool ``[rows]``: ``drawn`` at random, and
+    ``filtered``: drawn from what filters leave. ``plain_temperature`` float32: of rows that are drawn without filters, else 0.
+    """
+
+    drawn: npt.NDArray[np.bool_]
+    filtered: npt.NDArray[np.bool_]
+    plain_temperature: npt.NDArray[np.float32]
+    any_drawn: bool
+    any_filtered: bool
+
+    @classmethod
+    def of(
+        cls, temperature: FloatArray, top_k: npt.NDArray[np.int64], top_p: FloatArray, min_p: FloatArray
+    ) -> "RowKinds":
+        """See ``SamplingInputs``."""
+        drawn = temperature > 0
+        filtered = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        plain = temperature.clip(_TEMPERATURE_MIN, _TEMPERATURE_MAX).astype(np.float32)
+        plain[filtered | ~drawn] = 0.0
+        return cls(drawn, filtered, plain, bool(drawn.any()), bool(filtered.any()))
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """Per row of logits, on the host. ``uniforms`` in [0, 1); temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are
-    off.
+    off. ``kinds`` follows from the others.
     """
 
     temperature: FloatArray
@@ -33,6 +57,7 @@ class SamplingInputs:
     min_p: FloatArray
     uniforms: FloatArray
     rules: LogitRules = field(default_factory=LogitRules)
+    kinds: RowKinds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +78,16 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, native: NativeSampler |
         before = apply_rules(logits, inputs.rules)
         if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
             lift_bans(logits, inputs.rules, before, empty)
-    # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
-    wanted = inputs.temperature > 0
+    kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
     if native is not None and native.takes(logits):
-        plain = (inputs.top_k <= 0) & (inputs.top_p >= 1) & (inputs.min_p <= 0)
-        temperature = np.where(plain & wanted, inputs.temperature.clip(_TEMPERATURE_MIN, _TEMPERATURE_MAX), 0.0)
-        peaks, token_ids = native.sample(logits, temperature, inputs.uniforms)
-        wanted &= ~plain
+        peaks, token_ids = native.sample(logits, kinds.plain_temperature, inputs.uniforms)
+        any_left, left = kinds.any_filtered, kinds.filtered
     else:
         peaks, token_ids = peak(logits)
-    finite = peaks.isfinite().cpu().numpy()
-    drawn = np.flatnonzero(wanted & finite)
-    if len(drawn):
+        any_left, left = kinds.any_drawn, kinds.drawn
+    finite = np.isfinite(peaks.float().cpu().numpy())
+    # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
+    if any_left and len(drawn := np.flatnonzero(left & finite)):
         rows = torch.from_numpy(drawn).to(logits.device)
         everything = len(drawn) == len(logits)
         chosen = draw_filtered(_filter_inputs(logits if everything else logits[rows], peaks[rows], inputs, drawn))

@@ -1,0 +1,379 @@
+"""The way from an engine to a frontend: the engine's session over gRPC beside ZeroMQ with msgpack.
+
+Both engines are processes of their own that have no model: a busy thread emits frames, an asyncio I/O thread encodes and sends
+them. This process reads, as a frontend does, and turns every frame into ``EngineCoreOutputs``. gRPC is what the services use:
+``IoThread`` with its sessions there, ``EngineSession`` here. A request asks for ``max_tokens`` frames, each with as many outputs
+of one token as its prompt has tokens; never more than ``WINDOW`` frames are on their way, for which the reader writes
+acknowledgements into the engine's standard input.
+"""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import os
+import queue
+import statistics
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from penstock_common.config import LogConfig, ServerConfig
+from penstock_common.logging import configure
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineReady,
+    SchedulerStats,
+    UtilityOutput,
+)
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config import EngineCoreConfig, ModelConfig
+from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.rpc.io_thread import IoThread
+from penstock_frontend.rpc.engine_session import EngineSession
+
+WINDOW, ACK_EVERY = 64, 16
+FRAMES = {1: 8192, 16: 4096, 64: 2048, 256: 1024}
+"""Frames of one measurement, by outputs per frame."""
+ROUND_TRIPS = 200
+START_TIMEOUT, MEASURE_TIMEOUT = 120.0, 60.0
+
+Emit = Callable[[str, EngineCoreOutputs], None]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Medians. ``round_trip_us``: from a request to its only frame."""
+
+    transport: str
+    outputs_per_frame: int
+    frames_per_s: float
+    outputs_per_s: float
+    round_trip_us: float
+
+
+# The engine's side.
+
+
+class FrameLoop:
+    """Stands in for the busy loop: the same frame again and again, as often as a request asks for."""
+
+    def __init__(self) -> None:
+        self.emit: Emit
+        self._requests: queue.SimpleQueue[tuple[str, EngineCoreRequest]] = queue.SimpleQueue()
+        self._parent = os.getppid()
+
+    def add(self, client_id: str, request: EngineCoreRequest) -> None:
+        """See ``BusyLoop``."""
+        self._requests.put((client_id, request))
+
+    def client_gone(self, client_id: str) -> None:
+        """See ``BusyLoop``; the process is stopped soon."""
+
+    def seconds_since_last_step(self) -> float:
+        """See ``BusyLoop``."""
+        return 0.0
+
+    def run(self) -> None:
+        """Emit until the parent process has gone."""
+        gc.collect()
+        gc.freeze()  # as the busy loop does
+        credit = WINDOW
+        while (asked := self._next()) is not None:
+            client_id, request = asked
+            frame = _frame(len(request.prompt_token_ids))
+            for _ in range(request.sampling_params.max_tokens or 1):
+                while credit == 0:
+                    acknowledged = os.read(sys.stdin.fileno(), WINDOW)
+                    if not acknowledged:
+                        return
+                    credit += len(acknowledged) * ACK_EVERY
+                self.emit(client_id, frame)
+                credit -= 1
+
+    def _next(self) -> tuple[str, EngineCoreRequest] | None:
+        while os.getppid() == self._parent:
+            with contextlib.suppress(queue.Empty):
+                return self._requests.get(timeout=1.0)
+        return None
+
+
+def _frame(outputs: int) -> EngineCoreOutputs:
+    return EngineCoreOutputs(
+        outputs=[
+            EngineCoreOutput(request_id=f"{number:032x}", offset=100, new_token_ids=[300 + number])
+            for number in range(outputs)
+        ],
+        scheduler_stats=SchedulerStats(num_running_reqs=outputs, kv_cache_usage=0.5, step_counter=1000),
+        timestamp=time.monotonic(),
+    )
+
+
+def _serve_grpc(loop: FrameLoop) -> str:
+    """The engine's own I/O thread."""
+    config = EngineCoreConfig(model=ModelConfig(path="none"), server=ServerConfig(host="127.0.0.1", port=0))
+    io = IoThread(config)
+    io.start()
+    loop.emit = io.sessions.emit
+    ready = EngineReady(
+        engine_id="hop",
+        incarnation="1",
+        model="none",
+        max_model_len=4096,
+        num_kv_blocks=1,
+        block_size=16,
+        vocab_size=4096,
+    )
+    io.attach(cast(BusyLoop, loop), ready)
+    return f"127.0.0.1:{io.port}"
+
+
+class _ZeroMq:
+    """An I/O thread of the same kind: what the busy thread emits crosses over to its loop, is encoded there and sent."""
+
+    def __init__(self, frames: FrameLoop) -> None:
+        self._frames = frames
+        self._loop = asyncio.new_event_loop()
+        self._encoder = msgspec.msgpack.Encoder()
+        threading.Thread(target=self._loop.run_forever, name="io", daemon=True).start()
+
+    def serve(self) -> str:
+        """Listen."""
+        return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        """See ``Sessions``."""
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        self._down.send(self._encoder.encode(outputs))
+
+    async def _start(self) -> str:
+        self._down: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._down.setsockopt(zmq.SNDHWM, 0)  # sending does not block, except until the reader has connected
+        self._down.setsockopt(zmq.SNDTIMEO, 10_000)
+        self._up = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._down, self._up)]
+        self._reader = asyncio.create_task(self._read())
+        return " ".join(f"tcp://127.0.0.1:{port}" for port in ports)
+
+    async def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        while True:
+            self._frames.add("", decoder.decode(await self._up.recv()))
+
+
+def _serve_zeromq(loop: FrameLoop) -> str:
+    io = _ZeroMq(loop)
+    loop.emit = io.emit
+    return io.serve()
+
+
+SERVE = {"gRPC": _serve_grpc, "ZeroMQ": _serve_zeromq}
+
+
+def engine_process(transport: str) -> None:
+    """Print where it listens, and serve."""
+    configure(LogConfig(level="warning"), service="hop")
+    loop = FrameLoop()
+    print(SERVE[transport](loop), flush=True)
+    loop.run()
+
+
+# The frontend's side.
+
+
+class Link(Protocol):
+    """A connection to one engine."""
+
+    async def open(self) -> None:
+        """Connect."""
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+class GrpcLink:
+    """The frontend's session."""
+
+    def __init__(self, address: str, take: Callable[[EngineCoreOutputs], None]) -> None:
+        self._session = EngineSession(
+            address, frontend_id="bench", incarnation="1", on_outputs=take, on_draining=lambda: None
+        )
+        self.add = self._session.add
+
+    async def open(self) -> None:
+        """See ``Link``."""
+        await self._session.open()
+        self._reader = asyncio.create_task(self._session.run())
+
+    async def close(self) -> None:
+        """See ``Link``."""
+        await self._session.close()  # which cancels the stream, and so the reader
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+
+class _Frame(msgspec.Struct):
+    """``EngineCoreOutputs`` as msgpack can tell its parts apart: without the events of the cache, which carry no tag."""
+
+    engine_index: int
+    outputs: list[EngineCoreOutput]
+    scheduler_stats: SchedulerStats | None
+    timestamp: float
+    utility_output: UtilityOutput | None
+    finished_requests: list[str]
+
+
+class ZeroMqLink:
+    """One socket up, one down."""
+
+    def __init__(self, address: str, take: Callable[[EngineCoreOutputs], None]) -> None:
+        self._from, self._to = address.split()
+        self._take = take
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def open(self) -> None:
+        """See ``Link``."""
+        self._down = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._down.setsockopt(zmq.RCVHWM, 0)
+        self._down.connect(self._from)
+        self._up: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._up.connect(self._to)
+        self._reader = asyncio.create_task(self._read())
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """See ``Link``."""
+        self._up.send(self._encoder.encode(request))
+
+    async def close(self) -> None:
+        """See ``Link``."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._down.close(linger=0)
+        self._up.close(linger=0)
+
+    async def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(_Frame)
+        while True:
+            frame = decoder.decode(await self._down.recv())
+            self._take(
+                EngineCoreOutputs(
+                    engine_index=frame.engine_index,
+                    outputs=frame.outputs,
+                    scheduler_stats=frame.scheduler_stats,
+                    timestamp=frame.timestamp,
+                    utility_output=frame.utility_output,
+                    finished_requests=frame.finished_requests,
+                )
+            )
+
+
+LINKS: dict[str, Callable[[str, Callable[[EngineCoreOutputs], None]], Link]] = {"gRPC": GrpcLink, "ZeroMQ": ZeroMqLink}
+
+
+class Hop:
+    """Requests to one engine, and what comes back."""
+
+    def __init__(self, transport: str, address: str, process: Process) -> None:
+        assert process.stdin is not None
+        self._link = LINKS[transport](address, self._take)
+        self._acknowledgements = process.stdin
+        self._numbers = itertools.count()
+        self._arrived = 0
+        self._missing = 0
+        self._outputs = 0
+
+    async def __aenter__(self) -> "Hop":
+        await self._link.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._link.close()
+
+    async def ask(self, outputs: int, frames: int) -> float:
+        """Seconds from the request to the last of its frames. RuntimeError when outputs are missing."""
+        self._missing, self._outputs = frames, 0
+        self._done = asyncio.get_running_loop().create_future()
+        request = EngineCoreRequest(
+            request_id=str(next(self._numbers)),
+            prompt_token_ids=[7] * outputs,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=frames),
+        )
+        began = time.perf_counter()
+        self._link.add(request)
+        await self._done
+        seconds = time.perf_counter() - began
+        if self._outputs != outputs * frames:
+            raise RuntimeError(f"{self._outputs} of {outputs * frames} outputs arrived")
+        return seconds
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        self._outputs += len(outputs.outputs)
+        self._arrived += 1
+        if self._arrived % ACK_EVERY == 0:
+            self._acknowledgements.write(b"+")
+        self._missing -= 1
+        if self._missing == 0:
+            self._done.set_result(None)
+
+
+@contextlib.asynccontextmanager
+async def _hop(transport: str) -> AsyncIterator[Hop]:
+    """An engine process and the connection to it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.benchmarks.hop", transport, stdin=PIPE, stdout=PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT):
+            address = (await process.stdout.readline()).decode().strip()
+        if not address:
+            raise RuntimeError(f"the engine's side of {transport} ended")
+        async with Hop(transport, address, process) as hop:
+            yield hop
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def measure(rounds: int) -> list[Row]:
+    """One row per number of outputs and transport. All are measured in turn in every round."""
+    rates: dict[tuple[int, str], list[float]] = defaultdict(list)
+    round_trips: dict[tuple[int, str], list[float]] = defaultdict(list)
+    async with contextlib.AsyncExitStack() as stack:
+        hops = {transport: await stack.enter_async_context(_hop(transport)) for transport in LINKS}
+        gc.collect()
+        gc.freeze()  # a frontend's heap does not hold what the other benchmarks have loaded
+        stack.callback(gc.unfreeze)
+        for number in range(rounds + 1):
+            for outputs, frames in FRAMES.items():
+                for transport, hop in hops.items():
+                    async with asyncio.timeout(MEASURE_TIMEOUT):
+                        rate = frames / await hop.ask(outputs, frames)
+                        times = [await hop.ask(outputs, 1) for _ in range(ROUND_TRIPS)]
+                    if number:  # the first round warms up
+                        rates[outputs, transport].append(rate)
+                        round_trips[outputs, transport].append(statistics.median(times))
+    rows = []
+    for (outputs, transport), found in rates.items():
+        rate = statistics.median(found)
+        microseconds = statistics.median(round_trips[outputs, transport]) * 1e6
+        rows.append(Row(transport, outputs, rate, rate * outputs, microseconds))
+    return rows
+
+
+if __name__ == "__main__":
+    engine_process(sys.argv[1])
