@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tests.benchmarks import growth, hop, load, neighbours, output_processing, sampling, scheduler_step
+from tests.benchmarks import growth, hop, load, neighbours, output_processing, sampling, scheduler_step, starts
 from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
 from tests.benchmarks.load import Load, Result, Stream
 from tests.benchmarks.processes import engine, frontend
@@ -197,6 +198,29 @@ def loads_of(args: argparse.Namespace) -> list[Load]:
     ]
 
 
+def start_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
+    """Seconds from ``penstock serve`` to the first token."""
+    first, others = starts.first_tokens(args.model, args.rounds)
+    numbers = {"first": first, "second": statistics.median(others)}
+    made = Table(title="penstock serve to the first token; medians")
+    made.add_column("start")
+    made.add_column("s", justify="right")
+    made.add_row("the first after an installation", f"{first:.1f}")
+    made.add_row("again", f"{numbers['second']:.1f}")
+    return made, numbers
+
+
+def prefix_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
+    """Time to first token with and without a cached prefix."""
+    cold, cached = starts.prefix_hits(args.model, args.threads, args.rounds)
+    made = Table(title=f"{starts.PREFIX_LEN + starts.SUFFIX_LEN} tokens in, through the public API; medians")
+    for column in ("prompt", "TTFT ms", "share"):
+        made.add_column(column, justify="left" if column == "prompt" else "right")
+    made.add_row("new", f"{cold:.1f}", "")
+    made.add_row(f"the first {starts.PREFIX_LEN} cached", f"{cached:.1f}", f"{cached / cold:.1%}")
+    return made, {"cold_ms": cold, "cached_ms": cached}
+
+
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], tuple[RenderableType, object]]]] = {
     "scheduler": ("scheduler_ms", scheduler_table),
     "outputs": ("outputs_us", outputs_table),
@@ -205,6 +229,8 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], tuple[RenderableType,
     "schemas": ("schemas_ms", schema_table),
     "async": ("async_tokens_per_s", async_table),
     "growth": ("growth", growth_tables),
+    "start": ("start_s", start_table),
+    "prefix": ("prefix_ms", prefix_table),
     "load": ("load", load_table),
 }
 """What ``--only`` names: the key of its numbers in JSON, and what measures."""
@@ -218,7 +244,7 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=64, help="prompt length in tokens")
     parser.add_argument("--output-len", type=int, default=64, help="output length in tokens")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up; medians are taken over them")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that compute")
     parser.add_argument("--requests", type=int, default=20_000, help="requests while the services' memory is watched")
     parser.add_argument("--only", choices=list(PARTS), help="measure just this part")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")

@@ -13,11 +13,7 @@ namespace penstock {
 
 constexpr int64_t kBlock = 256;  // columns whose weights are summed before the draw looks at single ones
 
-inline double total(vf v) {
-  double sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-}
+typedef double vd __attribute__((vector_size(PENSTOCK_LANES * 8)));
 
 // The largest of a row and the first column that has it. Not a number is largest of all.
 inline void find_peak(const float* row, int64_t width, float* peak, int64_t* column) {
@@ -55,9 +51,11 @@ inline vf weights(vf x, float peak, float temperature) {
 inline float weight(float x, float peak, float temperature) { return weights(splat(x), peak, temperature)[0]; }
 
 inline double block_weight(const float* row, int64_t from, int64_t to, float peak, float temperature) {
-  double sum = 0;
+  vd sums{};
   int64_t i = from;
-  for (; i + kLanes <= to; i += kLanes) sum += total(weights(load(row + i), peak, temperature));
+  for (; i + kLanes <= to; i += kLanes) sums += __builtin_convertvector(weights(load(row + i), peak, temperature), vd);
+  double sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
   for (; i < to; ++i) sum += weight(row[i], peak, temperature);
   return sum;
 }
