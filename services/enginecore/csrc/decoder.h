@@ -23,7 +23,7 @@ inline void rms_norm(const float* x, const float* weight, float* out, int64_t n,
   for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);
 }
 
-// Rotates halves: (x, y) -> (x cos - y sin, y cos + x sin). The head size is a multiple of 2 * kLanes or taken one by one.
+// Rotates halves: (x, y) -> (x cos - y sin, y cos + x sin).
 inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; ++i) {

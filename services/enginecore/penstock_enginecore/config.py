@@ -131,8 +131,9 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The kernels for CPUs. ``isa``: the instruction set, auto for the processor's best, off for torch alone.
 
     The others turn one use of them off, to find out what is wrong: ``decoder`` computes the layers of known models in one
-    call, ``linear`` the linear layers of all others with packed weights, ``attention`` attends over the paged cache as it
-    lies, ``sampler`` finds the likeliest tokens and draws where there are no filters.
+    call, and attends in it, so it needs ``attention``; ``linear`` the linear layers of all others with packed weights;
+    ``attention`` attends over the paged cache as it lies; ``sampler`` finds the likeliest tokens and draws where there are
+    no filters.
     """
 
     isa: Literal["auto", "avx512", "avx2", "baseline", "off"] = "auto"

@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, StepPlan
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Attention, Cache, Group, Reach, Write
 
@@ -76,7 +76,7 @@ class NativeAttention(AttentionBackend):
             metadata.num_requests,
             metadata.query_start_loc.ctypes.data,
             metadata.seq_lens.ctypes.data,
-            group_struct(plan),
+            group_struct(metadata),
             cache_struct(cache),
             reach,
             num_heads,
@@ -98,11 +98,11 @@ def cache_struct(cache: KVCache) -> Cache:
     return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.stride(0), cache.values.stride(0))
 
 
-def group_struct(plan: StepPlan) -> Group:
-    """The kernels' view of a group's block table and slots, whose rows lie one after the other."""
-    metadata = plan.metadata
+def group_struct(metadata: AttentionMetadata) -> Group:
+    """The kernels' view of a group's block table and slots."""
     table = metadata.block_table
-    return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, table.shape[1], metadata.block_size)
+    stride = table.strides[0] // table.itemsize
+    return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
 
 
 def reach_struct(params: AttentionParams) -> tuple[Reach, torch.Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, IntArray
-from penstock_enginecore.attention.native import CHUNK, cache_struct, reach_struct
+from penstock_enginecore.attention.native import CHUNK, cache_struct, group_struct, reach_struct
 from penstock_enginecore.models.attention_hook import AttentionCall, LayerCache
 from penstock_enginecore.models.query_scale import query_scale
 from penstock_enginecore.native.library import NativeLibrary
@@ -91,10 +91,7 @@ class NativeDecoder:
         if layers is not self._bound:
             self._bind(layers)
         for i, metadata in enumerate(attention):
-            table = metadata.block_table
-            self._groups[i] = Group(
-                metadata.slot_mapping.ctypes.data, table.ctypes.data, table.shape[1], metadata.block_size
-            )
+            self._groups[i] = group_struct(metadata)
         cosines, sines = self._rotary.of(positions, x)
         logits = torch.empty(len(rows), self._model.head.n)
         first = attention[0]
