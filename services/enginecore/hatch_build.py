@@ -54,10 +54,11 @@ class CompileKernels(BuildHookInterface[Any]):
             command = [compiler, *_FLAGS, *flags, *sources, "-o", f"{path}.new"]
             process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603 - the compiler
             running.append((path, command, process))
-        for path, command, process in running:
-            _, errors = process.communicate()
+        errors = [process.communicate()[1] for _, _, process in running]
+        for (_, command, process), words in zip(running, errors, strict=True):
             if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
+                raise subprocess.CalledProcessError(process.returncode, command, stderr=words)
+        for path, _, _ in running:
             Path(f"{path}.new").replace(path)  # a library in use is replaced, not overwritten
         return [path for path, _, _ in running]
 
