@@ -245,3 +245,16 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert len(seen) == len(PROMPT_LENGTHS) * NEW_TOKENS
     assert {len(rows) for rows in seen.values()} == {6}
     assert all(len(set(rows)) == 1 for rows in seen.values())
+
+
+def test_an_engine_that_was_installed_without_kernels_serves_with_torch_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64))
+    monkeypatch.setattr("penstock_enginecore.native.library._CAPABILITIES", {"none": ()})
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert "computing without kernels, which is slower: the package was built without kernels" in caplog.text
+    assert computing(engine) == "torch"
+    assert greedy(engine) == expected
+    engine.shutdown()

@@ -114,7 +114,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kind``: name of the executor, uniproc or one that a plugin registers. ``num_threads``: threads that compute, 0: one
-    per core. ``max_concurrent_batches``: steps handed to the executor at once.
+    per core that the process may use, or as many as OMP_NUM_THREADS says. ``max_concurrent_batches``: steps handed to the
+    executor at once.
     """
 
     kind: str = "uniproc"

@@ -1,6 +1,5 @@
 """What ``penstock serve`` runs: from its options to the processes and their configuration, without starting anything."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,8 +183,3 @@ def _engine_config(
         "log": {"level": options.log_level},
         "drain_timeout": DRAIN_SECONDS,
     }
-
-
-def usable_cores() -> int:
-    """CPU cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,9 +5,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
+from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
-from penstock_local.plan import ServeOptions, check, plan, usable_cores
+from penstock_local.plan import ServeOptions, check, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.rpc.client import InferenceClient, ModelInfo
 from penstock_local.supervisor import StopRequest, Supervisor, run

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError, Internal, InvalidArgument
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -29,8 +30,7 @@ class Worker:
     def __init__(self, config: EngineCoreConfig) -> None:
         self._config = config
         self._device = resolve_device(config.model.device)
-        if config.executor.num_threads:
-            torch.set_num_threads(config.executor.num_threads)
+        torch.set_num_threads(config.executor.num_threads or min(torch.get_num_threads(), usable_cores()))
         self._model: LoadedModel | PoolingModel | None = None
         self._runner: ModelRunner | PoolRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
