@@ -11,6 +11,7 @@ namespace {
 
 struct Context {
   explicit Context(int threads) : pool(threads), operators(pool) {}
+  ~Context() { pool.quiet(); }
   penstock::Pool pool;
   penstock::Operators operators;
 };

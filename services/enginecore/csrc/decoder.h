@@ -39,6 +39,7 @@ class Decoder {
       : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers) {
     model_.layers = layers_.data();
   }
+  ~Decoder() { pool_.quiet(); }
 
   void forward(const Step& step) {
     pool_.prepare(kPhases * static_cast<int>(layers_.size()) + 2);
@@ -50,7 +51,7 @@ class Decoder {
     attended_.resize(tokens, m.num_heads * m.head_size);
     gated_.resize(tokens, m.intermediate);
     plan_attention(attention(0), plan_);  // the same for all layers
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this);
+    pool_.run(forward_job_);
   }
 
   void head(const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
@@ -61,7 +62,7 @@ class Decoder {
     step_.num_rows = num_rows;
     step_.logits = logits;
     normed_.resize(num_rows, model_.hidden);
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->logits(cursor); }, this);
+    pool_.run(head_job_);
   }
 
  private:
@@ -149,6 +150,8 @@ class Decoder {
   static constexpr int kPhases = 8;       // of a layer
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;
+  const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
+  const Pool::Job head_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->logits(cursor); }, this};
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};

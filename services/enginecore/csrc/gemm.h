@@ -43,11 +43,11 @@ inline void keep_weight(float x, uint16_t* to) {
 }
 
 template <class Weight>
-void pack_panel(const float* weight, int64_t n, int64_t k, int64_t stride, Weight* packed, int64_t panel) {
+void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64_t panel) {
   Weight* to = packed + panel * kPanel * k;
   for (int64_t j = 0; j < kPanel; ++j) {
     const int64_t row = panel * kPanel + j;
-    for (int64_t i = 0; i < k; ++i) keep_weight(row < n ? weight[row * stride + i] : 0.0f, &to[i * kPanel + j]);
+    for (int64_t i = 0; i < k; ++i) keep_weight(row < n ? weight[row * k + i] : 0.0f, &to[i * kPanel + j]);
   }
 }
 

@@ -21,7 +21,7 @@ class Operators {
     pool_.prepare(1);
     packing_ = weight;
     linear_ = to;
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this);
+    pool_.run(pack_job_);
   }
 
   void linear(const Linear& linear, const float* x, int64_t rows, int64_t stride, float* out, int64_t out_stride) {
@@ -30,26 +30,26 @@ class Operators {
     x_ = x, rows_ = rows, stride_ = stride;
     if (conflicts()) padded_.resize(rows, linear.k);
     output_ = {out, out_stride, linear.bias, linear.n, Epilogue::kStore};
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this);
+    pool_.run(linear_job_);
   }
 
   void attend(const Attention& attention) {
     pool_.prepare(1);
     attention_ = attention;
     plan_attention(attention_, plan_);
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this);
+    pool_.run(attend_job_);
   }
 
   void write(const Write& write) {
     pool_.prepare(1);
     write_ = write;
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this);
+    pool_.run(write_job_);
   }
 
   void sample(const Sampling& sampling) {
     pool_.prepare(1);
     sampling_ = sampling;
-    pool_.run([](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this);
+    pool_.run(sample_job_);
   }
 
  private:
@@ -57,8 +57,8 @@ class Operators {
     cursor(panels(linear_.n), [this](int64_t panel) {
       const Linear& to = linear_;
       void* packed = const_cast<void*>(to.packed);
-      if (to.half) pack_panel(packing_, to.n, to.k, to.k, static_cast<uint16_t*>(packed), panel);
-      else pack_panel(packing_, to.n, to.k, to.k, static_cast<float*>(packed), panel);
+      if (to.half) pack_panel(packing_, to.n, to.k, static_cast<uint16_t*>(packed), panel);
+      else pack_panel(packing_, to.n, to.k, static_cast<float*>(packed), panel);
     });
   }
 
@@ -94,6 +94,11 @@ class Operators {
 
   static constexpr int64_t kTokens = 8;
   Pool& pool_;
+  const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
+  const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};
+  const Pool::Job attend_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this};
+  const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
+  const Pool::Job sample_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this};
   const float* packing_ = nullptr;
   Linear linear_{};
   Buffer padded_;

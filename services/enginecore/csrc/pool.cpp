@@ -40,15 +40,21 @@ void Pool::prepare(int num_phases) {
   num_phases_.store(num_phases, std::memory_order_relaxed);
 }
 
-void Pool::run(Program program, void* argument) {
-  program_.store(program, std::memory_order_relaxed);
-  argument_.store(argument, std::memory_order_relaxed);
+void Pool::run(const Job& job) {
+  job_.store(&job);
   if (!workers_.empty()) {
     started_.store(number_, std::memory_order_release);
     started_.notify_all();
   }
   Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), number_);
-  program(argument, cursor);
+  job.program(job.argument, cursor);
+}
+
+void Pool::quiet() {
+  static constexpr Job kNothing{[](void*, Cursor&) {}, nullptr};
+  prepare(0);
+  job_.store(&kNothing);
+  while (inside_.load() != 0) std::this_thread::yield();
 }
 
 void Pool::work() {
@@ -58,8 +64,11 @@ void Pool::work() {
     started_.wait(seen, std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire)) return;
     seen = started_.load(std::memory_order_acquire);
+    inside_.fetch_add(1);  // before the job is read: `quiet` puts another in its place, then looks here
     Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), seen);
-    program_.load(std::memory_order_relaxed)(argument_.load(std::memory_order_relaxed), cursor);
+    const Job* job = job_.load();
+    job->program(job->argument, cursor);
+    inside_.fetch_sub(1);
   }
 }
 

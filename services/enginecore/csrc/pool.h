@@ -62,7 +62,11 @@ class Cursor {
 class Pool {
  public:
   static constexpr int kMaxPhases = 8192;  // of a program; of which there are eight per layer of a decoder
-  using Program = void (*)(void* argument, Cursor& cursor);
+  // A program and what it works on, as one: a thread that comes late has both of one program.
+  struct Job {
+    void (*program)(void* argument, Cursor& cursor);
+    void* argument;
+  };
 
   // The calling thread counts as one of `threads`.
   explicit Pool(int threads);
@@ -70,13 +74,13 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
-
   // Ends the program before for threads that are late. Call it before anything changes that a program reads: such a thread
   // may still ask for the number of tasks of a phase, but finds that none is left to take. The next program has `num_phases` at most.
   void prepare(int num_phases);
-  // Runs a program. `argument` must stay where it is for as long as the pool lives.
-  void run(Program program, void* argument);
+  // Runs a job's program. The job and its argument must stay where they are until `quiet`.
+  void run(const Job& job);
+  // Waits until no thread is left in a program, late ones included: what they read may go then.
+  void quiet();
 
  private:
   void work();
@@ -84,9 +88,9 @@ class Pool {
   const std::unique_ptr<Phase[]> phases_;
   std::atomic<int> num_phases_{0};
   uint32_t number_ = 0;
-  std::atomic<Program> program_{nullptr};
-  std::atomic<void*> argument_{nullptr};
+  std::atomic<const Job*> job_{nullptr};
   alignas(64) std::atomic<uint32_t> started_{0};
+  std::atomic<int> inside_{0};  // threads that have, or are about to have, a program
   std::atomic<bool> stop_{false};
   std::vector<std::thread> workers_;
 };

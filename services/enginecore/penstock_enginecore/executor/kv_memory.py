@@ -7,10 +7,7 @@ import torch
 from penstock_enginecore.attention.base import KVCache
 from penstock_enginecore.core.kv_cache.grouping import PlaneWidth, plane_widths
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.models.attention_hook import LayerCache
-
-LayerCaches = dict[torch.nn.Module, LayerCache]
-"""By attention module."""
+from penstock_enginecore.models.attention_hook import LayerCache, LayerCaches
 
 
 class KVMemory:

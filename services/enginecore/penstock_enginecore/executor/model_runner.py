@@ -14,10 +14,10 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.executor.input_batch import InputBatch, StepInputs
-from penstock_enginecore.executor.kv_memory import KVMemory, LayerCaches, num_bytes
+from penstock_enginecore.executor.kv_memory import KVMemory, num_bytes
 from penstock_enginecore.executor.prompt_vectors import PromptVectors, StepVectors
 from penstock_enginecore.executor.scorer import OutputScores, PromptScorer
-from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
+from penstock_enginecore.models.attention_hook import AttentionCall, LayerCaches, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import LoadedModel

@@ -12,9 +12,9 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.kv_memory import KVMemory, LayerCaches, num_bytes
+from penstock_enginecore.executor.kv_memory import KVMemory, num_bytes
 from penstock_enginecore.executor.pool_batch import PoolBatch, PoolInputs, attention_metadata
-from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
+from penstock_enginecore.models.attention_hook import AttentionContext, LayerCaches, StepContext, use_context
 from penstock_enginecore.models.embedder import PoolingModel
 from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.errors import ModelLoadError

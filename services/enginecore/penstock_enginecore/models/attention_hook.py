@@ -51,6 +51,10 @@ class LayerCache:
     group: int
 
 
+LayerCaches = dict[torch.nn.Module, LayerCache]
+"""By attention module."""
+
+
 class StepContext:
     """An engine step: new keys and values go to the paged cache, then the backend attends."""
 

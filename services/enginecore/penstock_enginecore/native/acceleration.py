@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.attention.native import CHUNK
 from penstock_enginecore.config import KernelsConfig
-from penstock_enginecore.models.attention_hook import AttentionCall, LayerCache
+from penstock_enginecore.models.attention_hook import AttentionCall, LayerCaches
 from penstock_enginecore.native.decoder import NativeDecoder, UnsuitableError
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinears
@@ -27,8 +27,6 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Differences, as shares of the length of the whole as a vector, that another order of summation does not make: by the dtype
 in which the model's own modules compute.
 """
-
-LayerCaches = dict[torch.nn.Module, LayerCache]
 
 NO_KERNELS = KernelsConfig(isa="off")
 
@@ -50,7 +48,7 @@ def open_kernels(config: KernelsConfig, device: torch.device, num_threads: int) 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A prompt of a few tokens. ``run`` gives what the model's own modules make of it, hidden states or logits."""
+    """A prompt of a few tokens, and where it lies in a cache of its own."""
 
     token_ids: IntArray
     metadata: AttentionMetadata
