@@ -4,6 +4,8 @@ PenstockError
  ├─ ConfigError              a config file, flag or environment variable is wrong
  └─ RequestFailed            a request cannot be served; has a status code
      ├─ InvalidArgument      a field is wrong
+     ├─ Unauthenticated      nobody knows who calls
+     ├─ PermissionDenied     who calls may not do that
      ├─ Unimplemented        a field or method is known but not served yet
      ├─ NotFound             no such model, request or method
      ├─ ResourceExhausted    a bounded queue is full; retry later
@@ -52,6 +54,20 @@ class InvalidArgument(RequestFailed):
 
     code = "INVALID_ARGUMENT"
     default_reason = "INVALID_FIELD"
+
+
+class Unauthenticated(RequestFailed):
+    """The caller's credentials are missing or wrong."""
+
+    code = "UNAUTHENTICATED"
+    default_reason = "CREDENTIALS_MISSING"
+
+
+class PermissionDenied(RequestFailed):
+    """The caller is known and may not do that."""
+
+    code = "PERMISSION_DENIED"
+    default_reason = "NOT_ALLOWED"
 
 
 class Unimplemented(RequestFailed):
@@ -118,6 +134,8 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
     kind.code: kind
     for kind in (
         InvalidArgument,
+        Unauthenticated,
+        PermissionDenied,
         Unimplemented,
         NotFound,
         ResourceExhausted,

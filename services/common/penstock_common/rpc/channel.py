@@ -2,12 +2,16 @@
 
 import grpc
 
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 
-def make_channel(address: str, *, max_message_bytes: int = 64 * 1024 * 1024) -> grpc.aio.Channel:
+
+def make_channel(
+    address: str, *, credentials: ClientCredentials = NO_TLS, max_message_bytes: int = 64 * 1024 * 1024
+) -> grpc.aio.Channel:
     """A channel to ``host:port`` that notices a dead peer within 20 s and reconnects within a second."""
-    return grpc.aio.insecure_channel(
+    return credentials.channel(
         address,
-        options=[
+        [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),

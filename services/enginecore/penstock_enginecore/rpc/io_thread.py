@@ -8,9 +8,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.config import PeersConfig
 from penstock_common.logging import get_logger
 from penstock_common.metrics import service_registry
 from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import LIVENESS, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
@@ -49,6 +52,7 @@ class IoThread:
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(self._loop, on_draining=self._on_draining, traces=traces)
         self._servicer = EngineCoreServicer(self.sessions)
+        self._coordinator_credentials = ClientCredentials(config.coordinator.tls, field="coordinator.tls")
         self._tasks: list[asyncio.Task[None]] = []
         self._coordinator: CoordinatorClient | None = None
         self._server: RpcServer
@@ -79,7 +83,10 @@ class IoThread:
 
     async def _start(self) -> None:
         self._server = RpcServer(
-            self._config.server, service_names=(SERVICE_NAME,), observer=CallTelemetry(self.registry, self._tracer)
+            self._config.server,
+            service_names=(SERVICE_NAME,),
+            interceptors=[PeerGuard(_allowed(self._config.peers))] if self._config.server.tls.ca else [],
+            observer=CallTelemetry(self.registry, self._tracer),
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         self.port = await self._server.start()
@@ -107,6 +114,7 @@ class IoThread:
             stats=busy_loop.stats,
             seconds_since_last_step=busy_loop.seconds_since_last_step,
             on_command=lambda _: busy_loop.request_shutdown(),
+            credentials=self._coordinator_credentials,
         )
 
     def _on_draining(self, deadline: float) -> None:
@@ -140,3 +148,11 @@ class IoThread:
         self.sessions.close_all()
         await self._server.stop(FLUSH_TIMEOUT)
         log.info("stopped")
+
+
+def _allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
+    """Requests come from frontends alone; operators may look."""
+    return {
+        f"/{SERVICE_NAME}/Session": peers.frontends,
+        f"/{SERVICE_NAME}/GetEngineInfo": peers.frontends + peers.operators,
+    }

@@ -17,6 +17,7 @@ from penstock_frontend.engine.client import EngineClient
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name
+METHODS = tuple(f"/{SERVICE_NAME}/{method.name}" for method in _SERVICE.methods)
 
 _PAUSE_MODES: dict[int, str] = {
     control_pb2.PAUSE_MODE_ABORT: "abort",

@@ -11,6 +11,7 @@ from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_pr
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import OutputKind
+from penstock_frontend.auth.principal import tenant_of_caller
 from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
 from penstock_frontend.processing.request import Finish, GenerateRequest, RequestOutput, Usage
 
@@ -92,7 +93,7 @@ def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, An
         "priority": hints.priority
         if hints.HasField("priority")
         else _integer(metadata, "x-penstock-priority", _INT32) or 0,
-        "tenant": hints.tenant or metadata.get("x-penstock-tenant", ""),
+        "tenant": tenant_of_caller(hints.tenant or metadata.get("x-penstock-tenant", "")),
         "trace_context": dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
     }
 

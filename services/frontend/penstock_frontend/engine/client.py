@@ -9,6 +9,7 @@ import msgspec
 
 from penstock_common.engine_metrics import EngineLoad
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Unavailable
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
@@ -103,12 +104,15 @@ class GrpcEngineClient:
         wait_timeout: float,
         on_change: Callable[[], None],
         kv_events: KvEventListener,
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self._outputs = outputs
         self._kv_events = kv_events
         self._wait_timeout = wait_timeout
         self._on_change = on_change
-        self._pool = EnginePool(model=model, frontend_id=frontend_id, incarnation=incarnation, listener=self)
+        self._pool = EnginePool(
+            model=model, frontend_id=frontend_id, incarnation=incarnation, listener=self, credentials=credentials
+        )
         # Frontends start their rotation at different engines.
         self._router = Router(start=hash(incarnation))
         self._view = ClusterView()

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from penstock_common.errors import Unavailable
 from penstock_common.logging import get_logger
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
@@ -37,7 +38,14 @@ class EngineConnection:
     """
 
     def __init__(
-        self, address: str, *, model: str, frontend_id: str, incarnation: str, listener: ConnectionListener
+        self,
+        address: str,
+        *,
+        model: str,
+        frontend_id: str,
+        incarnation: str,
+        listener: ConnectionListener,
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self.address = address
         self.status: EngineStatus | None = None
@@ -51,6 +59,7 @@ class EngineConnection:
         self._frontend_id = frontend_id
         self._incarnation = incarnation
         self._listener = listener
+        self._credentials = credentials
         self._reconnector = Reconnector(self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY)
         self._task = asyncio.create_task(self._reconnector.run(), name=f"engine {address}")
 
@@ -92,6 +101,7 @@ class EngineConnection:
             incarnation=self._incarnation,
             on_outputs=lambda outputs: self._listener.on_outputs(self, outputs),
             on_draining=self._on_draining,
+            credentials=self._credentials,
         )
         reason = "the session was closed"
         try:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
@@ -15,11 +16,20 @@ class EnginePool:
     no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up.
     """
 
-    def __init__(self, *, model: str, frontend_id: str, incarnation: str, listener: ConnectionListener) -> None:
+    def __init__(
+        self,
+        *,
+        model: str,
+        frontend_id: str,
+        incarnation: str,
+        listener: ConnectionListener,
+        credentials: ClientCredentials = NO_TLS,
+    ) -> None:
         self._model = model
         self._frontend_id = frontend_id
         self._incarnation = incarnation
         self._listener = listener
+        self._credentials = credentials
         self._connections: dict[str, EngineConnection] = {}
         self._wanted: frozenset[str] = frozenset()
         self._closing: set[asyncio.Task[None]] = set()
@@ -46,6 +56,7 @@ class EnginePool:
                 frontend_id=self._frontend_id,
                 incarnation=self._incarnation,
                 listener=self,
+                credentials=self._credentials,
             )
         for connection in self:
             self._give_up_unwanted(connection)
