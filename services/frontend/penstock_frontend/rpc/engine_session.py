@@ -12,7 +12,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.request import EngineCoreRequest
@@ -39,7 +39,7 @@ class EngineSession:
         incarnation: str,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_draining: Callable[[], None],
-        credentials: ClientCredentials = NO_TLS,
+        credentials: ClientCredentials,
     ) -> None:
         self.address = address
         hello = pb.Hello(protocol_revision=PROTOCOL_REVISION, frontend_id=frontend_id, incarnation=incarnation)
@@ -48,8 +48,8 @@ class EngineSession:
         self._channel = make_channel(address, credentials=credentials)
         self._to_send: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         self._to_send.put_nowait(pb.SessionRequest(hello=hello))
-        stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
-        self._call = stub.Session(self._requests())
+        self._stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
+        self._call = self._stub.Session(self._requests())
         self._responses = aiter(self._call)
         self._call_ids = itertools.count(1)
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
@@ -105,6 +105,14 @@ class EngineSession:
             return await self._utility_calls[call_id]
         finally:
             del self._utility_calls[call_id]
+
+    async def step_age(self, within: float) -> float | None:
+        """Seconds since the engine's last step, 0 while it is idle; None when it does not say so ``within`` seconds."""
+        try:
+            info = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=within)
+        except grpc.aio.AioRpcError:
+            return None
+        return info.scheduler_stats.seconds_since_last_step
 
     async def close(self, reason: str = "the session was closed") -> None:
         """End the stream and the connection. Utility calls under way fail. Idempotent."""
