@@ -9,6 +9,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_common.rpc.credentials import ClientCredentials
+
 DAY = dt.timedelta(days=1)
 
 
@@ -29,12 +32,24 @@ class Identity:
 
 
 class Files:
-    """The paths that a configuration names."""
+    """The paths that a configuration names, and the configurations that name them."""
 
     def __init__(self, directory: Path) -> None:
         self.certificate = str(directory / "tls.crt")
         self.key = str(directory / "tls.key")
         self.ca = str(directory / "ca.crt")
+
+    def server(self, *, mutual: bool = True) -> TlsConfig:
+        """A listener's. ``mutual``: its clients need certificates."""
+        return TlsConfig(certificate=self.certificate, key=self.key, ca=self.ca if mutual else "")
+
+    def client(self, *, server_name: str = "") -> ClientTlsConfig:
+        """A client's, which shows its certificate."""
+        return ClientTlsConfig(ca=self.ca, certificate=self.certificate, key=self.key, server_name=server_name)
+
+    def credentials(self, *, server_name: str = "") -> ClientCredentials:
+        """For channels of such a client."""
+        return ClientCredentials(self.client(server_name=server_name), field="tls")
 
 
 def replace(path: Path, data: bytes) -> None:

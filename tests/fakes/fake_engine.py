@@ -22,7 +22,7 @@ import msgspec
 from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config import ServerConfig, TlsConfig
 from penstock_common.rpc.server import RpcServer
 
 DEFAULT_MAX_TOKENS = 16
@@ -114,6 +114,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         manual: bool = False,
         script: Script = lambda request: None,
         protocol_revision: int = 1,
+        tls: TlsConfig | None = None,
     ) -> None:
         self.ready = pb.Ready(
             engine_id=engine_id,
@@ -144,6 +145,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.step_age = 0.0
         self.frozen = False
         self._manual = manual
+        self._tls = tls or TlsConfig()
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._server: RpcServer | None = None
@@ -165,7 +167,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     async def start(self, port: int = 0) -> None:
         """Serve, on a free port unless one is given."""
         self._server = RpcServer(
-            ServerConfig(host="127.0.0.1", port=port), service_names=["penstock.enginecore.v1.EngineCoreService"]
+            ServerConfig(host="127.0.0.1", port=port, tls=self._tls),
+            service_names=["penstock.enginecore.v1.EngineCoreService"],
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()

@@ -1,5 +1,7 @@
 """Who may call what: interceptors that refuse a call before its handler runs."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -14,6 +16,9 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 INFRASTRUCTURE = "/grpc."
 """How the methods of gRPC's own services begin: health and reflection."""
+
+_FIRST_MESSAGE_TIMEOUT = 1.0
+"""Seconds."""
 
 
 class CallerGuard(grpc.aio.ServerInterceptor):
@@ -64,7 +69,12 @@ class PeerGuard(grpc.aio.ServerInterceptor):
             return await (handler.unary_unary or handler.stream_unary)(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            _check_peer(context, method, allowed)
+            try:
+                _check_peer(context, method, allowed)
+            except PermissionDenied:
+                if handler.stream_stream:
+                    await _read_first(request)
+                raise
             async for response in (handler.unary_stream or handler.stream_stream)(request, context):
                 yield response
 
@@ -92,6 +102,13 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
             f"the peer's certificate is for {seen}; {method} is for {', '.join(sorted(allowed)) or 'nobody'}",
             reason="PEER_NOT_ALLOWED",
         )
+
+
+async def _read_first(messages: AsyncIterator[object]) -> None:
+    """Let a stream's client finish its first write: a client in Python that is refused in the midst of one sees INTERNAL."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):
+            await anext(messages, None)
 
 
 def _folded(name: str) -> str:
