@@ -140,9 +140,10 @@ class GrpcEngineClient:
         """See EngineClient."""
         self._dispatch.abort(request_ids, reason)
 
-    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+    async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
         """See EngineClient."""
         engines = [(c.ready.engine_id, c.session) for c in self._pool if c.session and c.ready]
+        engines = [(engine_id, session) for engine_id, session in engines if engine in ("", engine_id)]
         calls = [session.call_utility(method, arguments) for _, session in engines]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
