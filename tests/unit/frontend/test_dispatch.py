@@ -178,7 +178,7 @@ EVENTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS)
 def test_whatever_engines_do_every_request_ends_with_every_token_once(events: list[tuple[str, int, int]]) -> None:
     async def run() -> None:

@@ -89,16 +89,19 @@ class Dispatch:
 
     def take(self, engine: str, engine_id: str, frame: EngineCoreOutputs) -> None:
         """A step's outputs. Raises EngineFaultError when the engine cannot be trusted any more."""
-        accepted, refusals = self._journal.accept(engine, frame.outputs)
-        if frame.finished_requests:
-            refusals += self._ended_without_output(engine, frame)
-        if accepted:
-            not_needed = self._outputs.process(accepted, engine_id, frame.timestamp)
+        accepted = self._journal.accept(engine, frame.outputs)
+        if accepted.outputs:
+            not_needed = self._outputs.process(accepted.outputs, engine_id, frame.timestamp)
             if not_needed:
                 self.abort(not_needed, "a stop string ended the output")
+        refusals = accepted.refusals
+        if frame.finished_requests:
+            refusals += self._ended_without_output(engine, frame)
         if refusals:
             self._refused(refusals)
         self._try_next()
+        if accepted.fault is not None:
+            raise accepted.fault
 
     def _ended_without_output(self, engine: str, frame: EngineCoreOutputs) -> list[Refusal]:
         told = {output.request_id for output in frame.outputs}
