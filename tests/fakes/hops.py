@@ -37,8 +37,8 @@ Alive = Callable[[], Awaitable[None]]
 
 
 class Hop:
-    """``right`` is the name that the server lets in. ``attempt``: see Attempt. ``alive`` raises when the neighbour's stream, which
-    was there before, is not served any more.
+    """``right`` is the name that the server lets in. ``attempt``: see Attempt. ``alive`` raises when the neighbour's stream,
+    which was there before, is not served any more.
     """
 
     def __init__(self, right: str, attempt: Attempt, alive: Alive) -> None:

@@ -10,7 +10,7 @@ from penstock_common.logging import get_logger
 from penstock_common.metrics import MetricsServer, service_registry
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
-from penstock_common.rpc.server import RpcServer
+from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
@@ -44,7 +44,11 @@ class Coordinator:
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
         guards = [PeerGuard(allowed(self._config.peers))] if self._config.server.tls.ca else []
         self._rpc = RpcServer(
-            self._config.server, service_names=[SERVICE_NAME], interceptors=guards, observer=self._calls
+            self._config.server,
+            service_names=[SERVICE_NAME],
+            interceptors=guards,
+            observer=self._calls,
+            keepalive=SERVICES,
         )
         self._servicer = CoordinatorServicer(self._cluster)
         self._servicer.add_to_server(self._rpc.server)

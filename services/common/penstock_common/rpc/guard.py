@@ -47,8 +47,8 @@ class CallerGuard(grpc.aio.ServerInterceptor):
 class PeerGuard(grpc.aio.ServerInterceptor):
     """Lets a method's callers in by the names in their certificates (see PeersConfig).
 
-    ``allowed``: by method (``/package.Service/Method``), names of which a peer must have one. Others are open to every peer
-    whose certificate the listener's authority issued.
+    ``allowed``: by method (``/package.Service/Method``), names of which a peer must have one; what is not there is for nobody.
+    gRPC's own services are open to every peer whose certificate the listener's authority issued.
     """
 
     def __init__(self, allowed: Mapping[str, Sequence[str]]) -> None:
@@ -57,11 +57,12 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Wrap the handler of a method that is not open to all."""
+        """Wrap the handler of a method that is not open to all, if there is one."""
         handler: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if handler is None or (allowed := self._allowed.get(method)) is None:
+        if handler is None or method.startswith(INFRASTRUCTURE):
             return handler  # type: ignore[no-any-return]
+        allowed = self._allowed.get(method, frozenset())
         codecs = (handler.request_deserializer, handler.response_serializer)
 
         async def single(request: Any, context: Context) -> Any:
