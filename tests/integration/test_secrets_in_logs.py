@@ -32,7 +32,7 @@ async def over_grpc(address: str, credentials: list[tuple[str, str]]) -> None:
         pb.GenerateRequest(text=f"{WORD}-prompt", sampling_params=params),
         pb.GenerateRequest(text=f"{WORD}-prompt", sampling_params=wrong),
         pb.GenerateRequest(text=f"{WORD}-prompt", sampling_params=grammar),
-        pb.GenerateRequest(text=f"{WORD}-prompt" * 100_000),
+        pb.GenerateRequest(text=f"{WORD}-prompt" * 1000),
         pb.GenerateRequest(text="x", model=f"{WORD}-model", cache_salt=WORD),
     ]
     async with make_channel(address) as channel:
