@@ -1,12 +1,18 @@
 """The gRPC channel every client inside Penstock is built on."""
 
+from collections.abc import Sequence
+
 import grpc
 
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 
 
 def make_channel(
-    address: str, *, credentials: ClientCredentials = NO_TLS, max_message_bytes: int = 64 * 1024 * 1024
+    address: str,
+    *,
+    credentials: ClientCredentials = NO_TLS,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    max_message_bytes: int = 64 * 1024 * 1024,
 ) -> grpc.aio.Channel:
     """A channel to ``host:port`` that notices a dead peer within 20 s and reconnects within a second."""
     return credentials.channel(
@@ -24,4 +30,5 @@ def make_channel(
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         ],
+        interceptors,
     )

@@ -1,5 +1,7 @@
 """TLS for gRPC's servers and channels."""
 
+from collections.abc import Sequence
+
 import grpc
 
 from penstock_common.config import ClientTlsConfig, TlsConfig
@@ -43,15 +45,20 @@ class ClientCredentials:
         self._watched = watched_material(config, field=field) if config.enabled else None
         self._server_name = config.server_name
 
-    def channel(self, address: str, options: list[tuple[str, int | str]]) -> grpc.aio.Channel:
+    def channel(
+        self,
+        address: str,
+        options: Sequence[tuple[str, int | str]] = (),
+        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    ) -> grpc.aio.Channel:
         """A new channel with these options."""
         if self._watched is None:
-            return grpc.aio.insecure_channel(address, options)
+            return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
         material = self._watched.current()
         credentials = grpc.ssl_channel_credentials(material.ca, material.key or None, material.certificate or None)
         if self._server_name:
             options = [*options, ("grpc.ssl_target_name_override", self._server_name)]
-        return grpc.aio.secure_channel(address, credentials, options)
+        return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
 
 
 NO_TLS = ClientCredentials(ClientTlsConfig(), field="tls")

@@ -23,7 +23,7 @@ from penstock_common.watched import WatchedFiles, read_bytes
 from penstock_frontend.auth.principal import Principal, Scope
 
 _MIN_KEY_CHARS = 16
-_MAX_KEYS = 10_000
+_MAX_KEYS = 1000
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _SCOPES: tuple[str, ...] = typing.get_args(Scope)
 

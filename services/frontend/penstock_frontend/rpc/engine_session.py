@@ -12,7 +12,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.request import EngineCoreRequest
@@ -39,7 +39,7 @@ class EngineSession:
         incarnation: str,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_draining: Callable[[], None],
-        credentials: ClientCredentials,
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self.address = address
         hello = pb.Hello(protocol_revision=PROTOCOL_REVISION, frontend_id=frontend_id, incarnation=incarnation)
