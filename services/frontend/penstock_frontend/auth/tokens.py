@@ -7,6 +7,7 @@ import jwt
 import msgspec
 
 from penstock_common.errors import ConfigError, Unauthenticated
+from penstock_common.logging import get_logger
 from penstock_common.watched import WatchedFiles, read_bytes
 from penstock_frontend.auth.principal import Principal, Scope
 from penstock_frontend.config import JwtConfig
@@ -105,20 +106,28 @@ def _read(path: str) -> _KeySet:
     members = found.get("keys") if isinstance(found, dict) else None
     if not isinstance(members, list) or not members:
         raise ConfigError(f"{field}: {path} has no keys; a JSON Web Key Set is expected")
-    return _KeySet(text, [_key(member, f"{field}: {path}, keys[{index}]") for index, member in enumerate(members)])
+    keys = [_key(member, f"{field}: {path}, keys[{index}]") for index, member in enumerate(members)]
+    usable = [key for key in keys if key is not None]
+    if not usable:
+        raise ConfigError(f"{field}: {path} has no key for signatures that is understood")
+    return _KeySet(text, usable)
 
 
-def _key(member: object, where: str) -> jwt.PyJWK:
+def _key(member: object, where: str) -> jwt.PyJWK | None:
+    """None for what issuers have in their sets for others: keys for encryption, and of kinds that are not known here."""
     if not isinstance(member, dict):
         raise ConfigError(f"{where} is not an object")
     if member.get("kty") == "oct":
         raise ConfigError(f"{where} is a symmetric key; whoever can check tokens with it can make them")
     if any(name in member for name in _PRIVATE):
         raise ConfigError(f"{where} holds a private key; this service needs the public one alone")
+    if member.get("use", "sig") != "sig":
+        return None
     try:
         return jwt.PyJWK(member)
     except jwt.PyJWTError as e:
-        raise ConfigError(f"{where}: {e}") from None
+        get_logger().warning("a key is left out", key=where, problem=str(e))
+        return None
 
 
 def _scopes(claims: Mapping[str, Any]) -> frozenset[str]:
