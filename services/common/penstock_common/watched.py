@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 _UNSETTLED_NS = 100_000_000
 """A file changed so lately may change again without a new time: clocks of file systems tick every few milliseconds."""
+_TRY_AGAIN_AFTER = 1.0
+"""Seconds after which files that could not be used are looked into again, changed or not."""
 
 _Stamp = tuple[int, int, int, int] | None
 
@@ -31,6 +33,7 @@ class WatchedFiles(Generic[T]):
         self._what = what
         self._lock = threading.Lock()
         self._problem = ""
+        self._try_again_at = 0.0
         self._seen = self._stamps()
         self._value = read()
 
@@ -38,7 +41,9 @@ class WatchedFiles(Generic[T]):
         """The value of the files as they are now, or as they last were usable."""
         stamps = self._stamps()
         with self._lock:
-            if stamps != self._seen or _unsettled(stamps):
+            # What could not be used may become so by itself: a certificate whose time had not begun.
+            again = self._problem and time.monotonic() >= self._try_again_at
+            if stamps != self._seen or again or _unsettled(stamps):
                 self._seen = stamps
                 self._renew()
             return self._value
@@ -50,6 +55,7 @@ class WatchedFiles(Generic[T]):
             if str(e) != self._problem:
                 get_logger().error(f"{self._what}: the change is not used, what was read before stays", problem=str(e))
             self._problem = str(e)
+            self._try_again_at = time.monotonic() + _TRY_AGAIN_AFTER
             return
         if value != self._value or self._problem:
             get_logger().info(f"{self._what}: read anew")

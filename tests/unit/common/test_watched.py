@@ -90,3 +90,24 @@ def test_what_cannot_be_used_keeps_the_old_value_and_says_so_once(
 def test_what_cannot_be_used_at_first_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"numbers.file: .*/n: No such file"):
         watched(tmp_path / "n")
+
+
+def test_what_becomes_usable_by_itself_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "n"
+    file.write_text("1")
+    age(file)
+    too_early = False
+
+    def read() -> int:
+        if too_early:
+            raise ConfigError("its time has not begun")
+        return number_in(file)
+
+    value = WatchedFiles([str(file)], read, what="numbers")
+    too_early = True
+    file.write_text("2")
+    age(file)
+    assert value.current() == 1
+    too_early = False
+    value._try_again_at = 0.0  # a second later
+    assert value.current() == 2
