@@ -115,7 +115,9 @@ def test_a_prompt_is_measured_without_being_read() -> None:
     chat = ChatRequest(
         messages=[
             ChatMessage(role="user", content="four"),
-            ChatMessage(role="user", content=[ContentPart(type="text", text="abc"), ContentPart(type="text", text="d")]),
+            ChatMessage(
+                role="user", content=[ContentPart(type="text", text="abc"), ContentPart(type="text", text="d")]
+            ),
             ChatMessage(role="assistant", reasoning="hm", tool_calls=[ToolCall(name="f", arguments="{}")]),
         ],
         tenant="t",
