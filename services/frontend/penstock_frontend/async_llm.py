@@ -166,6 +166,7 @@ class AsyncLLM:
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
+        self.inputs.check_tenant(demand.tenant)
         self._admission.enter(demand)
         return request_id
 
