@@ -20,7 +20,6 @@ from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config import LogConfig
 from penstock_frontend.config import AuthConfig, HttpConfig
-from penstock_frontend.processing.input import InputProcessor
 from tests.fakes.certificates import replace
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, failure, make_request
@@ -228,17 +227,12 @@ TENANTS = [
 ]
 
 
-async def test_requests_are_the_callers_tenants_whatever_they_claim(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(InputProcessor, "check_tenant", lambda _, tenant: seen.append(tenant))
+async def test_requests_are_the_callers_tenants_whatever_they_claim(guarded: Guarded, engine: FakeEngine) -> None:
     for credential, claimed, tenant in TENANTS:
-        seen.clear()
+        engine.requests.clear()
         token = guarded.issuer.token() if credential == "a token" else credential
         await _request_everywhere(guarded, token, claimed)
-        assert set(seen) == {tenant}
-        assert len(seen) >= 5
+        assert [request.tenant for request in engine.requests] == [tenant] * 5
 
 
 async def _request_everywhere(guarded: Guarded, credential: str, claimed: str) -> None:
