@@ -1,6 +1,7 @@
 """Engines killed under load: ``python -m tests.benchmarks.kills``.
 
-A coordinator, three engines and a frontend as processes; 64 streams of all shapes, each a row of requests, over gRPC and HTTP. First
+A coordinator, three engines and a frontend as processes; 64 streams of all shapes, each a row of requests, over gRPC and HTTP.
+First
 undisturbed, then the same with one engine after the other killed (SIGKILL) and started again. Every output of the second run is
 compared with that of the first: token ids, text, log-probabilities, finish reason, usage.
 
@@ -21,7 +22,7 @@ from rich.table import Table
 from tests.benchmarks import kills_peer
 from tests.chaos.killing import Kill, Run, undisturbed, with_kills
 from tests.chaos.requests import Request, long_ones
-from tests.chaos.summary import Summary, summarize, table
+from tests.chaos.summary import Summary, paired, summarize, table
 from tests.fakes.cluster import Cluster
 
 DEMO_MODEL = Path("examples/demo_model/penstock-tiny")
@@ -48,7 +49,8 @@ async def measure(args: argparse.Namespace) -> tuple[Summary, list[Kill], Run, R
         if args.logs:
             for service in cluster.services:
                 console.print(service.module, service.log(), markup=False)
-    return summarize(load, calm.outcomes, killed.outcomes), killed.kills, calm, killed
+    pairs = paired(load, calm.outcomes, killed.outcomes)
+    return summarize(pairs, streams=len(load), finished=killed.finished), killed.kills, calm, killed
 
 
 def kills_table(kills: list[Kill]) -> Table:

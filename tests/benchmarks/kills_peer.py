@@ -27,8 +27,8 @@ ENGINE_PROCESS = ("VLLM::EngineCore", "VLLM::Worker")
 
 
 class PeerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``streams``, how many ended in full, with an error (by status), or not at all within two minutes. ``serves_again``: a new
-    request was answered within a minute of the kill.
+    """Of ``streams``, how many ended in full, with an error (by status), or not at all within two minutes. ``serves_again``: a
+    new request was answered within a minute of the kill.
     """
 
     streams: int

@@ -76,13 +76,16 @@ class Client:
     ) -> None:
         await asyncio.gather(*(frontend.close() for frontend in self._frontends))
 
-    async def send(self, request: Request, *, timeout: float | None = None) -> Outcome:
-        """The request to its end. Errors of the server are part of the outcome. Cancelling the task cancels the call."""
+    async def send(self, request: Request, *, seconds: float | None = None) -> Outcome:
+        """The request to its end. Errors of the server are part of the outcome. ``seconds``: its deadline.
+
+        Cancelling the task cancels the call.
+        """
         outcome = Outcome()
         for attempt in range(self._retries + 1):
             outcome.attempts = attempt + 1
             outcome.error = outcome.message = ""
-            await self._try(next(self._turns), request, outcome, timeout)
+            await self._try(next(self._turns), request, outcome, seconds)
             if outcome.error != "UNAVAILABLE" or outcome.outputs:
                 break
             if (attempt + 1) % len(self._frontends) == 0:  # all of them refused
@@ -90,13 +93,13 @@ class Client:
         outcome.seconds = asyncio.get_running_loop().time() - outcome.began
         return outcome
 
-    async def _try(self, frontend: _Frontend, request: Request, outcome: Outcome, timeout: float | None) -> None:
+    async def _try(self, frontend: _Frontend, request: Request, outcome: Outcome, seconds: float | None) -> None:
         try:
             if request.way.startswith("/"):
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(seconds):
                     await self._over_http(frontend.http, request, outcome)
             else:
-                await self._over_grpc(frontend.stub, request, outcome, timeout)
+                await self._over_grpc(frontend.stub, request, outcome, seconds)
         except grpc.aio.AioRpcError as e:
             outcome.error, outcome.message = e.code().name, e.details() or ""
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as e:
@@ -104,15 +107,15 @@ class Client:
         except TimeoutError:
             outcome.error = "DEADLINE_EXCEEDED"
 
-    async def _over_grpc(self, stub: Any, request: Request, outcome: Outcome, timeout: float | None) -> None:
+    async def _over_grpc(self, stub: Any, request: Request, outcome: Outcome, seconds: float | None) -> None:
         message = request.message
         if request.way == "Embed":
-            await stub.Embed(message, timeout=timeout)
+            await stub.Embed(message, timeout=seconds)
             return
         if request.way == "GenerateSession":
-            responses = _in_session(stub, message, outcome, timeout)
+            responses = _in_session(stub, message, outcome, seconds)
         else:
-            responses = getattr(stub, request.way)(message, timeout=timeout)
+            responses = getattr(stub, request.way)(message, timeout=seconds)
         async for response in responses:
             text = response.content if request.way == "Chat" else response.text
             self._take(outcome, outcome.at(response.index), response, text, cumulative=request.cumulative)
@@ -174,13 +177,13 @@ def _chosen(logprobs: Logprobs) -> list[float]:
 
 
 async def _in_session(
-    stub: Any, message: pb.GenerateRequest, outcome: Outcome, timeout: float | None
+    stub: Any, message: pb.GenerateRequest, outcome: Outcome, seconds: float | None
 ) -> AsyncIterator[pb.GenerateResponse]:
     """The outputs of a request that has a GenerateSession to itself."""
     own = pb.GenerateRequest()
     own.CopyFrom(message)
     own.request_id = uuid.uuid4().hex
-    call = stub.GenerateSession(timeout=timeout)
+    call = stub.GenerateSession(timeout=seconds)
     try:
         await call.write(pb.GenerateSessionRequest(generate=own))
         await call.done_writing()

@@ -40,6 +40,11 @@ class Run(msgspec.Struct):
         """Of all requests."""
         return sum(outcome.num_tokens for stream in self.outcomes for outcome in stream)
 
+    @property
+    def finished(self) -> int:
+        """Streams in which no request failed."""
+        return sum(not any(outcome.error for outcome in stream) for stream in self.outcomes)
+
 
 def address(frontend: Service) -> Address:
     """Where clients find it."""

@@ -14,6 +14,14 @@ Load = Sequence[Sequence[Request]]
 Outcomes = Sequence[Sequence[Outcome]]
 
 
+class Pair(msgspec.Struct, frozen=True):
+    """A request with what came of it undisturbed, and otherwise."""
+
+    request: Request
+    expected: Outcome
+    got: Outcome
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of a run against the same ones undisturbed.
 
@@ -53,24 +61,29 @@ def quantile(values: Sequence[float], share: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
 
 
-def summarize(load: Load, undisturbed: Outcomes, disturbed: Outcomes) -> Summary:
-    """``load``: what both runs sent."""
-    pairs = [
-        (request, expected, got)
+def paired(load: Load, undisturbed: Outcomes, disturbed: Outcomes) -> list[Pair]:
+    """The requests of a load with their outcomes in both runs of it."""
+    return [
+        Pair(request, expected, got)
         for requests, before, after in zip(load, undisturbed, disturbed, strict=True)
         for request, expected, got in zip(requests, before, after, strict=True)
     ]
-    found = [difference(expected, got) for _, expected, got in pairs]
-    whole = [(expected, got) for (_, expected, got), wrong in zip(pairs, found, strict=True) if not wrong.failed]
-    extra = [got.seconds - expected.seconds for expected, got in whole]
-    gaps = [got.largest_gap for _, got in whole if got.streamed]
-    gaps_before = [expected.largest_gap for _, expected, _ in pairs if expected.streamed]
+
+
+def summarize(pairs: Sequence[Pair], *, streams: int, finished: int) -> Summary:
+    """``finished``: streams in which no request failed."""
+    found = [difference(pair.expected, pair.got) for pair in pairs]
+    whole = [pair for pair, wrong in zip(pairs, found, strict=True) if not wrong.failed]
+    extra = [pair.got.seconds - pair.expected.seconds for pair in whole]
+    gaps = [pair.got.largest_gap for pair in whole if pair.got.streamed]
+    gaps_before = [pair.expected.largest_gap for pair in pairs if pair.expected.streamed]
+    failures = [pair.got for pair, wrong in zip(pairs, found, strict=True) if wrong.failed]
     return Summary(
-        streams=len(load),
-        finished=sum(not any(outcome.error for outcome in outcomes) for outcomes in disturbed),
+        streams=streams,
+        finished=finished,
         requests=len(pairs),
-        tokens=sum(got.num_tokens for _, _, got in pairs),
-        failed=sum(bool(wrong.failed) for wrong in found),
+        tokens=sum(pair.got.num_tokens for pair in pairs),
+        failed=len(failures),
         duplicated=sum(bool(wrong.duplicated) for wrong in found),
         lost=sum(bool(wrong.lost) for wrong in found),
         differing=sum(bool(wrong.differing) for wrong in found),
@@ -80,16 +93,16 @@ def summarize(load: Load, undisturbed: Outcomes, disturbed: Outcomes) -> Summary
         gap_p99=quantile(gaps, 0.99),
         undisturbed_gap_p50=quantile(gaps_before, 0.5),
         undisturbed_gap_p99=quantile(gaps_before, 0.99),
-        errors=dict(Counter(f"{got.error}: {got.message:.100}" for _, _, got in pairs if got.error)),
-        examples=tuple(_example(r, got, wrong) for (r, _, got), wrong in zip(pairs, found, strict=True) if wrong)[:12],
+        errors=dict(Counter(f"{got.error}: {got.message:.100}" for got in failures)),
+        examples=tuple(_example(pair, wrong) for pair, wrong in zip(pairs, found, strict=True) if wrong)[:12],
     )
 
 
-def _example(request: Request, got: Outcome, wrong: Difference) -> str:
-    parts = [f"{got.error} ({got.message:.80})"] if wrong.failed else list(wrong.differing)
+def _example(pair: Pair, wrong: Difference) -> str:
+    parts = [f"{pair.got.error} ({pair.got.message:.80})"] if wrong.failed else list(wrong.differing)
     parts += [f"{wrong.duplicated} tokens twice"] if wrong.duplicated else []
     parts += [f"{wrong.lost} tokens lost"] if wrong.lost else []
-    return f"{request.kind}: {'; '.join(parts)}"
+    return f"{pair.request.kind}: {'; '.join(parts)}"
 
 
 def table(title: str, rows: dict[str, Summary]) -> Table:

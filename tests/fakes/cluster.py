@@ -86,13 +86,14 @@ class Cluster:
         return [self.coordinator, *self.engines, *self.frontends]
 
     async def __aenter__(self) -> "Cluster":
-        self._stack = contextlib.AsyncExitStack()
-        for service in self.services:
-            await self._stack.enter_async_context(service)
-        await asyncio.gather(*(service.serving() for service in self.services))
-        self.channel = await self._stack.enter_async_context(make_channel(self.frontend.address))
-        self.stub = rpc.InferenceServiceStub(self.channel)
-        await self.until_engines_are_seen(len(self.engines))
+        async with contextlib.AsyncExitStack() as stack:
+            for service in self.services:
+                await stack.enter_async_context(service)
+            await asyncio.gather(*(service.serving() for service in self.services))
+            self.channel = await stack.enter_async_context(make_channel(self.frontend.address))
+            self.stub = rpc.InferenceServiceStub(self.channel)
+            await self.until_engines_are_seen(len(self.engines))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -101,10 +102,16 @@ class Cluster:
         await self._stack.aclose()
 
     async def until_engines_are_seen(self, count: int) -> None:
-        """Wait until the frontend routes to so many engines. TimeoutError after half a minute."""
+        """Wait until every frontend that runs routes to so many engines. TimeoutError after half a minute."""
         async with asyncio.timeout(30):
-            while (await self.stub.ListModels(pb.ListModelsRequest())).models[0].num_engines != count:
-                await asyncio.sleep(0.05)
+            for frontend in self.frontends:
+                async with make_channel(frontend.address) as channel:
+                    stub = rpc.InferenceServiceStub(channel)
+                    while frontend.alive and await self._engines_seen(stub) != count:
+                        await asyncio.sleep(0.05)
+
+    async def _engines_seen(self, stub: "rpc.InferenceServiceAsyncStub") -> int:
+        return (await stub.ListModels(pb.ListModelsRequest())).models[0].num_engines
 
     async def stats(self) -> list[stats_pb2.SchedulerStats]:
         """The load of every engine, asked of itself."""
