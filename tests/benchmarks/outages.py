@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tests.benchmarks.kills import DEMO_MODEL, KV_CACHE_MEMORY
 from tests.chaos import outages
-from tests.chaos.outages import Load
+from tests.chaos.outages import Known
 from tests.chaos.summary import Summary, table
 from tests.fakes.cluster import Cluster
 
@@ -32,17 +32,18 @@ def say(name: str, summary: Summary) -> None:
         console.print(line, markup=False)
 
 
-async def coordinator(cluster: Cluster, args: argparse.Namespace) -> tuple[int, object]:
+async def coordinator(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
     """Killed for ``--seconds``."""
-    load = Load(args.streams, args.tokens)
-    summary, during = await outages.coordinator_away(cluster, load, args.seconds, console.log)
+    summary, during = await outages.coordinator_away(
+        cluster, known, streams=args.streams, seconds=args.seconds, log=console.log
+    )
     say(f"coordinator killed for {args.seconds:.0f} s; {during} requests began meanwhile", summary)
     return summary.harmed, {"summary": msgspec.to_builtins(summary), "begun_meanwhile": during}
 
 
-async def frontend(cluster: Cluster, args: argparse.Namespace) -> tuple[int, object]:
+async def frontend(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
     """One of two killed."""
-    result = await outages.frontend_killed(cluster, Load(args.streams, args.tokens), console.log)
+    result = await outages.frontend_killed(cluster, known, streams=args.streams, log=console.log)
     say(f"a frontend killed: the other one's streams; freed after {result.freed:.2f} s", result.others)
     for error, count in result.broken.items():
         console.print(f"the killed one's: {count} x {error}", markup=False)
@@ -50,9 +51,9 @@ async def frontend(cluster: Cluster, args: argparse.Namespace) -> tuple[int, obj
     return result.others.harmed + late, msgspec.to_builtins(result)
 
 
-async def rolling(cluster: Cluster, args: argparse.Namespace) -> tuple[int, object]:
+async def rolling(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
     """Everything restarted in turn."""
-    summary, steps = await outages.rolling_restart(cluster, Load(args.streams, args.tokens), console.log)
+    summary, steps = await outages.rolling_restart(cluster, known, streams=args.streams, log=console.log)
     made = Table(title="rolling restart")
     for column in ("service", "stopped after s", "serves again after s", "requests ended meanwhile"):
         made.add_column(column, justify="left" if column == "service" else "right")
@@ -63,7 +64,7 @@ async def rolling(cluster: Cluster, args: argparse.Namespace) -> tuple[int, obje
     return summary.harmed, {"summary": msgspec.to_builtins(summary), "steps": msgspec.to_builtins(steps)}
 
 
-Part = Callable[[Cluster, argparse.Namespace], Awaitable[tuple[int, object]]]
+Part = Callable[[Cluster, Known, argparse.Namespace], Awaitable[tuple[int, object]]]
 PARTS: dict[str, Part] = {"coordinator": coordinator, "frontend": frontend, "rolling": rolling}
 
 
@@ -79,9 +80,10 @@ async def run(args: argparse.Namespace) -> tuple[int, dict[str, object]]:
         kv_cache_memory=KV_CACHE_MEMORY,
         drain_timeout=args.drain_timeout,
     ) as cluster:
+        known = await outages.prepare(cluster, streams=args.streams, tokens=args.tokens)
         for name in [args.part] if args.part else PARTS:
             console.log(f"{name}: {args.streams} streams")
-            wrong, results[name] = await PARTS[name](cluster, args)
+            wrong, results[name] = await PARTS[name](cluster, known, args)
             harmed += wrong
         if args.logs:
             for service in cluster.services:

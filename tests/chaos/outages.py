@@ -2,32 +2,24 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from tests.chaos.client import Client
 from tests.chaos.flow import Flow, catalogue
 from tests.chaos.killing import address
+from tests.chaos.outcome import Outcome
 from tests.chaos.requests import Request, long_ones
 from tests.chaos.summary import Summary
 from tests.fakes.cluster import Cluster
 from tests.fakes.processes import Service
 
 Log = Callable[[str], object]
+Known = Sequence[tuple[Request, Outcome]]
+"""Requests and what comes of them undisturbed."""
 RETRIES = 20
 FREED_TIMEOUT = 60.0
-
-
-class Load(msgspec.Struct, frozen=True):
-    """``streams`` at once, of requests of about ``tokens`` tokens."""
-
-    streams: int
-    tokens: int
-
-    def requests(self) -> list[Request]:
-        """The catalogue that they send, all shapes in it."""
-        return long_ones(max(16, self.streams), self.tokens)
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -49,50 +41,70 @@ class FrontendKilled(msgspec.Struct, frozen=True):
     freed: float
 
 
-async def coordinator_away(cluster: Cluster, load: Load, seconds: float, log: Log) -> tuple[Summary, int]:
-    """The coordinator killed, and started again ``seconds`` later. Also returns how many requests began in between."""
+async def prepare(cluster: Cluster, *, streams: int, tokens: int) -> Known:
+    """A catalogue of all long shapes, about ``tokens`` tokens each, sent ``streams`` at a time."""
     async with Client(*map(address, cluster.frontends)) as client:
-        known = await catalogue(client, load.requests(), streams=load.streams)
-        async with Flow(client, known, streams=load.streams) as flow:
+        return await catalogue(client, long_ones(max(16, streams), tokens), streams=streams)
+
+
+async def engines_killed(cluster: Cluster, known: Known, *, streams: int, kills: int, log: Log) -> Summary:
+    """Engines killed in turn and started again, the next one when the last serves again."""
+    async with Client(*map(address, cluster.frontends)) as client, Flow(client, known, streams=streams) as flow:
+        for number in range(kills):
             await flow.next_requests(1)
-            await cluster.coordinator.kill()
-            log(f"coordinator killed, {flow.running} requests running")
-            before = flow.sent
-            await asyncio.sleep(seconds)
-            during = flow.sent - before
-            log(f"{during} requests begun meanwhile")
-            await cluster.coordinator.start()
-            await cluster.coordinator.serving()
+            engine = cluster.engines[number % len(cluster.engines)]
+            await engine.kill()
+            log(f"engine-{number % len(cluster.engines)} killed, {flow.running} requests running")
+            await engine.start()
+            await engine.serving()
             await cluster.until_engines_are_seen(len(cluster.engines))
-            await flow.next_requests(load.streams)
+    return flow.summary
+
+
+async def coordinator_away(
+    cluster: Cluster, known: Known, *, streams: int, seconds: float, log: Log
+) -> tuple[Summary, int]:
+    """The coordinator killed, and started again ``seconds`` later. Also returns how many requests began in between."""
+    async with Client(*map(address, cluster.frontends)) as client, Flow(client, known, streams=streams) as flow:
+        await flow.next_requests(1)
+        await cluster.coordinator.kill()
+        log(f"coordinator killed, {flow.running} requests running")
+        before = flow.sent
+        await asyncio.sleep(seconds)
+        during = flow.sent - before
+        log(f"{during} requests begun meanwhile")
+        await cluster.coordinator.start()
+        await cluster.coordinator.serving()
+        await cluster.until_engines_are_seen(len(cluster.engines))
+        await flow.next_requests(streams)
     return flow.summary, during
 
 
-async def frontend_killed(cluster: Cluster, load: Load, log: Log) -> FrontendKilled:
+async def frontend_killed(cluster: Cluster, known: Known, *, streams: int, log: Log) -> FrontendKilled:
     """The first of two frontends killed, each with half of the streams, and started again at the end."""
     victim, survivor = cluster.frontends
-    half = load.streams // 2
-    async with Client(address(survivor)) as client, Client(address(victim)) as other:
-        known = await catalogue(client, _single(load), streams=half)
-        async with Flow(client, known, streams=half) as flow, Flow(other, known, streams=half) as doomed:
-            await asyncio.gather(flow.next_requests(1), doomed.next_requests(1))
-            log(f"killing frontend-0, {doomed.running} requests running")
-            doomed.end()
-            killed = time.monotonic()
-            await victim.kill()
-            await _until_engines_have_at_most(cluster, lambda: flow.running)
-            freed = time.monotonic() - killed
-            log(f"its requests are gone after {freed:.2f} s")
-            await flow.next_requests(half)
-            broken = doomed.summary.errors
+    half = streams // 2
+    single = [
+        (request, expected) for request, expected in known if len(expected.outputs) == 1
+    ]  # can be counted in engines
+    async with (
+        Client(address(survivor)) as client,
+        Client(address(victim)) as other,
+        Flow(client, single, streams=half) as flow,
+        Flow(other, single, streams=half) as doomed,
+    ):
+        await asyncio.gather(flow.next_requests(1), doomed.next_requests(1))
+        log(f"killing frontend-0, {doomed.running} requests running")
+        doomed.end()
+        killed = time.monotonic()
+        await victim.kill()
+        await _until_engines_have_at_most(cluster, lambda: flow.running)
+        freed = time.monotonic() - killed
+        log(f"its requests are gone after {freed:.2f} s")
+        await flow.next_requests(half)
     await victim.start()
     await victim.serving()
-    return FrontendKilled(others=flow.summary, broken=broken, freed=freed)
-
-
-def _single(load: Load) -> list[Request]:
-    """Requests of one sequence each: what engines run can be counted."""
-    return [request for request in load.requests() if "n=" not in request.kind]
+    return FrontendKilled(others=flow.summary, broken=doomed.summary.errors, freed=freed)
 
 
 async def _until_engines_have_at_most(cluster: Cluster, count: Callable[[], int]) -> None:
@@ -104,21 +116,22 @@ async def _until_engines_have_at_most(cluster: Cluster, count: Callable[[], int]
             await asyncio.sleep(0.01)
 
 
-async def rolling_restart(cluster: Cluster, load: Load, log: Log) -> tuple[Summary, list[Step]]:
+async def rolling_restart(cluster: Cluster, known: Known, *, streams: int, log: Log) -> tuple[Summary, list[Step]]:
     """SIGTERM to each service in turn, the next one when the last serves again. Clients use all frontends and take a request that
     one refuses to the next.
     """
     steps = []
-    async with Client(*map(address, cluster.frontends), retries=RETRIES) as client:
-        known = await catalogue(client, load.requests(), streams=load.streams)
-        async with Flow(client, known, streams=load.streams) as flow:
-            for name, service in _named(cluster):
-                await flow.next_requests(1)
-                before = len(flow.pairs)
-                stopped, serves = await _restart(cluster, service)
-                steps.append(Step(name, stopped, serves, len(flow.pairs) - before))
-                log(f"{name} stopped within {stopped:.1f} s, serves again after {serves:.1f} s")
-            await flow.next_requests(load.streams)
+    async with (
+        Client(*map(address, cluster.frontends), retries=RETRIES) as client,
+        Flow(client, known, streams=streams) as flow,
+    ):
+        for name, service in _named(cluster):
+            await flow.next_requests(1)
+            before = len(flow.pairs)
+            stopped, serves = await _restart(cluster, service)
+            steps.append(Step(name, stopped, serves, len(flow.pairs) - before))
+            log(f"{name} stopped within {stopped:.1f} s, serves again after {serves:.1f} s")
+        await flow.next_requests(streams)
     return flow.summary, steps
 
 

@@ -7,7 +7,7 @@ import time
 
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
-from penstock_common.metrics import MetricsServer, service_registry
+from penstock_common.metrics import MetricsServer, count_tasks, service_registry
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.server import RpcServer
 from penstock_common.tracing import make_tracer
@@ -39,6 +39,7 @@ class Coordinator:
 
     async def start(self) -> int:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
+        count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
         self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME], observer=self._calls)

@@ -7,6 +7,7 @@ import uuid
 from starlette.routing import Route
 
 from penstock_common.logging import get_logger
+from penstock_common.metrics import count_tasks
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.server import RpcServer
 from penstock_common.tracing import make_tracer
@@ -123,6 +124,7 @@ class Frontend:
 
     async def startup(self) -> None:
         """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
+        count_tasks(self._metrics.registry, asyncio.get_running_loop())
         await self._server.start()
         await self._admin.start()
         await self._admin.set_serving(True)
