@@ -76,12 +76,13 @@ class Client:
     ) -> None:
         await asyncio.gather(*(frontend.close() for frontend in self._frontends))
 
-    async def send(self, request: Request, *, seconds: float | None = None) -> Outcome:
-        """The request to its end. Errors of the server are part of the outcome. ``seconds``: its deadline.
+    async def send(self, request: Request, *, seconds: float | None = None, into: Outcome | None = None) -> Outcome:
+        """The request to its end. Errors of the server are part of the outcome. ``seconds``: its deadline. ``into``: filled as
+        messages come.
 
         Cancelling the task cancels the call.
         """
-        outcome = Outcome()
+        outcome = Outcome() if into is None else into
         for attempt in range(self._retries + 1):
             outcome.attempts = attempt + 1
             outcome.error = outcome.message = ""

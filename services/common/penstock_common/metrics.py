@@ -18,7 +18,7 @@ def service_version() -> str:
 
 
 def service_registry(service: str) -> CollectorRegistry:
-    """A registry with what every service tells of itself: its version, its threads, and its process's memory, CPU time and files."""
+    """A registry with what every service tells of itself: version, threads, and its process's memory, CPU time and files."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     labels = ("service", "version", "python")
