@@ -110,6 +110,7 @@ class Client:
 
     async def _over_grpc(self, stub: Any, request: Request, outcome: Outcome, seconds: float | None) -> None:
         message = request.message
+        responses: AsyncIterator[Any]
         if request.way == "Embed":
             await stub.Embed(message, timeout=seconds)
             return

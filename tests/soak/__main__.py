@@ -1,6 +1,7 @@
-"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed, frozen and stopped
-at random. Every completed answer is compared with what its request gave undisturbed; at the end, when nothing is asked any more, every
-KV block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
+"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed, frozen and
+stopped at random. Every completed answer is compared with what its request gave undisturbed; at the end, when nothing is asked any
+more, every KV block must be free and no request left, and each process that lived throughout must hold what it held after the
+warm-up.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tests.fakes.cluster import Cluster
 from tests.soak.havoc import Havoc
 from tests.soak.plot import plot
 from tests.soak.traffic import Traffic, known_kinds
-from tests.soak.watch import TOLERANCES, Growth, Watch, gauge, metrics
+from tests.soak.watch import IDLE, TOLERANCES, Growth, Watch, gauge, metrics
 
 DEMO_MODEL = Path("examples/demo_model/penstock-tiny")
 SAMPLE_EVERY, SAY_EVERY = 2.0, 10.0
@@ -62,7 +63,7 @@ class Soak:
             await self._idle()
             await self._phase("soak", known, seconds * (1 - WARM_UP))
             await self._idle()
-        self.growth = self.watch.growth()
+        self.growth = self.watch.growth(busy="soak")
         self.problems += [
             f"{g.service}: {g.what} grew from {g.start:g} to {g.end:g}" for g in self.growth if not g.allowed
         ]
@@ -74,6 +75,7 @@ class Soak:
             Client(*map(address, self._cluster.frontends)) as client,
             Traffic(client, known, streams=self._args.streams, rng=self._rng) as traffic,
         ):
+            self.watch.phase = name
             raging = asyncio.create_task(havoc.run())
             began = said = time.monotonic()
             while (now := time.monotonic()) - began < seconds and not raging.done():
@@ -83,6 +85,7 @@ class Soak:
                     console.log(self._line(name, now - began, seconds, traffic, havoc))
             havoc.end()
             await raging
+            self.watch.phase = ""
         console.log(self._line(name, seconds, seconds, traffic, havoc))
         self.counts[name] = {**traffic.counts, **havoc.counts}
         self.problems += traffic.examples
@@ -104,7 +107,8 @@ class Soak:
         except TimeoutError:
             self.problems.append(f"still there {IDLE_TIMEOUT:.0f} s after the last request: {left}")
         await asyncio.sleep(SETTLE)
-        await self.watch.sample(idle=True)
+        self.watch.phase = IDLE
+        await self.watch.sample()
 
     async def _left(self) -> str:
         """What requests still hold, in words; empty when that is nothing."""

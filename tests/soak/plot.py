@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tests.soak.watch import Held
+from tests.soak.watch import IDLE, Held
 
 PANELS = {"rss_mib": "resident set (MiB)", "fds": "open files", "threads": "threads", "tasks": "asyncio tasks"}
 
@@ -24,7 +24,7 @@ def plot(path: Path, samples: Sequence[Held]) -> None:
                 minutes = [held.at / 60 for held in held_by_one]
                 values = [getattr(held, what) for held in held_by_one]
                 axes.plot(minutes, values, color=f"C{number}", label=None if lives else service, linewidth=1)
-            idle = [held for held_by_one in processes.values() for held in held_by_one if held.idle]
+            idle = [held for held_by_one in processes.values() for held in held_by_one if held.phase == IDLE]
             idle_minutes, idle_values = [held.at / 60 for held in idle], [getattr(held, what) for held in idle]
             axes.plot(idle_minutes, idle_values, "o", color=f"C{number}", markersize=5, fillstyle="none")
         axes.set(xlabel="minutes", ylabel=label)

@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.processes import Service
 
+IDLE = "idle"
+
 
 class Held(msgspec.Struct, frozen=True):
-    """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``idle``: nothing was asked of it."""
+    """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``phase``: what the run was doing."""
 
     at: float
     service: str
@@ -25,7 +27,7 @@ class Held(msgspec.Struct, frozen=True):
     fds: int
     threads: int
     tasks: int
-    idle: bool
+    phase: str
 
 
 class Tolerance(msgspec.Struct, frozen=True):
@@ -59,11 +61,12 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Samples of named services."""
+    """Samples of named services. ``phase``: what the run is doing, for the samples; IDLE when nothing is asked."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self.services = services
         self._began = time.monotonic()
+        self.phase = ""
         self.samples: list[Held] = []
 
     async def run(self, interval: float) -> None:
@@ -72,42 +75,48 @@ class Watch:
             await self.sample()
             await asyncio.sleep(interval)
 
-    async def sample(self, *, idle: bool = False) -> None:
+    async def sample(self) -> None:
         """One of each that runs. A service that does not answer, because it is frozen or on its way up, is passed over."""
         async with httpx.AsyncClient(timeout=1, verify=False, trust_env=False) as http:
-            found = await asyncio.gather(*(self._sample(http, name, idle) for name in self.services))
+            found = await asyncio.gather(*(self._sample(http, name) for name in self.services))
         self.samples += [held for held in found if held is not None]
 
-    async def _sample(self, http: httpx.AsyncClient, name: str, idle: bool) -> Held | None:
+    async def _sample(self, http: httpx.AsyncClient, name: str) -> Held | None:
         service = self.services[name]
         try:
             tasks = gauge(await metrics(http, service), "penstock:asyncio_tasks")
-            status = Path(f"/proc/{service.pid}/status").read_text()
-            fds = len(list(Path(f"/proc/{service.pid}/fd").iterdir()))
+            status, fds = process(service.pid)
         except (httpx.HTTPError, FileNotFoundError):
             return None
         rss, threads = (int(re.findall(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[0]) for key in ("VmRSS", "Threads"))
         at = time.monotonic() - self._began
-        return Held(at, name, service.pid, rss / 1024, fds, threads, int(tasks), idle)
+        return Held(at, name, service.pid, rss / 1024, fds, threads, int(tasks), self.phase)
 
-    def growth(self) -> list[Growth]:
-        """Of the processes that were there, idle, at the beginning and at the end. RuntimeError when there is none."""
+    def growth(self, busy: str) -> list[Growth]:
+        """Of the processes that were there, idle, before and after the phase ``busy``. RuntimeError when there is none."""
         by_process: dict[tuple[str, int], list[Held]] = defaultdict(list)
         for held in self.samples:
             by_process[held.service, held.pid].append(held)
         found = []
         for (service, _), samples in by_process.items():
-            idle = [held for held in samples if held.idle]
-            if len(idle) < 2:
+            working = [held for held in samples if held.phase == busy]
+            idle = [held for held in samples if held.phase == IDLE]
+            if not working or not idle or not idle[0].at < working[0].at < idle[-1].at:
                 continue
-            busy = [held for held in samples if idle[0].at < held.at < idle[-1].at]
+            before = [held for held in idle if held.at < working[0].at]
             for what, tolerance in TOLERANCES.items():
-                start, end = getattr(idle[0], what), getattr(idle[-1], what)
-                slope = per_minute([(held.at, getattr(held, what)) for held in busy])
+                start, end = getattr(before[-1], what), getattr(idle[-1], what)
+                slope = per_minute([(held.at, getattr(held, what)) for held in working])
                 found.append(Growth(service, what, start, end, slope, tolerance.allows(start, end)))
         if not found:
             raise RuntimeError("no process lived throughout")
         return found
+
+
+def process(pid: int) -> tuple[str, int]:
+    """Its status as the system writes it, and how many files it has open. FileNotFoundError when it has ended."""
+    folder = Path(f"/proc/{pid}")
+    return (folder / "status").read_text(), len(list((folder / "fd").iterdir()))
 
 
 def per_minute(points: Sequence[tuple[float, float]]) -> float:
