@@ -1,7 +1,7 @@
-"""Services away under load: ``python -m tests.benchmarks.outages [coordinator|frontend|rolling]``, all three unless one is named.
+"""Services away under load: ``python -m tests.benchmarks.outages [coordinator|frontend|frozen|rolling]``, all unless one is named.
 
-A coordinator, three engines and two frontends as processes. The coordinator is killed for 30 seconds; a frontend is killed; every
-service is restarted in turn (SIGTERM). Every output is compared with that of the same request undisturbed.
+A coordinator, three engines and two frontends as processes. The coordinator is killed for 30 seconds; a frontend is killed; one is
+frozen; every service is restarted in turn (SIGTERM). Every output is compared with that of the same request undisturbed.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from tests.chaos.summary import Summary, table
 from tests.fakes.cluster import Cluster
 
 LEASE_SECONDS = 5
+FROZEN_SECONDS = 15
+"""A frontend that answers nothing: its engines ping it every so often, and wait."""
 console = Console()
 
 
@@ -43,11 +45,26 @@ async def coordinator(cluster: Cluster, known: Known, args: argparse.Namespace) 
 
 async def frontend(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
     """One of two killed."""
-    result = await outages.frontend_killed(cluster, known, streams=args.streams, log=console.log)
-    say(f"a frontend killed: the other one's streams; freed after {result.freed:.2f} s", result.others)
+    return await _without_frontend(cluster, known, args, freeze=False)
+
+
+async def frozen(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
+    """One of two frozen."""
+    return await _without_frontend(cluster, known, args, freeze=True)
+
+
+async def _without_frontend(
+    cluster: Cluster, known: Known, args: argparse.Namespace, *, freeze: bool
+) -> tuple[int, object]:
+    result = await outages.frontend_killed(cluster, known, streams=args.streams, log=console.log, freeze=freeze)
+    what = "frozen" if freeze else "killed"
+    say(
+        f"a frontend {what}: the other one's streams; engines rid of its requests after {result.freed:.2f} s",
+        result.others,
+    )
     for error, count in result.broken.items():
-        console.print(f"the killed one's: {count} x {error}", markup=False)
-    late = result.freed > LEASE_SECONDS
+        console.print(f"the {what} one's: {count} x {error}", markup=False)
+    late = result.freed > (FROZEN_SECONDS if freeze else LEASE_SECONDS)
     return result.others.harmed + late, msgspec.to_builtins(result)
 
 
@@ -65,7 +82,7 @@ async def rolling(cluster: Cluster, known: Known, args: argparse.Namespace) -> t
 
 
 Part = Callable[[Cluster, Known, argparse.Namespace], Awaitable[tuple[int, object]]]
-PARTS: dict[str, Part] = {"coordinator": coordinator, "frontend": frontend, "rolling": rolling}
+PARTS: dict[str, Part] = {"coordinator": coordinator, "frontend": frontend, "frozen": frozen, "rolling": rolling}
 
 
 async def run(args: argparse.Namespace) -> tuple[int, dict[str, object]]:

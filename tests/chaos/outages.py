@@ -1,6 +1,7 @@
 """Services away while requests run: the coordinator, a frontend, and each of them in turn."""
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -80,8 +81,14 @@ async def coordinator_away(
     return flow.summary, during
 
 
-async def frontend_killed(cluster: Cluster, known: Known, *, streams: int, log: Log) -> FrontendKilled:
-    """The first of two frontends killed, each with half of the streams, and started again at the end."""
+async def frontend_killed(
+    cluster: Cluster, known: Known, *, streams: int, log: Log, freeze: bool = False
+) -> FrontendKilled:
+    """The first of two frontends killed, each with half of the streams, and started again at the end.
+
+    ``freeze``: it is stopped where it is first (SIGSTOP), and killed when its requests are gone. For the engines that is a machine
+    that has lost its power: no connection is closed, nothing answers.
+    """
     victim, survivor = cluster.frontends
     half = streams // 2
     single = [
@@ -94,14 +101,19 @@ async def frontend_killed(cluster: Cluster, known: Known, *, streams: int, log: 
         Flow(other, single, streams=half) as doomed,
     ):
         await asyncio.gather(flow.next_requests(1), doomed.next_requests(1))
-        log(f"killing frontend-0, {doomed.running} requests running")
+        log(f"{'freezing' if freeze else 'killing'} frontend-0, {doomed.running} requests running")
         doomed.end()
         killed = time.monotonic()
-        await victim.kill()
+        if freeze:
+            victim.send_signal(signal.SIGSTOP)
+        else:
+            await victim.kill()
         await _until_engines_have_at_most(cluster, lambda: flow.running)
         freed = time.monotonic() - killed
         log(f"its requests are gone after {freed:.2f} s")
         await flow.next_requests(half)
+        if freeze:
+            await victim.kill()
     await victim.start()
     await victim.serving()
     return FrontendKilled(others=flow.summary, broken=doomed.summary.errors, freed=freed)

@@ -1,7 +1,7 @@
-"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed, frozen and
-stopped at random. Every completed answer is compared with what its request gave undisturbed; at the end, when nothing is asked any
-more, every KV block must be free and no request left, and each process that lived throughout must hold what it held after the
-warm-up.
+"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed, frozen and stopped.
+
+Every completed answer is compared with what its request gave undisturbed. At the end, when nothing is asked any more, every KV
+block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
 """
 
 import argparse
