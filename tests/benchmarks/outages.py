@@ -1,7 +1,7 @@
-"""Services away under load: ``python -m tests.benchmarks.outages [coordinator|frontend|frozen|rolling]``, all unless one is named.
+"""Services away under load: ``python -m tests.benchmarks.outages [coordinator|frontend|frozen|rolling]``, one of them or all.
 
-A coordinator, three engines and two frontends as processes. The coordinator is killed for 30 seconds; a frontend is killed; one is
-frozen; every service is restarted in turn (SIGTERM). Every output is compared with that of the same request undisturbed.
+A coordinator, three engines and two frontends as processes. The coordinator is killed for 30 seconds; a frontend is killed; one
+is frozen; every service is restarted in turn (SIGTERM). Every output is compared with that of the same request undisturbed.
 """
 
 import argparse

@@ -21,6 +21,10 @@ from tests.chaos.outcome import Outcome, Output
 from tests.chaos.requests import Request
 
 RETRY_AFTER = 0.2
+REFUSALS = ("UNAVAILABLE", "CANCELLED")
+"""What a frontend says that does not take a request. gRPC itself cancels calls that reach a server just as it closes."""
+REFUSED_WITHIN = 5.0
+"""A refusal comes at once: what takes longer, in seconds, had begun, and failed."""
 STATUS = {
     400: "INVALID_ARGUMENT",
     404: "NOT_FOUND",
@@ -55,8 +59,8 @@ class _Frontend:
 class Client:
     """A client of one or more frontends, which it takes in turn.
 
-    A request that a frontend refuses as UNAVAILABLE before its first output goes to the next one, ``retries`` times at most,
-    as a service's load balancer and a retry policy have it. ``on_tokens`` hears of every token as it arrives.
+    A request that a frontend refuses before its first output goes to the next one, ``retries`` times at most, as a service's
+    load balancer and a retry policy have it. ``on_tokens`` hears of every token as it arrives.
     """
 
     def __init__(
@@ -83,15 +87,18 @@ class Client:
         Cancelling the task cancels the call.
         """
         outcome = Outcome() if into is None else into
+        loop = asyncio.get_running_loop()
         for attempt in range(self._retries + 1):
-            outcome.attempts = attempt + 1
+            began = loop.time()
             outcome.error = outcome.message = ""
             await self._try(next(self._turns), request, outcome, seconds)
-            if outcome.error != "UNAVAILABLE" or outcome.outputs:
+            refused = outcome.error in REFUSALS and not outcome.outputs and loop.time() - began < REFUSED_WITHIN
+            if not refused or attempt == self._retries:
                 break
+            outcome.refusals.append(outcome.error)
             if (attempt + 1) % len(self._frontends) == 0:  # all of them refused
                 await asyncio.sleep(RETRY_AFTER)
-        outcome.seconds = asyncio.get_running_loop().time() - outcome.began
+        outcome.seconds = loop.time() - outcome.began
         return outcome
 
     async def _try(self, frontend: _Frontend, request: Request, outcome: Outcome, seconds: float | None) -> None:

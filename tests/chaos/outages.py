@@ -86,8 +86,8 @@ async def frontend_killed(
 ) -> FrontendKilled:
     """The first of two frontends killed, each with half of the streams, and started again at the end.
 
-    ``freeze``: it is stopped where it is first (SIGSTOP), and killed when its requests are gone. For the engines that is a machine
-    that has lost its power: no connection is closed, nothing answers.
+    ``freeze``: it is stopped where it is first (SIGSTOP), and killed when its requests are gone. For the engines that is a
+    machine that has lost its power: no connection is closed, nothing answers.
     """
     victim, survivor = cluster.frontends
     half = streams // 2

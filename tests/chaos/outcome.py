@@ -25,7 +25,8 @@ class Output(msgspec.Struct):
 class Outcome(msgspec.Struct):
     """A request from the client's side. ``error``: the status it failed with. Times are in seconds.
 
-    ``first``: to the first message. ``largest_gap``: between two messages of a sequence, or before the first.
+    ``first``: to the first message. ``largest_gap``: between two messages of a sequence, or before the first. ``refusals``: of
+    frontends that did not take it, before one did.
     """
 
     outputs: dict[int, Output] = {}
@@ -35,7 +36,7 @@ class Outcome(msgspec.Struct):
     first: float = 0.0
     largest_gap: float = 0.0
     began: float = msgspec.field(default_factory=time.monotonic)
-    attempts: int = 0
+    refusals: list[str] = []
     messages: int = 0
 
     def at(self, index: int) -> Output:

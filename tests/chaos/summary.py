@@ -10,6 +10,7 @@ from rich.table import Table
 from tests.chaos.outcome import Difference, Outcome, difference
 from tests.chaos.requests import Request
 
+NAMES = {"refused": "refused by a frontend, sent to the next"}
 Load = Sequence[Sequence[Request]]
 Outcomes = Sequence[Sequence[Outcome]]
 
@@ -26,7 +27,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of a run against the same ones undisturbed.
 
     ``streams`` of which ``finished`` had every request answered in full; of their ``requests``, ``failed`` ended with an error,
-    ``duplicated`` and ``lost`` had tokens twice or never, ``differing`` anything else that is not the same: tokens, text,
+    ``refused`` were sent again as a frontend did not take them, ``duplicated`` and ``lost`` had tokens twice or never, ``differing`` anything else that is not the same: tokens, text,
     log-probabilities, finish reason, usage. Times are in seconds, quantiles over the requests: ``extra`` is what a request took
     longer, ``gap`` its longest wait for a message, of those that come in more than one.
     """
@@ -35,6 +36,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     requests: int
     tokens: int
+    refused: int
     failed: int
     duplicated: int
     lost: int
@@ -83,6 +85,7 @@ def summarize(pairs: Sequence[Pair], *, streams: int, finished: int) -> Summary:
         finished=finished,
         requests=len(pairs),
         tokens=sum(pair.got.num_tokens for pair in pairs),
+        refused=sum(bool(pair.got.refusals) for pair in pairs),
         failed=len(failures),
         duplicated=sum(bool(wrong.duplicated) for wrong in found),
         lost=sum(bool(wrong.lost) for wrong in found),
@@ -112,8 +115,8 @@ def table(title: str, rows: dict[str, Summary]) -> Table:
     for name in rows:
         made.add_column(name, justify="right")
     made.add_row("streams finished", *(f"{s.finished} of {s.streams}" for s in rows.values()))
-    for name in ("requests", "tokens", "failed", "duplicated", "lost", "differing"):
-        made.add_row(name, *(str(getattr(s, name)) for s in rows.values()))
+    for name in ("requests", "tokens", "refused", "failed", "duplicated", "lost", "differing"):
+        made.add_row(NAMES.get(name, name), *(str(getattr(s, name)) for s in rows.values()))
     for name, what in (
         ("extra", "extra latency"),
         ("gap", "longest gap"),

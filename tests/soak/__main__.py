@@ -1,4 +1,4 @@
-"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed, frozen and stopped.
+"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed and frozen.
 
 Every completed answer is compared with what its request gave undisturbed. At the end, when nothing is asked any more, every KV
 block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
