@@ -26,10 +26,11 @@ class Pair(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of a run against the same ones undisturbed.
 
-    ``streams`` of which ``finished`` had every request answered in full; of their ``requests``, ``failed`` ended with an error,
-    ``refused`` were sent again as a frontend did not take them, ``duplicated`` and ``lost`` had tokens twice or never, ``differing`` anything else that is not the same: tokens, text,
-    log-probabilities, finish reason, usage. Times are in seconds, quantiles over the requests: ``extra`` is what a request took
-    longer, ``gap`` its longest wait for a message, of those that come in more than one.
+    ``streams`` of which ``finished`` had every request answered in full; of their ``requests``, ``refused`` were sent again as a
+    frontend did not take them, ``failed`` ended with an error, ``duplicated`` and ``lost`` had tokens twice or never, and
+    ``differing`` anything else that is not the same: tokens, text, log-probabilities, finish reason, usage. Times are in seconds,
+    quantiles over the requests: ``extra`` is what a request took longer, ``gap`` its longest wait for a message, of those that
+    come in more than one.
     """
 
     streams: int

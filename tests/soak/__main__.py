@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -146,7 +147,9 @@ def table(growth: list[Growth]) -> Table:
 
 
 async def soak(args: argparse.Namespace) -> Soak:
-    """Run it, whole."""
+    """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Cluster(
         args.model,
         engines=args.engines,
