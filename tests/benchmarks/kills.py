@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks import kills_peer
-from tests.chaos.killing import Kill, Run, undisturbed, with_kills
+from tests.chaos.killing import Run, undisturbed, with_kills
 from tests.chaos.requests import Request, long_ones
-from tests.chaos.summary import Summary, paired, summarize, table
+from tests.chaos.summary import Summary, paired, quantile, summarize, table
 from tests.fakes.cluster import Cluster
 
 DEMO_MODEL = Path("examples/demo_model/penstock-tiny")
@@ -36,7 +36,7 @@ def rows_of_requests(streams: int, rounds: int, tokens: int) -> list[list[Reques
     return [requests[stream::streams] for stream in range(streams)]
 
 
-async def measure(args: argparse.Namespace) -> tuple[Summary, list[Kill], Run, Run]:
+async def measure(args: argparse.Namespace) -> tuple[Summary, Run, Run]:
     """The load twice, undisturbed and with kills."""
     load = rows_of_requests(args.streams, args.rounds, args.tokens)
     async with Cluster(args.model, engines=args.engines, kv_cache_memory=KV_CACHE_MEMORY) as cluster:
@@ -50,16 +50,19 @@ async def measure(args: argparse.Namespace) -> tuple[Summary, list[Kill], Run, R
             for service in cluster.services:
                 console.print(service.module, service.log(), markup=False)
     pairs = paired(load, calm.outcomes, killed.outcomes)
-    return summarize(pairs, streams=len(load), finished=killed.finished), killed.kills, calm, killed
+    return summarize(pairs, streams=len(load), finished=killed.finished), calm, killed
 
 
-def kills_table(kills: list[Kill]) -> Table:
-    """When, and what ran there."""
+def kills_table(killed: Run) -> Table:
+    """When, what ran there, and how long that waited."""
     made = Table(title="kills")
-    for column in ("engine", "at s", "sequences running", "back after s"):
+    for column in ("engine", "at s", "sequences running", "back after s", "their wait s: p50", "most"):
         made.add_column(column, justify="left" if column == "engine" else "right")
-    for kill in kills:
-        made.add_row(kill.engine, f"{kill.at:.1f}", str(kill.running), f"{kill.seconds_away:.1f}")
+    outcomes = [outcome for stream in killed.outcomes for outcome in stream]
+    for kill in killed.kills:
+        waits = kill.waits(outcomes)
+        cells = (f"{kill.seconds_away:.1f}", f"{quantile(waits, 0.5):.2f}", f"{max(waits, default=0.0):.2f}")
+        made.add_row(kill.engine, f"{kill.at:.1f}", str(kill.running), *cells)
     return made
 
 
@@ -82,13 +85,13 @@ def main() -> int:
     results: dict[str, object] = {}
     harmed = 0
     if not args.only_peer:
-        summary, kills, calm, killed = asyncio.run(measure(args))
-        console.print(kills_table(kills))
+        summary, calm, killed = asyncio.run(measure(args))
+        console.print(kills_table(killed))
         console.print(table(f"{args.kills} kills under {args.streams} streams", {"Penstock": summary}))
         console.print(f"undisturbed {calm.seconds:.1f} s, with kills {killed.seconds:.1f} s")
         for line in (*(f"{count} x {error}" for error, count in summary.errors.items()), *summary.examples):
             console.print(line, markup=False)
-        results |= {"penstock": msgspec.to_builtins(summary), "kills": msgspec.to_builtins(kills)}
+        results |= {"penstock": msgspec.to_builtins(summary), "kills": msgspec.to_builtins(killed.kills)}
         harmed = summary.harmed
     if args.peer:
         peer = kills_peer.measure(

@@ -117,7 +117,6 @@ class Client:
 
     async def _over_grpc(self, stub: Any, request: Request, outcome: Outcome, seconds: float | None) -> None:
         message = request.message
-        responses: AsyncIterator[Any]
         if request.way == "Embed":
             await stub.Embed(message, timeout=seconds)
             return
@@ -187,7 +186,7 @@ def _chosen(logprobs: Logprobs) -> list[float]:
 
 async def _in_session(
     stub: Any, message: pb.GenerateRequest, outcome: Outcome, seconds: float | None
-) -> AsyncIterator[pb.GenerateResponse]:
+) -> AsyncIterator[Any]:
     """The outputs of a request that has a GenerateSession to itself."""
     own = pb.GenerateRequest()
     own.CopyFrom(message)

@@ -20,12 +20,22 @@ RESTART_AFTER = 1.0
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """``at``: seconds since the load began. ``running``: requests at that moment."""
+    """``moment`` in monotonic seconds, ``at`` in seconds of the load. ``running``: sequences that the engine had then."""
 
     engine: str
+    moment: float
     at: float
     running: int
     seconds_away: float
+
+    def waits(self, outcomes: Sequence[Outcome]) -> list[float]:
+        """The longest waits for a message across the kill: as many as there were streamed sequences on the engine, as far as a
+        client can know that.
+        """
+        outputs = [output for outcome in outcomes for output in outcome.outputs.values()]
+        waits = sorted((wait for output in outputs if (wait := output.wait_across(self.moment))), reverse=True)
+        at_once = sum(o.began <= self.moment <= o.began + o.seconds for o in outcomes for _ in o.outputs)
+        return waits[: round(self.running * len(waits) / at_once)] if at_once else []
 
 
 class Run(msgspec.Struct):
@@ -113,7 +123,7 @@ class Killer:
         await engine.serving()
         await self._cluster.until_engines_are_seen(len(self._cluster.engines))
         away = time.monotonic() - killed
-        self.kills.append(Kill(f"engine-{which}", killed - self._began, running, away))
+        self.kills.append(Kill(f"engine-{which}", killed, killed - self._began, running, away))
 
 
 async def with_kills(
@@ -144,6 +154,8 @@ async def with_kills(
         outcomes = await send_all(client, load, on_end=ended)
         seconds = time.monotonic() - began
         if killer.begun < kills:
-            raise RuntimeError(f"the load was over after {killer.begun} of {kills} kills: {seconds:.0f} s")
+            raise RuntimeError(
+                f"the load was over within {seconds:.0f} s, after {killer.begun} of {kills} kills: send more"
+            )
         await killing
     return Run(outcomes, seconds, killer.kills)

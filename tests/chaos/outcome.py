@@ -1,5 +1,6 @@
 """What a client saw of a request, and how that differs from what it should have seen."""
 
+import bisect
 import time
 from collections.abc import Sequence as AnySequence
 
@@ -18,8 +19,13 @@ class Output(msgspec.Struct):
     finish: str = ""
     stop: str = ""
     usage: tuple[int, int] = (0, 0)
-    last: float = 0.0
-    """When its last message came, monotonic seconds."""
+    arrivals: list[float] = []
+    """When its messages came, monotonic seconds."""
+
+    def wait_across(self, moment: float) -> float:
+        """Seconds between the messages before and after ``moment``; 0 when there are none on both sides."""
+        after = bisect.bisect(self.arrivals, moment)
+        return self.arrivals[after] - self.arrivals[after - 1] if 0 < after < len(self.arrivals) else 0.0
 
 
 class Outcome(msgspec.Struct):
@@ -37,24 +43,22 @@ class Outcome(msgspec.Struct):
     largest_gap: float = 0.0
     began: float = msgspec.field(default_factory=time.monotonic)
     refusals: list[str] = []
-    messages: int = 0
 
     def at(self, index: int) -> Output:
         """The sequence, from its first message on."""
-        return self.outputs.setdefault(index, Output(last=self.began))
+        return self.outputs.setdefault(index, Output())
 
     def arrived(self, output: Output) -> None:
         """A message of the sequence came."""
         now = time.monotonic()
         self.first = self.first or now - self.began
-        self.largest_gap = max(self.largest_gap, now - output.last)
-        output.last = now
-        self.messages += 1
+        self.largest_gap = max(self.largest_gap, now - (output.arrivals[-1] if output.arrivals else self.began))
+        output.arrivals.append(now)
 
     @property
     def streamed(self) -> bool:
         """Whether a sequence came in more than one message."""
-        return self.messages > len(self.outputs)
+        return any(len(output.arrivals) > 1 for output in self.outputs.values())
 
     @property
     def num_tokens(self) -> int:

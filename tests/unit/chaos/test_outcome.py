@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.killing import Kill
 from tests.chaos.outcome import Difference, Outcome, Output, difference, tokens_differ
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -57,3 +58,20 @@ def test_an_error_instead_of_an_answer_is_a_failure_and_an_answer_instead_of_an_
     assert difference(outcome(), outcome(error="UNAVAILABLE")) == Difference(failed="UNAVAILABLE")
     assert difference(outcome(error="NOT_FOUND"), outcome()).differing
     assert difference(outcome(error="NOT_FOUND"), outcome(error="INTERNAL")).failed == "INTERNAL"
+
+
+def test_the_wait_across_a_moment_is_between_the_messages_around_it() -> None:
+    output = Output(arrivals=[1.0, 2.0, 5.0])
+    assert [output.wait_across(moment) for moment in (0.5, 1.5, 2.5, 6.0)] == [0.0, 1.0, 3.0, 0.0]
+
+
+def test_a_killed_engines_sequences_are_those_that_waited_longest() -> None:
+    kill = Kill("engine-0", moment=3.0, at=3.0, running=2, seconds_away=1.0)
+    waited = [
+        Outcome(outputs={0: Output(arrivals=[2.9, 2.9 + wait])}, began=0.0, seconds=9.0) for wait in (1.5, 0.2, 1.0)
+    ]
+    final = Outcome(outputs={0: Output(arrivals=[8.0])}, began=0.0, seconds=9.0)
+    over = Outcome(outputs={0: Output(arrivals=[1.0, 2.0])}, began=0.0, seconds=2.0)
+    assert kill.waits([*waited, over]) == pytest.approx([1.5, 1.0])
+    assert kill.waits([*waited, final, over]) == pytest.approx([1.5, 1.0])
+    assert kill.waits([over]) == []
