@@ -115,8 +115,8 @@ class Killer:
     async def _kill(self, which: int) -> None:
         engine = self._cluster.engines[which]
         running = (await self._cluster.stats())[which].num_running_reqs
-        killed = time.monotonic()
         await engine.kill()
+        killed = time.monotonic()
         self._log(f"{killed - self._began:5.1f} s: engine-{which} killed with {running} sequences running")
         await asyncio.sleep(RESTART_AFTER)
         await engine.start()

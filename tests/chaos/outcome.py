@@ -1,6 +1,7 @@
 """What a client saw of a request, and how that differs from what it should have seen."""
 
 import bisect
+import itertools
 import time
 from collections.abc import Sequence as AnySequence
 
@@ -8,6 +9,8 @@ import msgspec
 
 LOGPROB_TOLERANCE = 1e-3
 """A prompt that is computed again, in other batches, gives the same numbers up to this."""
+
+ON_ITS_WAY = 0.5
 
 
 class Output(msgspec.Struct):
@@ -23,9 +26,14 @@ class Output(msgspec.Struct):
     """When its messages came, monotonic seconds."""
 
     def wait_across(self, moment: float) -> float:
-        """Seconds between the messages before and after ``moment``; 0 when there are none on both sides."""
-        after = bisect.bisect(self.arrivals, moment)
-        return self.arrivals[after] - self.arrivals[after - 1] if 0 < after < len(self.arrivals) else 0.0
+        """Seconds of the longest wait for a message that ``moment``, or the half second behind it, falls into: what was on its
+        way still arrives. 0 without messages on both sides.
+        """
+        if not self.arrivals or moment < self.arrivals[0]:
+            return 0.0
+        first = bisect.bisect(self.arrivals, moment)
+        last = bisect.bisect(self.arrivals, moment + ON_ITS_WAY)
+        return max((b - a for a, b in itertools.pairwise(self.arrivals[first - 1 : last + 1])), default=0.0)
 
 
 class Outcome(msgspec.Struct):

@@ -60,9 +60,10 @@ def test_an_error_instead_of_an_answer_is_a_failure_and_an_answer_instead_of_an_
     assert difference(outcome(error="NOT_FOUND"), outcome(error="INTERNAL")).failed == "INTERNAL"
 
 
-def test_the_wait_across_a_moment_is_between_the_messages_around_it() -> None:
-    output = Output(arrivals=[1.0, 2.0, 5.0])
-    assert [output.wait_across(moment) for moment in (0.5, 1.5, 2.5, 6.0)] == [0.0, 1.0, 3.0, 0.0]
+def test_the_wait_across_a_moment_is_the_longest_that_it_or_the_half_second_behind_it_falls_into() -> None:
+    output = Output(arrivals=[1.0, 2.0, 2.1, 5.0, 9.0])
+    moments = (0.5, 1.2, 1.8, 2.05, 3.0, 4.8, 8.0, 9.5)
+    assert [output.wait_across(m) for m in moments] == pytest.approx([0.0, 1.0, 2.9, 2.9, 2.9, 4.0, 4.0, 0.0])
 
 
 def test_a_killed_engines_sequences_are_those_that_waited_longest() -> None:
