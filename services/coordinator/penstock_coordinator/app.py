@@ -7,7 +7,7 @@ import time
 
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
-from penstock_common.metrics import MetricsServer, service_registry
+from penstock_common.metrics import MetricsServer, count_tasks, service_registry
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
@@ -40,6 +40,7 @@ class Coordinator:
 
     async def start(self) -> int:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
+        count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
         guards = [PeerGuard(allowed(self._config.peers))] if self._config.server.tls.ca else []

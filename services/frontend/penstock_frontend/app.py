@@ -9,6 +9,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from penstock_common.logging import get_logger
+from penstock_common.metrics import count_tasks
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
@@ -147,6 +148,7 @@ class Frontend:
 
     async def startup(self) -> None:
         """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
+        count_tasks(self._metrics.registry, asyncio.get_running_loop())
         await self._server.start()
         await self._admin.start()
         await self._admin.set_serving(True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config import PeersConfig
 from penstock_common.logging import get_logger
-from penstock_common.metrics import service_registry
+from penstock_common.metrics import count_tasks, service_registry
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import PeerGuard
@@ -50,6 +50,7 @@ class IoThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
         self.registry = service_registry("enginecore")
         """What the process tells of itself and its calls, for others to add to."""
+        count_tasks(self.registry, self._loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(self._loop, on_draining=self._on_draining, traces=traces)
