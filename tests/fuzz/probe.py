@@ -1,0 +1,99 @@
+"""``python -m tests.fuzz.probe penstock_frontend --flags``: the service as it is, and beside it a look at its event loop.
+
+Once a second a line of JSON goes to the file that ``FUZZ_PROBE`` names, with ``{pid}`` in it: the tasks of the loop, and the
+longest time that one callback held it. What held it for long is in ``blocks``, with the stack of the loop's thread.
+"""
+
+import asyncio
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+FILE = "FUZZ_PROBE"
+_BEAT = 0.002
+_LONG = 0.02
+"""Seconds of the loop thread's own computing that count as holding the loop up."""
+
+
+class Probe:
+    """A beat in the loop, and a thread that watches it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat = 0.0
+        self._cpu_clock = 0
+        self._thread_id = 0
+        self._longest = self._longest_wall = 0.0
+        self._blocks: list[dict[str, Any]] = []
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Called in the thread that is about to run the loop. The first loop is the service's."""
+        if self._loop is not None:
+            return
+        self._loop = loop
+        self._thread_id = threading.get_ident()
+        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._mark(loop)
+        threading.Thread(target=self._look, name="probe", daemon=True).start()
+
+    def _mark(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._beat = time.monotonic()
+        loop.call_later(_BEAT, self._mark, loop)
+
+    def _look(self) -> None:
+        written = time.monotonic()
+        beat, cpu = self._beat, time.clock_gettime(self._cpu_clock)
+        stack: list[str] = []
+        while self._loop is not None and not self._loop.is_closed():
+            time.sleep(_BEAT)
+            now = time.monotonic()
+            if self._beat == beat and now - beat > _LONG and not stack:
+                frame = sys._current_frames().get(self._thread_id)
+                stack = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)[-8:]]
+            elif self._beat != beat:
+                used, waited = time.clock_gettime(self._cpu_clock) - cpu, self._beat - beat
+                if used > _LONG and stack and len(self._blocks) < 50:
+                    self._blocks.append({"cpu_ms": round(1e3 * used), "wall_ms": round(1e3 * waited), "stack": stack})
+                if stack:
+                    self._longest, self._longest_wall = max(self._longest, used), max(self._longest_wall, waited)
+                beat, cpu, stack = self._beat, time.clock_gettime(self._cpu_clock), []
+            if now - written > 1.0:
+                written = now
+                self._write()
+
+    def _write(self) -> None:
+        assert self._loop is not None
+        line = {
+            "tasks": len(asyncio.all_tasks(self._loop)),
+            "longest_ms": round(1e3 * self._longest),
+            "longest_wall_ms": round(1e3 * self._longest_wall),
+            "blocks": self._blocks,
+        }
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._blocks = []
+
+
+def install(file: Path) -> None:
+    """Watch the first loop that this process runs."""
+    probe = Probe(file)
+    run_forever = asyncio.BaseEventLoop.run_forever
+
+    def watched(self: asyncio.BaseEventLoop) -> None:
+        probe.watch(self)
+        run_forever(self)
+
+    asyncio.BaseEventLoop.run_forever = watched  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    install(Path(os.environ[FILE].format(pid=os.getpid())))
+    module = sys.argv.pop(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
