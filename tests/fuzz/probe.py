@@ -20,6 +20,9 @@ _BEAT = 0.002
 _LONG = 0.02
 """Seconds of the loop thread's own computing that count as holding the loop up."""
 
+_STARVED = 0.15
+"""Seconds by the clock without a beat: another thread keeps the interpreter, or the machine is busy."""
+
 
 class Probe:
     """A beat in the loop, and a thread that watches it."""
@@ -55,11 +58,10 @@ class Probe:
             time.sleep(_BEAT)
             now = time.monotonic()
             if self._beat == beat and now - beat > _LONG and not stack:
-                frame = sys._current_frames().get(self._thread_id)
-                stack = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)[-8:]]
+                stack = self._stack()
             elif self._beat != beat:
                 used, waited = time.clock_gettime(self._cpu_clock) - cpu, self._beat - beat
-                if used > _LONG and stack and len(self._blocks) < 50:
+                if stack and (used > _LONG or waited > _STARVED) and len(self._blocks) < 50:
                     self._blocks.append({"cpu_ms": round(1e3 * used), "wall_ms": round(1e3 * waited), "stack": stack})
                 if stack:
                     self._longest, self._longest_wall = max(self._longest, used), max(self._longest_wall, waited)
@@ -67,6 +69,15 @@ class Probe:
             if now - written > 1.0:
                 written = now
                 self._write()
+
+    def _stack(self) -> list[str]:
+        """Of the loop's thread, where it is at work; else of the others, which keep it from the interpreter."""
+        frames = sys._current_frames()
+        own = traceback.extract_stack(frames.get(self._thread_id))[-8:]
+        if own and own[-1].name != "select":
+            return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in own]
+        tops = (traceback.extract_stack(frame)[-2:] for thread, frame in frames.items() if thread != threading.get_ident())
+        return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for top in tops for f in top]
 
     def _write(self) -> None:
         assert self._loop is not None

@@ -97,7 +97,7 @@ def report(result: Result) -> str:
     lines += ["", "longest hold of the event loop: computing, by the clock"]
     for name, (longest, wall, blocks) in result.blocks.items():
         lines.append(f"{name:18} {longest} ms, {wall} ms")
-        lines += [f"    {b['cpu_ms']} ms: {' < '.join(reversed(b['stack'][-4:]))}" for b in blocks[:12]]  # type: ignore[index]
+        lines += [f"    {b['cpu_ms']} ms, {b['wall_ms']} ms: {' < '.join(reversed(b['stack']))}" for b in blocks[:25]]  # type: ignore[index]
     lines += ["", f"wrong: {len(result.wrong)}", *result.wrong]
     return "\n".join(lines)
 
