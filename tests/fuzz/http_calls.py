@@ -181,7 +181,7 @@ def special_cases(rng: Random) -> list[HttpCase]:
         HttpCase("(slow)", request("GET", "/health", b"", []), slow=0.01),
         HttpCase("(slow)", head + b"content-length: 1000\r\n\r\n{", cancel=1.0),
         HttpCase("(not http)", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200)),
-        HttpCase("(not http)", b"GET / HTTP/9.9\r\n\r\n"),
+        HttpCase("(not http)", b"GET / HTTP/9.9\r\n\r\n", cancel=1.0),
         HttpCase("(not http)", b"\r\n" * 1000, cancel=1.0),
         HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n"),
         HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}"),

@@ -30,6 +30,9 @@ _HOSTILE_METADATA: tuple[tuple[str, str | bytes], ...] = (
 )
 _SERVERS_FAULT = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNAVAILABLE)
 
+_OF_THE_CLIENT = "Internal error from Core"
+"""What gRPC's client calls its own failure to write to a call that its server has ended meanwhile."""
+
 
 class Case(NamedTuple):
     """A call to make. ``cancel``: seconds until its client goes away; ``half``: it never says that it has sent all."""
@@ -86,6 +89,8 @@ async def call(channel: grpc.aio.Channel, case: Case) -> End:
         return End("(cancelled)")
     except grpc.aio.AioRpcError as e:
         code, problem = e.code(), ""
+        if e.details() == _OF_THE_CLIENT:
+            return End("(ended while sending)")
         if code in _SERVERS_FAULT:
             return End(code.name, f"{code.name}: {e.details()}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5:

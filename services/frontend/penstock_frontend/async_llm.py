@@ -241,10 +241,10 @@ class AsyncLLM:
         if not self._live:
             self._idle.set()
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Token ids of a text. Raises InvalidArgument when it is too long."""
+    async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
+        """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
         self.inputs.check_length(text, field="text")
-        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""
@@ -278,7 +278,7 @@ class AsyncLLM:
         self.pooling.outputs.fail_all(error)
 
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
-        core_request = await self.inputs.process(request, live.request_id)
+        core_request = await self.inputs.process(request, live.request_id, self.engines.limits)
         limits = await self.engines.wait_until_usable(request.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
