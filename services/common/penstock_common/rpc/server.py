@@ -19,6 +19,8 @@ CLEANUP_TIMEOUT = 5.0
 """Seconds that the handlers of cancelled calls have to clean up."""
 LIVENESS = "liveness"
 """Health name that says whether the process makes progress, whether or not it accepts requests."""
+STARTUP = "startup"
+"""Health name that says whether the process has loaded what it needs."""
 
 
 def server_options(config: ServerConfig) -> list[tuple[str, int]]:
