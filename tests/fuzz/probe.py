@@ -43,6 +43,7 @@ class Probe:
         self._loop = loop
         self._thread_id = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._mark(loop)
         threading.Thread(target=self._look, name="probe", daemon=True).start()
 
@@ -52,7 +53,7 @@ class Probe:
 
     def _look(self) -> None:
         written = time.monotonic()
-        beat, cpu = self._beat, time.clock_gettime(self._cpu_clock)
+        beat, cpu, delay = self._beat, time.clock_gettime(self._cpu_clock), self._run_delay()
         stack: list[str] = []
         while self._loop is not None and not self._loop.is_closed():
             time.sleep(_BEAT)
@@ -62,22 +63,28 @@ class Probe:
             elif self._beat != beat:
                 used, waited = time.clock_gettime(self._cpu_clock) - cpu, self._beat - beat
                 if stack and (used > _LONG or waited > _STARVED) and len(self._blocks) < 50:
-                    self._blocks.append({"cpu_ms": round(1e3 * used), "wall_ms": round(1e3 * waited), "stack": stack})
+                    busy = self._run_delay() - delay
+                    self._blocks.append(
+                        {"cpu_ms": round(1e3 * used), "wall_ms": round(1e3 * waited), "queue_ms": round(1e3 * busy), "stack": stack}
+                    )
                 if stack:
                     self._longest, self._longest_wall = max(self._longest, used), max(self._longest_wall, waited)
-                beat, cpu, stack = self._beat, time.clock_gettime(self._cpu_clock), []
+                beat, cpu, delay, stack = self._beat, time.clock_gettime(self._cpu_clock), self._run_delay(), []
             if now - written > 1.0:
                 written = now
                 self._write()
 
+    def _run_delay(self) -> float:
+        """Seconds for which the loop's thread could have run and other programs had the processors."""
+        return int(self._schedstat.read_text().split()[1]) / 1e9
+
     def _stack(self) -> list[str]:
-        """Of the loop's thread, where it is at work; else of the others, which keep it from the interpreter."""
+        """Of the loop's thread last; before it the tops of the others, which may keep it from the interpreter."""
         frames = sys._current_frames()
-        own = traceback.extract_stack(frames.get(self._thread_id))[-8:]
-        if own and own[-1].name != "select":
-            return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in own]
-        tops = (traceback.extract_stack(frame)[-2:] for thread, frame in frames.items() if thread != threading.get_ident())
-        return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for top in tops for f in top]
+        own = traceback.extract_stack(frames.get(self._thread_id))[-6:]
+        ours = (threading.get_ident(), self._thread_id)
+        tops = [traceback.extract_stack(frame)[-2:] for thread, frame in frames.items() if thread not in ours]
+        return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for part in (*tops, own) for f in part]
 
     def _write(self) -> None:
         assert self._loop is not None

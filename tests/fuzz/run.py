@@ -57,6 +57,7 @@ async def fuzz(options: Options) -> Result:
                 await storm.one(number)
             await system.until_idle()
             return Result(tally, {}, {}, {}, system.blocks(), [*tally.problems(), *system.defects()])
+        await system.warm_up()
         # What is made once (pools, caches, compilers) is there before anything is counted.
         await storm.hostile(max(300, options.requests // 20))
         await calm.valid(100)
@@ -97,7 +98,7 @@ def report(result: Result) -> str:
     lines += ["", "longest hold of the event loop: computing, by the clock"]
     for name, (longest, wall, blocks) in result.blocks.items():
         lines.append(f"{name:18} {longest} ms, {wall} ms")
-        lines += [f"    {b['cpu_ms']} ms, {b['wall_ms']} ms: {' < '.join(reversed(b['stack']))}" for b in blocks[:25]]  # type: ignore[index]
+        lines += [f"    {b['cpu_ms']} ms, {b['wall_ms']} ms ({b['queue_ms']} ms without a processor): {' < '.join(reversed(b['stack']))}" for b in blocks[:25]]  # type: ignore[index]
     lines += ["", f"wrong: {len(result.wrong)}", *result.wrong]
     return "\n".join(lines)
 

@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.fakes.processes import Service, free_port
 from tests.fuzz import probe
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
+_WARM_PROMPTS = 10
 _DEFECTS = re.compile(r"unexpected error|Traceback|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
 
 
@@ -104,6 +106,17 @@ class System:
             request = pb.GenerateRequest(text="Once upon", sampling_params={"max_tokens": 3})  # type: ignore[arg-type]
             answer = [each async for each in rpc.InferenceServiceStub(channel).Generate(request, timeout=30)]
         assert sum(len(each.token_ids) for each in answer), "no tokens"
+
+    async def warm_up(self) -> None:
+        """Touch all of the KV cache, whose memory the system hands out only then."""
+        rng = Random(1)
+        async with make_channel(self.frontend.address) as channel:
+            stub = rpc.InferenceServiceStub(channel)
+            for _ in range(_WARM_PROMPTS):
+                ids = pb.TokenIds(ids=[rng.randrange(6, 2048) for _ in range(1990)])
+                request = pb.GenerateRequest(token_ids=ids, sampling_params={"max_tokens": 2})  # type: ignore[arg-type]
+                async for _answer in stub.Generate(request, timeout=60):
+                    pass
 
     async def until_idle(self, seconds: float = 30.0) -> list[str]:
         """Wait until nobody has a request. Returns what is left behind then."""

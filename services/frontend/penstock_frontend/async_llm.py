@@ -22,7 +22,7 @@ from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.input import InputProcessor, check_token_ids
+from penstock_frontend.processing.input import InputProcessor, check_size, check_token_ids
 from penstock_frontend.processing.output import OutputProcessor, RequestState
 from penstock_frontend.processing.pooling import PoolingRequest, PoolingResult, check_generates
 from penstock_frontend.processing.request import GenerateRequest, RequestOutput
@@ -244,6 +244,8 @@ class AsyncLLM:
     async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
         """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
         self.inputs.check_length(text, field="text")
+        if (limits := self.engines.limits) is not None:
+            check_size(text, limits.max_model_len, field="text")
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

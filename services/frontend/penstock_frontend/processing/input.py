@@ -20,7 +20,7 @@ from penstock_frontend.processing.tokenizer import Tokenizer
 
 
 MAX_CHARS_PER_TOKEN = 64
-"""A text with more characters for each token that fits is refused unread: tokenizing it would be work for nothing."""
+"""A text with more characters for each token that fits is refused unread."""
 
 
 class ModelLimits(NamedTuple):
@@ -84,8 +84,8 @@ class InputProcessor:
         if params.bad_words:
             params = await self._with_bad_words(params)
         arrival_time = time.time()
-        if limits is not None and params.truncate_prompt_tokens is None:
-            _check_size(request.prompt, limits.max_model_len)
+        if limits is not None:
+            _check_early(request.prompt, limits.max_model_len, truncated=params.truncate_prompt_tokens is not None)
         prompt = await self._prompt(request)
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
@@ -166,18 +166,23 @@ class InputProcessor:
         return await assemble(prompt, encode)
 
 
-def _check_size(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int) -> None:
-    """Raise InvalidArgument for a prompt that is too long however it is tokenized."""
+def check_size(text: str, max_model_len: int, *, field: str) -> None:
+    """Raise InvalidArgument for a text that is far too long for the model however it is tokenized, which may take seconds."""
+    longest = max_model_len * MAX_CHARS_PER_TOKEN
+    if len(text) > longest:
+        raise InvalidArgument(
+            f"{field} has {len(text)} characters; for max_model_len {max_model_len}, at {MAX_CHARS_PER_TOKEN} characters "
+            f"a token, the limit is {longest}",
+            field=field,
+            reason="PROMPT_TOO_LONG",
+        )
+
+
+def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, *, truncated: bool) -> None:
+    """What can be said of a prompt's length before it is tokenized, or copied."""
     if isinstance(prompt, str):
-        longest = max_model_len * MAX_CHARS_PER_TOKEN
-        if len(prompt) > longest:
-            raise InvalidArgument(
-                f"text has {len(prompt)} characters; max_model_len is {max_model_len} tokens, of {MAX_CHARS_PER_TOKEN} "
-                "characters at most",
-                field="text",
-                reason="PROMPT_TOO_LONG",
-            )
-    elif not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
+        check_size(prompt, max_model_len, field="text")
+    elif not truncated and not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
         raise _too_long(len(prompt), max_model_len)
 
 

@@ -13,7 +13,7 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.processing.input import InputProcessor, ModelLimits, check_token_ids
+from penstock_frontend.processing.input import InputProcessor, ModelLimits, check_size, check_token_ids
 from penstock_frontend.processing.tokenizer import Tokenizer, resolve
 
 Prompt = str | Sequence[int]
@@ -68,13 +68,17 @@ class PoolingInputs:
                 field=field,
             )
 
-    async def process(self, request: PoolingRequest, request_id: str) -> list[EngineCoreRequest]:
-        """Everything that can be said without an engine: one request per input."""
+    async def process(
+        self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
+    ) -> list[EngineCoreRequest]:
+        """Everything that can be said without an engine: one request per input. ``limits``: of the engines where they are
+        known: texts far beyond them are refused before they are tokenized.
+        """
         self._inputs.check_model(request.model)
         self._inputs.check_tenant(request.tenant)
         arrival_time = time.time()
         for index in range(len(request.inputs)):
-            self._check_input(request, index)
+            self._check_input(request, index, limits)
         tokenized = await (self._pairs(request) if request.seconds else self._singles(request))
         return [
             EngineCoreRequest(
@@ -112,11 +116,13 @@ class PoolingInputs:
                     reason="PROMPT_TOO_LONG",
                 )
 
-    def _check_input(self, request: PoolingRequest, index: int) -> None:
+    def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
         prompt, field = request.inputs[index], request.fields[index]
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
         self._inputs.check_length(prompt, field=field)
+        if limits is not None and isinstance(prompt, str):
+            check_size(prompt, limits.max_model_len, field=field)
         if request.seconds:
             if not isinstance(prompt, str):
                 raise InvalidArgument(f"{field}: a pair is read as texts, not as token ids", field=field)
