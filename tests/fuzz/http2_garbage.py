@@ -28,14 +28,19 @@ def garbage(rng: Random) -> bytes:
     if how == 4:
         return _PREFACE + frames
     if how == 5:  # streams opened and reset at once
-        opened = (_raw_frame(1, 4, 2 * i + 1, b"\x83\x86\x44\x01/") + _raw_frame(3, 0, 2 * i + 1, b"\0\0\0\x08") for i in range(200))
+        opened = (
+            _raw_frame(1, 4, 2 * i + 1, b"\x83\x86\x44\x01/") + _raw_frame(3, 0, 2 * i + 1, b"\0\0\0\x08")
+            for i in range(200)
+        )
         return _PREFACE + settings + b"".join(opened)
     if how == 6:  # headers that go on for ever
         return _PREFACE + settings + _raw_frame(1, 0, 1, b"\x83") + _raw_frame(9, 0, 1, b"\x40\x01a\x01b" * 500) * 50
     if how == 7:
         return _PREFACE + settings + _raw_frame(6, 0, 0, b"pingping") * 300
     if how == 8:
-        return _PREFACE + settings + _raw_frame(4, 0, 0, struct.pack(">HI", rng.randrange(10), rng.getrandbits(32)) * 50)
+        return (
+            _PREFACE + settings + _raw_frame(4, 0, 0, struct.pack(">HI", rng.randrange(10), rng.getrandbits(32)) * 50)
+        )
     return _PREFACE + settings + frames
 
 
@@ -44,7 +49,9 @@ def _raw_frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _frame(rng: Random) -> bytes:
-    frame = _raw_frame(rng.randrange(12), rng.randrange(256), rng.choice((0, 1, 2, 3, 2**31)), rng.randbytes(rng.randrange(60)))
+    frame = _raw_frame(
+        rng.randrange(12), rng.randrange(256), rng.choice((0, 1, 2, 3, 2**31)), rng.randbytes(rng.randrange(60))
+    )
     return frame if rng.random() < 0.8 else b"\xff\xff\xff" + frame[3:]
 
 

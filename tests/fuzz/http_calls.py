@@ -15,16 +15,40 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 SEEDS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "Once", "max_tokens": 2, "model": MODEL},
-        {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "logprobs": 1, "echo": True, "stop": ["x"], "seed": 1, "top_p": 0.9},
+        {
+            "prompt": ["a", "b"],
+            "max_tokens": 2,
+            "n": 2,
+            "logprobs": 1,
+            "echo": True,
+            "stop": ["x"],
+            "seed": 1,
+            "top_p": 0.9,
+        },
         {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
         {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[ab]+"}, "logit_bias": {"5": 1.0}},
-        {"prompt": "a", "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": {"schema": json.loads(SCHEMA)}}},
-        {"prompt": "a", "max_tokens": 2, "repetition_detection": {"max_pattern_size": 4}, "bad_words": ["q"], "min_tokens": 1},
+        {
+            "prompt": "a",
+            "max_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": json.loads(SCHEMA)}},
+        },
+        {
+            "prompt": "a",
+            "max_tokens": 2,
+            "repetition_detection": {"max_pattern_size": 4},
+            "bad_words": ["q"],
+            "min_tokens": 1,
+        },
     ],
     "/v1/chat/completions": [
         {"messages": [_HI], "max_tokens": 2},
         {"messages": [_HI], "max_tokens": 2, "stream": True, "tools": [_TOOL], "tool_choice": "auto", "n": 2},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2},
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
         {
             "messages": [
                 _HI,
@@ -37,11 +61,25 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             "chat_template_kwargs": {"enable_thinking": True},
         },
     ],
-    "/v1/embeddings": [{"input": "a", "model": MODEL}, {"input": [[5, 6], [7]], "encoding_format": "base64", "dimensions": 4}],
+    "/v1/embeddings": [
+        {"input": "a", "model": MODEL},
+        {"input": [[5, 6], [7]], "encoding_format": "base64", "dimensions": 4},
+    ],
     "/tokenize": [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL], "return_token_strs": True}],
     "/detokenize": [{"tokens": [5, 6, 7]}],
 }
-_KEYS = ("model", "n", "stop", "stream", "prompt", "messages", "temperature", "response_format", "structured_outputs", "json")
+_KEYS = (
+    "model",
+    "n",
+    "stop",
+    "stream",
+    "prompt",
+    "messages",
+    "temperature",
+    "response_format",
+    "structured_outputs",
+    "json",
+)
 _HEADERS: tuple[tuple[str, str], ...] = (
     ("content-type", "text/plain"),
     ("content-type", "application/x-www-form-urlencoded"),
@@ -63,7 +101,21 @@ _HEADERS: tuple[tuple[str, str], ...] = (
     ("traceparent", "00-zz"),
     ("cookie", "a=b; " * 500),
 )
-_PATHS = ("/", "/v1", "/v1/nothing", "/v1/models/", "/v1/models/none", "/v1/models/%ff%00", "//", "/..%2f..%2fetc/passwd", "/metrics", "/health", "/cluster", "/openapi.json", "/" + "p" * 5000)
+_PATHS = (
+    "/",
+    "/v1",
+    "/v1/nothing",
+    "/v1/models/",
+    "/v1/models/none",
+    "/v1/models/%ff%00",
+    "//",
+    "/..%2f..%2fetc/passwd",
+    "/metrics",
+    "/health",
+    "/cluster",
+    "/openapi.json",
+    "/" + "p" * 5000,
+)
 _METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "BREW")
 _CONTINUE = b"HTTP/1.1 100 \r\n\r\n"
 _MAX_DEPTH = 6
@@ -184,7 +236,9 @@ def special_cases(rng: Random) -> list[HttpCase]:
         HttpCase("(not http)", b"GET / HTTP/9.9\r\n\r\n", cancel=1.0),
         HttpCase("(not http)", b"\r\n" * 1000, cancel=1.0),
         HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n"),
-        HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}"),
+        HttpCase(
+            "(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}"
+        ),
         HttpCase("(not http)", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(100)),
     ]
 

@@ -6,7 +6,20 @@ from random import Random
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from tests.fuzz import values
-from tests.fuzz.wire import BYTES, END_GROUP, FIXED32, FIXED64, GROUP, VARINT, Record, Tree, decode, encode, varint, wire_of
+from tests.fuzz.wire import (
+    BYTES,
+    END_GROUP,
+    FIXED32,
+    FIXED64,
+    GROUP,
+    VARINT,
+    Record,
+    Tree,
+    decode,
+    encode,
+    varint,
+    wire_of,
+)
 
 Place = tuple[Tree, int]
 _MANY = (65, 257, 1025, 3000)

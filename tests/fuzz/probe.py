@@ -65,7 +65,12 @@ class Probe:
                 if stack and (used > _LONG or waited > _STARVED) and len(self._blocks) < 50:
                     busy = self._run_delay() - delay
                     self._blocks.append(
-                        {"cpu_ms": round(1e3 * used), "wall_ms": round(1e3 * waited), "queue_ms": round(1e3 * busy), "stack": stack}
+                        {
+                            "cpu_ms": round(1e3 * used),
+                            "wall_ms": round(1e3 * waited),
+                            "queue_ms": round(1e3 * busy),
+                            "stack": stack,
+                        }
                     )
                 if stack:
                     self._longest, self._longest_wall = max(self._longest, used), max(self._longest_wall, waited)

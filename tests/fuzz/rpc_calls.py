@@ -28,7 +28,12 @@ _HOSTILE_METADATA: tuple[tuple[str, str | bytes], ...] = (
     ("x-long", "l" * 20_000),
     ("x-huge", "h" * 80_000),
 )
-_SERVERS_FAULT = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNAVAILABLE)
+_SERVERS_FAULT = (
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.UNAVAILABLE,
+)
 
 _OF_THE_CLIENT = "Internal error from Core"
 """What gRPC's client calls its own failure to write to a call that its server has ended meanwhile."""

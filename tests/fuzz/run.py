@@ -48,9 +48,11 @@ async def fuzz(options: Options) -> Result:
     tally, cheap = Tally(), Tally()
     wrong: list[str] = []
     marks: dict[str, tuple[float, float]] = {}
-    async with System() as system, Storm(
-        system, tally, seed=options.seed, rate=options.rate, at_once=options.at_once
-    ) as storm, Storm(system, cheap, seed=options.seed, rate=options.rate, at_once=options.at_once) as calm:
+    async with (
+        System() as system,
+        Storm(system, tally, seed=options.seed, rate=options.rate, at_once=options.at_once) as storm,
+        Storm(system, cheap, seed=options.seed, rate=options.rate, at_once=options.at_once) as calm,
+    ):
         await system.answers()
         if options.again:
             for number in options.again:
@@ -98,7 +100,10 @@ def report(result: Result) -> str:
     lines += ["", "longest hold of the event loop: computing, by the clock"]
     for name, (longest, wall, blocks) in result.blocks.items():
         lines.append(f"{name:18} {longest} ms, {wall} ms")
-        lines += [f"    {b['cpu_ms']} ms, {b['wall_ms']} ms ({b['queue_ms']} ms without a processor): {' < '.join(reversed(b['stack']))}" for b in blocks[:25]]  # type: ignore[index]
+        lines += [
+            f"    {b['cpu_ms']} ms, {b['wall_ms']} ms ({b['queue_ms']} ms without a processor): {' < '.join(reversed(b['stack']))}"
+            for b in blocks[:25]
+        ]  # type: ignore[index]
     lines += ["", f"wrong: {len(result.wrong)}", *result.wrong]
     return "\n".join(lines)
 
@@ -122,7 +127,9 @@ def _leaks(before: dict[str, Held], after: dict[str, Held]) -> list[str]:
     tolerances = (RSS_TOLERANCE, THREADS_TOLERANCE, FDS_TOLERANCE, TASKS_TOLERANCE)
     for name, old in before.items():
         new = after[name]
-        for what, a, b, more in zip(("MiB", "threads", "fds", "tasks"), _amounts(old), _amounts(new), tolerances, strict=True):
+        for what, a, b, more in zip(
+            ("MiB", "threads", "fds", "tasks"), _amounts(old), _amounts(new), tolerances, strict=True
+        ):
             if b > a + more:
                 found.append(f"leak: the {name} holds {b} {what}; it was {a}, and {more} more are allowed")
     return found
@@ -133,7 +140,9 @@ def slowed(itl: dict[str, Itl]) -> list[str]:
     calm, hit = itl["undisturbed"], itl["beside hostile requests"]
     if hit.p99 <= ITL_FACTOR * calm.p99:
         return []
-    return [f"the neighbour's p99 is {hit.p99:.2f} ms; undisturbed it is {calm.p99:.2f} ms, and {ITL_FACTOR:g} times that is allowed"]
+    return [
+        f"the neighbour's p99 is {hit.p99:.2f} ms; undisturbed it is {calm.p99:.2f} ms, and {ITL_FACTOR:g} times that is allowed"
+    ]
 
 
 def main() -> int:
@@ -143,7 +152,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rate", type=float, default=120.0, help="requests per second")
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--quiet", type=float, default=20.0, help="seconds that the neighbour is measured without a storm")
+    parser.add_argument(
+        "--quiet", type=float, default=20.0, help="seconds that the neighbour is measured without a storm"
+    )
     parser.add_argument("--schema-examples", type=int, default=150, help="of each route, by schemathesis")
     parser.add_argument("--again", type=int, action="append", default=[], help="send this request of a run again")
     given = parser.parse_args()

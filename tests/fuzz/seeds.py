@@ -160,7 +160,9 @@ SEEDS: dict[str, tuple[Any, ...]] = {
     "Session": SESSION,
     "EngineSession": (
         coordinator.EngineReport(
-            register=coordinator.Register(engine_id="fuzz", incarnation="1", address="127.0.0.1:9", model="no-such-model")
+            register=coordinator.Register(
+                engine_id="fuzz", incarnation="1", address="127.0.0.1:9", model="no-such-model"
+            )
         ),
         coordinator.EngineReport(outputs=engine.EngineCoreOutputs(scheduler_stats=_STATS, timestamp=1.0)),
         coordinator.EngineReport(draining=engine.Draining(deadline=1.0)),
@@ -179,7 +181,13 @@ VLLM_SEEDS: dict[str, tuple[Any, ...]] = {
         vllm.GenerateRequest(
             text="a",
             sampling_params=vllm.SamplingParams(
-                max_tokens=2, n=2, stop=["z"], logprobs=1, prompt_logprobs=1, logit_bias={1: 1.0}, truncate_prompt_tokens=-1
+                max_tokens=2,
+                n=2,
+                stop=["z"],
+                logprobs=1,
+                prompt_logprobs=1,
+                logit_bias={1: 1.0},
+                truncate_prompt_tokens=-1,
             ),
         ),
         vllm.GenerateRequest(

@@ -64,7 +64,12 @@ class Storm:
         """Send what costs more, each once."""
         rng = Random(self._seed)
         for case in http_calls.special_cases(rng):
-            self._tally.add(f"http {case.path}", await http_calls.call(self._system.http_port, case), repr(case.raw[:200]), len(case.raw))
+            self._tally.add(
+                f"http {case.path}",
+                await http_calls.call(self._system.http_port, case),
+                repr(case.raw[:200]),
+                len(case.raw),
+            )
         for rpc in self._rpcs:
             if rpc.method in ("Generate", "Tokenize", "Session", "EngineSession"):
                 case = Case(rpc, [b"\x0a" + b"\xff\xff\xff\x7f", bytes(65 * 1024 * 1024)][1:])
@@ -77,7 +82,9 @@ class Storm:
             rng = Random(f"control {self._seed} {number}")
             rpc = rng.choice(chosen)
             case = rpc_calls.make_case(rpc, rng)._replace(cancel=None, timeout=10.0)
-            self._tally.add(rpc.name, await self._call(case, rng), f"control {number}: {case.sent!r:.500}", len(case.sent[0]))
+            self._tally.add(
+                rpc.name, await self._call(case, rng), f"control {number}: {case.sent!r:.500}", len(case.sent[0])
+            )
         for method in ("WakeUp", "Resume"):
             rpc = next(rpc for rpc in chosen if rpc.method == method)
             await self._call(Case(rpc, [b""]), Random(0))

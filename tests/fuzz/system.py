@@ -24,7 +24,9 @@ from tests.fuzz import probe
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
 _WARM_PROMPTS = 10
-_DEFECTS = re.compile(r"unexpected error|Traceback|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
+_DEFECTS = re.compile(
+    r"unexpected error|Traceback|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I
+)
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -174,7 +176,11 @@ class System:
 
     def _probed(self, service: _Probed) -> list[dict[str, Any]]:
         file = Path(os.environ[probe.FILE].format(pid=service.pid))
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [{"tasks": 0, "longest_ms": 0, "longest_wall_ms": 0, "blocks": []}]
+        return (
+            [json.loads(line) for line in file.read_text().splitlines()]
+            if file.exists()
+            else [{"tasks": 0, "longest_ms": 0, "longest_wall_ms": 0, "blocks": []}]
+        )
 
     def defects(self) -> list[str]:
         """Processes that died, and lines of the logs that speak of a defect of ours."""

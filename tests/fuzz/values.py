@@ -9,10 +9,38 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor as Field
 
-NUMBERS = (0, 1, 2, 3, 7, 16, 127, 128, 255, 256, 1000, 4096, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1)
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    16,
+    127,
+    128,
+    255,
+    256,
+    1000,
+    4096,
+    65_536,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**53,
+    2**63 - 1,
+)
 NEGATIVE = (-1, -2, -100, -(2**31), -(2**31) - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-45, 1e-30, 1e38, -1e38, 1e300, math.inf, -math.inf, math.nan, 100.0, 101.0)
-INVALID_UTF8 = (b"\xff", b"abc\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"ok\x80ok", b"\xc0\xaf", b"\xfe\xfe\xff\xff")
+INVALID_UTF8 = (
+    b"\xff",
+    b"abc\xc3",
+    b"\xed\xa0\x80",
+    b"\xf8\x88\x80\x80\x80",
+    b"ok\x80ok",
+    b"\xc0\xaf",
+    b"\xfe\xfe\xff\xff",
+)
 TEXTS = (
     "",
     " ",
@@ -122,10 +150,25 @@ TAGS = (
     '{"type":"structural_tag","format":{"type":"sequence","elements":[]}}',
     '{"type":"structural_tag","format":{"type":"json_schema","json_schema":{"$ref":"#"}}}',
     '{"structures":[],"triggers":[]}',
-    '{"type":"structural_tag","format":' + '{"type":"tag","begin":"a","end":"b","content":' * 80 + "{}" + "}" * 80 + "}",
+    '{"type":"structural_tag","format":'
+    + '{"type":"tag","begin":"a","end":"b","content":' * 80
+    + "{}"
+    + "}" * 80
+    + "}",
     *SCHEMAS[:8],
 )
-JSON = ("{", "[]", "null", "7", '{"a":', '"x"', '{"messages":1}', '{"a":1}', "[" * 5000, '{"a":' * 3000 + "1" + "}" * 3000)
+JSON = (
+    "{",
+    "[]",
+    "null",
+    "7",
+    '{"a":',
+    '"x"',
+    '{"messages":1}',
+    '{"a":1}',
+    "[" * 5000,
+    '{"a":' * 3000 + "1" + "}" * 3000,
+)
 _BY_NAME: dict[str, Sequence[str]] = {
     "regex": REGEXES,
     "json_schema": SCHEMAS,
@@ -141,7 +184,17 @@ _BY_NAME: dict[str, Sequence[str]] = {
     "dtype": ("float32", "float64", "bfloat16", "int8", "complex128", "", "float16", "nonsense"),
     "service": ("", "no.such.Service", "penstock.inference.v1.InferenceService"),
     "method": ("no_such_method", "__class__", "eval", "os.system", "", "__init__", "engine_info.__globals__"),
-    "address": ("127.0.0.1:9", "", "nonsense", ":1", "127.0.0.1:0", "127.0.0.1:99999", "a" * 300 + ":1", "[::1", "127.0.0.1:９"),
+    "address": (
+        "127.0.0.1:9",
+        "",
+        "nonsense",
+        ":1",
+        "127.0.0.1:0",
+        "127.0.0.1:99999",
+        "a" * 300 + ":1",
+        "[::1",
+        "127.0.0.1:９",
+    ),
 }
 
 
@@ -163,7 +216,16 @@ def scalar(field: Any, rng: Random) -> int | bytes:
 def text(field: Any, rng: Random) -> bytes:
     """Bytes for a string or bytes field."""
     if field.type == Field.TYPE_BYTES:
-        return rng.choice((b"", b"\x00", rng.randbytes(rng.choice((1, 7, 64, 1000))), b"\x91\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000))
+        return rng.choice(
+            (
+                b"",
+                b"\x00",
+                rng.randbytes(rng.choice((1, 7, 64, 1000))),
+                b"\x91\xc1",
+                b"\xdd\xff\xff\xff\xff",
+                b"\x91" * 3000,
+            )
+        )
     if rng.random() < 0.08:
         return rng.choice(INVALID_UTF8)
     if (known := _BY_NAME.get(field.name)) and (field.name in _ONLY_KNOWN or rng.random() < 0.8):

@@ -127,7 +127,9 @@ async def test_a_message_that_cannot_be_read_is_its_senders_fault(
     assert "the message cannot be read" in failed.message
 
 
-async def test_an_unreadable_message_of_a_stream_ends_it_behind_the_answers_before_it(channel: grpc.aio.Channel) -> None:
+async def test_an_unreadable_message_of_a_stream_ends_it_behind_the_answers_before_it(
+    channel: grpc.aio.Channel,
+) -> None:
     good = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
     call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")()
     await call.write(good)

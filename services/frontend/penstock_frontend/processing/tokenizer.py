@@ -104,7 +104,9 @@ class Tokenizer:
         """Text of a whole sequence, decoded off the event loop."""
 
         def decode() -> str:
-            return self.decode([i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids)
+            return self.decode(
+                [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
+            )
 
         return await asyncio.get_running_loop().run_in_executor(self._pool_for(len(token_ids)), decode)
 
