@@ -41,6 +41,7 @@ class Simulated:
         self.moves: list[str] = []
         self.sent: list[tuple[str, EngineCoreRequest]] = []
         self.num_held_changes = 0
+        self.num_moved = 0
         self.dispatch = Dispatch(
             self,
             self,
@@ -48,7 +49,11 @@ class Simulated:
             retries or RetriesConfig(max_moves=10_000, max_strikes=100),
             hold_timeout=hold_timeout,
             on_held=self._on_held,
+            on_moved=self._on_moved,
         )
+
+    def _on_moved(self, count: int) -> None:
+        self.num_moved += count
 
     def _on_held(self) -> None:
         self.num_held_changes += 1
@@ -178,7 +183,7 @@ EVENTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS)
 def test_whatever_engines_do_every_request_ends_with_every_token_once(events: list[tuple[str, int, int]]) -> None:
     async def run() -> None:
@@ -249,6 +254,7 @@ async def test_the_sequences_of_a_call_stay_together_when_they_move() -> None:
     [engine] = {engine for engine, _ in world.sent}
     world.step(engine)
     world.kill(engine)
+    assert world.num_moved == len(world.moves) == 3
     again = world.sent[3:]
     assert len({engine for engine, _ in again}) == 1
     assert [(r.request_id, r.attempt, r.prior_output_token_ids) for _, r in again] == [
@@ -352,6 +358,22 @@ async def test_a_suspect_that_waits_for_its_trial_can_be_cancelled() -> None:
     world.add("r2")
     world.finish()
     assert world.ended == {"r2": FinishReason.LENGTH}
+
+
+async def test_suspects_do_not_wait_for_one_that_finds_no_engine() -> None:
+    world = Simulated("a", retries=RetriesConfig(max_strikes=2), hold_timeout=0.01)
+    for name in ("r0", "r1", "r2"):
+        world.add(name)
+    world.kill("a")
+    assert world.dispatch.num_held == 3
+    while len(world.ended) < 3:
+        await asyncio.sleep(0.001)
+    assert all(isinstance(error, Unavailable) for error in world.ended.values())
+    assert world.dispatch.num_held == 0
+    world.start("a")
+    world.add("r3")
+    world.finish()
+    assert world.ended["r3"] is FinishReason.LENGTH
 
 
 async def test_a_drain_gives_no_strike() -> None:

@@ -11,7 +11,7 @@ from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.logging import get_logger
 from penstock_common.metrics import service_registry
 from penstock_common.rpc.calls import CallTelemetry
-from penstock_common.rpc.server import LIVENESS, STARTUP, RpcServer
+from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineReady
@@ -81,7 +81,10 @@ class IoThread:
 
     async def _start(self) -> None:
         self._server = RpcServer(
-            self._config.server, service_names=(SERVICE_NAME,), observer=CallTelemetry(self.registry, self._tracer)
+            self._config.server,
+            service_names=(SERVICE_NAME,),
+            observer=CallTelemetry(self.registry, self._tracer),
+            keepalive=SERVICES,
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         await self._server.set_serving(False, STARTUP)
