@@ -33,7 +33,7 @@ class Itl(NamedTuple):
 
 
 class Neighbour:
-    """The process. ``marks``: moments (``time.monotonic``) between which latencies are told apart."""
+    """The process."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -60,9 +60,9 @@ class Neighbour:
         return told["gaps"], told["errors"]
 
 
-def between(gaps: Sequence[tuple[float, float]], start: float, stop: float) -> Itl:
-    """The latencies of a span of time."""
-    chosen = [1e3 * gap for at, gap in gaps if start <= at < stop]
+def between(gaps: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> Itl:
+    """The latencies of spans of time, each of which has a begin and an end (``time.monotonic``)."""
+    chosen = [1e3 * gap for at, gap in gaps if any(start <= at < stop for start, stop in spans)]
     if len(chosen) < 2:
         return Itl(0.0, 0.0, 0.0, len(chosen))
     cuts = statistics.quantiles(chosen, n=100)

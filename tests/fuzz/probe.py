@@ -21,7 +21,7 @@ _LONG = 0.02
 """Seconds of the loop thread's own computing that count as holding the loop up."""
 
 _STARVED = 0.15
-"""Seconds by the clock without a beat: another thread keeps the interpreter, or the machine is busy."""
+"""Seconds without a beat although there was a processor: another thread keeps the interpreter."""
 
 
 class Probe:
@@ -62,18 +62,15 @@ class Probe:
                 stack = self._stack()
             elif self._beat != beat:
                 used, waited = time.clock_gettime(self._cpu_clock) - cpu, self._beat - beat
-                if stack and (used > _LONG or waited > _STARVED) and len(self._blocks) < 50:
-                    busy = self._run_delay() - delay
-                    self._blocks.append(
-                        {
-                            "cpu_ms": round(1e3 * used),
-                            "wall_ms": round(1e3 * waited),
-                            "queue_ms": round(1e3 * busy),
-                            "stack": stack,
-                        }
-                    )
+                queued = self._run_delay() - delay
+                if stack and (used > _LONG or waited - queued > _STARVED) and len(self._blocks) < 50:
+                    times = {"cpu_ms": used, "wall_ms": waited, "queue_ms": queued}
+                    self._blocks.append({name: round(1e3 * value) for name, value in times.items()} | {"stack": stack})
                 if stack:
-                    self._longest, self._longest_wall = max(self._longest, used), max(self._longest_wall, waited)
+                    self._longest, self._longest_wall = (
+                        max(self._longest, used),
+                        max(self._longest_wall, waited - queued),
+                    )
                 beat, cpu, delay, stack = self._beat, time.clock_gettime(self._cpu_clock), self._run_delay(), []
             if now - written > 1.0:
                 written = now

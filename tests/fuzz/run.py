@@ -7,7 +7,9 @@ import argparse
 import asyncio
 import sys
 import time
-from typing import NamedTuple
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.fuzz.neighbour import Itl, Neighbour, between
 from tests.fuzz.openapi import schema_storm
@@ -18,6 +20,7 @@ from tests.fuzz.tally import Tally
 RSS_TOLERANCE, THREADS_TOLERANCE, FDS_TOLERANCE, TASKS_TOLERANCE = 64, 4, 4, 4
 """What a process may hold more than at the start: MiB, and numbers. Pools of threads fill on demand, caches of both kinds."""
 ITL_FACTOR = 2.0
+_ROUNDS = 8
 
 
 class Options(NamedTuple):
@@ -39,15 +42,16 @@ class Result(NamedTuple):
     itl: dict[str, Itl]
     before: dict[str, Held]
     after: dict[str, Held]
-    blocks: dict[str, tuple[int, int, list[dict[str, object]]]]
+    blocks: dict[str, tuple[int, int, list[dict[str, Any]]]]
     wrong: list[str]
+    logs: dict[str, str]
 
 
 async def fuzz(options: Options) -> Result:
     """Run it all."""
     tally, cheap = Tally(), Tally()
     wrong: list[str] = []
-    marks: dict[str, tuple[float, float]] = {}
+    marks: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     async with (
         System() as system,
         Storm(system, tally, seed=options.seed, rate=options.rate, at_once=options.at_once) as storm,
@@ -58,7 +62,7 @@ async def fuzz(options: Options) -> Result:
             for number in options.again:
                 await storm.one(number)
             await system.until_idle()
-            return Result(tally, {}, {}, {}, system.blocks(), [*tally.problems(), *system.defects()])
+            return Result(tally, {}, {}, {}, system.blocks(), [*tally.problems(), *system.defects()], system.logs())
         await system.warm_up()
         # What is made once (pools, caches, compilers) is there before anything is counted.
         await storm.hostile(max(300, options.requests // 20))
@@ -68,13 +72,16 @@ async def fuzz(options: Options) -> Result:
         before = system.held()
         async with Neighbour(system.frontend.address) as neighbour:
             await asyncio.sleep(2.0)
-            marks["undisturbed"] = await _span(asyncio.sleep(options.quiet))
-            marks["beside cheap valid requests"] = await _span(calm.valid(int(options.quiet * options.rate)))
-            print("neighbour measured; the storm begins", flush=True)
-            marks["beside hostile requests"] = await _span(
-                storm.hostile(options.requests - tally.count, lambda: print(_progress(tally, options), flush=True))
-            )
-            marks["beside special cases"] = await _span(storm.special())
+            # In turns, so that whatever else the machine does meets all of them alike.
+            step, rounds = max(1, (options.requests - tally.count) // _ROUNDS), _ROUNDS
+            for _ in range(rounds):
+                marks["undisturbed"].append(await _span(asyncio.sleep(options.quiet / rounds)))
+                valid = calm.valid(int(options.quiet * options.rate / rounds))
+                marks["beside cheap valid requests"].append(await _span(valid))
+                marks["beside hostile requests"].append(await _span(storm.hostile(step)))
+                print(_progress(tally, options), flush=True)
+            await storm.hostile(max(0, options.requests - tally.count))
+            marks["beside special cases"].append(await _span(storm.special()))
             gaps, errors = await neighbour.end()
         wrong += [f"the neighbour: {error}" for error in errors[:5]]
         wrong += await schema_storm(system.http_port, tally, examples=options.schema_examples, seed=options.seed)
@@ -83,9 +90,9 @@ async def fuzz(options: Options) -> Result:
         await system.answers()
         await asyncio.sleep(2.5)
         after = system.held()
-        itl = {name: between(gaps, *span) for name, span in marks.items()}
+        itl = {name: between(gaps, spans) for name, spans in marks.items()}
         wrong += tally.problems() + cheap.problems() + system.defects() + _leaks(before, after)
-        return Result(tally, itl, before, after, system.blocks(), wrong)
+        return Result(tally, itl, before, after, system.blocks(), wrong, system.logs())
 
 
 def report(result: Result) -> str:
@@ -97,13 +104,13 @@ def report(result: Result) -> str:
         after = result.after[name]
         pairs = zip((14, 10, 10, 10), _amounts(before), _amounts(after), strict=True)
         lines.append(f"{name:18} " + "  ".join(f"{f'{old}, {new}':{width}}" for width, old, new in pairs))
-    lines += ["", "longest hold of the event loop: computing, by the clock"]
+    lines += ["", "longest hold of the event loop: computing; by the clock, without what other programs took"]
     for name, (longest, wall, blocks) in result.blocks.items():
         lines.append(f"{name:18} {longest} ms, {wall} ms")
         lines += [
-            f"    {b['cpu_ms']} ms, {b['wall_ms']} ms ({b['queue_ms']} ms without a processor): {' < '.join(reversed(b['stack']))}"
+            f"    {b['cpu_ms']} ms, {b['wall_ms']} ms ({b['queue_ms']} ms of others): {' < '.join(reversed(b['stack'][-8:]))}"
             for b in blocks[:25]
-        ]  # type: ignore[index]
+        ]
     lines += ["", f"wrong: {len(result.wrong)}", *result.wrong]
     return "\n".join(lines)
 
@@ -157,6 +164,7 @@ def main() -> int:
     )
     parser.add_argument("--schema-examples", type=int, default=150, help="of each route, by schemathesis")
     parser.add_argument("--again", type=int, action="append", default=[], help="send this request of a run again")
+    parser.add_argument("--logs", help="folder for the services' logs")
     given = parser.parse_args()
     options = Options(
         given.requests, given.seed, given.rate, given.at_once, given.quiet, given.schema_examples, tuple(given.again)
@@ -164,6 +172,9 @@ def main() -> int:
     result = asyncio.run(fuzz(options))
     wrong = [*result.wrong, *(slowed(result.itl) if result.itl else [])]
     print(report(result._replace(wrong=wrong)), f"seed {options.seed}", sep="\n")
+    if given.logs:
+        for name, text in result.logs.items():
+            Path(given.logs, name).write_text(text)
     return 1 if wrong else 0
 
 

@@ -182,6 +182,10 @@ class System:
             else [{"tasks": 0, "longest_ms": 0, "longest_wall_ms": 0, "blocks": []}]
         )
 
+    def logs(self) -> dict[str, str]:
+        """Everything that each has printed."""
+        return {service.service: service.log() for service in self.services}
+
     def defects(self) -> list[str]:
         """Processes that died, and lines of the logs that speak of a defect of ours."""
         found = [f"the {service.service} has ended" for service in self.services if not service.alive]

@@ -18,7 +18,6 @@ from penstock_frontend.processing.mixed_prompt import Assembled, MixedPrompt, as
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Tokenizer
 
-
 MAX_CHARS_PER_TOKEN = 64
 """A text with more characters for each token that fits is refused unread."""
 

@@ -21,7 +21,7 @@ _WEIGHT_INDEXES = ("*.index.json",)
 
 
 _LONG_TEXT = 64 * 1024
-"""Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and the others do not wait."""
+"""Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and others do not wait."""
 
 
 class Encoded(NamedTuple):
