@@ -1,6 +1,8 @@
 """The server every service is built on: health, error details, ports."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -159,3 +161,31 @@ async def test_a_method_of_health_that_is_not_served_is_unimplemented(channel: g
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await channel.unary_unary("/grpc.health.v1.Health/List")(b"")
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+_PEER_WITH_A_MESSAGE = """
+import asyncio, struct
+from penstock_common.rpc.server import RpcServer
+from penstock_common.config import ServerConfig
+
+async def main():
+    server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[])
+    port = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    goaway = struct.pack(">II", 0, 99) + b"\\x87 words of the peer"
+    header = struct.pack(">I", len(goaway))[1:] + bytes([7, 0]) + bytes(4)
+    writer.write(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(3) + bytes([4]) + bytes(5) + header + goaway)
+    await writer.drain()
+    while await reader.read(1000):  # until the server closes the connection
+        pass
+    writer.close()
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_peer_writes_is_not_in_the_log() -> None:
+    run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], capture_output=True, timeout=60)
+    assert run.returncode == 0, run.stderr.decode(errors="replace")
+    assert b"words of the peer" not in run.stdout + run.stderr
