@@ -175,9 +175,9 @@ async def main():
     goaway = struct.pack(">II", 0, 99) + b"\\x87 words of the peer"
     header = struct.pack(">I", len(goaway))[1:] + bytes([7, 0]) + bytes(4)
     writer.write(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(3) + bytes([4]) + bytes(5) + header + goaway)
+    writer.write(b"\\xff" * 100)  # and no frame at all, which ends the connection
     await writer.drain()
-    while await reader.read(1000):  # until the server closes the connection
-        pass
+    await asyncio.wait_for(reader.read(), 20)  # until the server closes the connection
     writer.close()
     await server.stop(0)
 
