@@ -96,7 +96,7 @@ async def call(channel: grpc.aio.Channel, case: Case) -> End:
         code, problem = e.code(), ""
         if e.details() == _OF_THE_CLIENT:
             return End("(ended while sending)")
-        if code in _SERVERS_FAULT:
+        if code in _SERVERS_FAULT and "register again" not in (e.details() or ""):  # another took the engine's name
             return End(code.name, f"{code.name}: {e.details()}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5 and rpc.method != "FlushCache":  # it may wait
             return End(code.name, f"no answer within {case.timeout} s: {e.details()}")

@@ -179,3 +179,9 @@ async def test_tokens_are_written_as_the_vocabulary_has_them_where_they_are_aske
     assert plain.ids == shown.ids
     assert plain.tokens == ()
     assert list(shown.tokens) == tokenizer._backend.encode("hi you").tokens
+
+
+def test_an_endless_model_name_is_not_compared_with_the_known_ones(inputs: InputProcessor) -> None:
+    with pytest.raises(NotFound) as e:
+        inputs.check_model("demo" * 100)
+    assert "did you mean" not in e.value.message
