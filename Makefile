@@ -107,6 +107,10 @@ soak-short: setup ## The same for two minutes
 bench: setup ## Measure the engine, the session, the public API and transformers beside them
 	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)
 
+.PHONY: fuzz
+fuzz: setup ## 50 000 hostile requests at a real system, beside a neighbour that must not notice (10 minutes)
+	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7)
+
 .PHONY: clean
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis node_modules

@@ -67,7 +67,7 @@ class Service:
 
     def log(self) -> str:
         """Everything the processes of this service have printed."""
-        return self._log.read_text() if self._log.exists() else ""
+        return self._log.read_text(errors="backslashreplace") if self._log.exists() else ""
 
     async def start(self) -> "Service":
         """Start the process and return at once."""

@@ -163,7 +163,13 @@ def request_failed(code: str, message: str, *, field: str = "", reason: str = ""
     return _BY_CODE.get(code, Internal)(message, field=field, reason=reason)
 
 
+_LONGEST_WORD = 256
+"""Characters of what may be a misspelt name; comparing takes time that grows with the square."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known word nearest to a misspelt one, or ``""``."""
+    if len(word) > _LONGEST_WORD:
+        return ""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{matches[0]}'?" if matches else ""

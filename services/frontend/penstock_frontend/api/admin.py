@@ -191,3 +191,5 @@ def _arguments(packed: bytes) -> Sequence[object]:
         return msgspec.msgpack.decode(packed, type=list[Any])
     except msgspec.DecodeError as e:  # ValidationError is one
         raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
+    except RecursionError:
+        raise InvalidArgument("arguments nest too deeply", field="arguments") from None

@@ -123,6 +123,10 @@ class EngineSession:
         self._to_send.put_nowait(
             None
         )  # or the task that feeds the stream would wait until it is collected, and complain
+        # gRPC ends that task only with a call that still runs: where none could begin, it would wait for ever.
+        feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
+        if feeding is not None:
+            feeding.cancel()
         await self._channel.close()
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
