@@ -55,11 +55,25 @@ async def test_a_passed_deadline_ends_all_inputs_in_the_engine(silent: FakeEngin
     await eventually(lambda: live(frontend) == 0)
 
 
-async def test_an_engine_that_dies_takes_the_call_with_it(silent: FakeEngine, frontend: FrontendServer) -> None:
+async def test_the_inputs_of_an_engine_that_dies_go_to_the_next(silent: FakeEngine, frontend: FrontendServer) -> None:
     call = frontend.stub.Embed(REQUEST)
     await silent.until(lambda e: len(e.running) == 2)
+    port = silent.port
     await silent.kill()
-    error = await failure(call)
-    assert isinstance(error, Unavailable)
-    assert error.reason == "ENGINE_GONE"
-    assert live(frontend) == 0
+    await silent.start(port)
+    await silent.until(lambda e: len(e.running) == 2)
+    assert [request.attempt for request in silent.requests] == [0, 0, 1, 1]
+    call.cancel()
+    await silent.until(lambda e: len(e.aborted) == 2)
+    await eventually(lambda: live(frontend) == 0)
+
+
+async def test_a_call_whose_engine_died_is_unavailable_when_none_comes_in_time(silent: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[silent.address], engine_wait_timeout=0.1) as frontend:
+        call = frontend.stub.Embed(REQUEST)
+        await silent.until(lambda e: len(e.running) == 2)
+        await silent.kill()
+        error = await failure(call)
+        assert isinstance(error, Unavailable)
+        assert error.message == "no engine took the request within 0.1 s"
+        assert live(frontend) == 0

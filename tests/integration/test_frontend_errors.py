@@ -10,7 +10,7 @@ import pytest
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable, Unimplemented
+from penstock_common.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
 from penstock_frontend.config import LimitsConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, failure, make_request
@@ -139,7 +139,7 @@ async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: Fro
     assert error.reason == "PROMPT_TOO_LONG"
 
 
-@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora", "Scale", "Drain"])
+@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora", "Scale"])
 async def test_admin_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
     error = await failure(getattr(frontend.admin, method)(getattr(admin_pb, f"{method}Request")()))
     assert isinstance(error, Unimplemented)
@@ -194,8 +194,14 @@ async def test_what_the_engine_refuses_reaches_its_client_with_all_details(
     assert await frontend.outputs(max_tokens=1)
 
 
-async def test_an_error_without_details_is_retryable(frontend: FrontendServer, engine: FakeEngine) -> None:
+async def test_a_request_that_fails_again_and_again_without_details_is_given_up(
+    frontend: FrontendServer, engine: FakeEngine
+) -> None:
     engine.mangle = lambda output: type(output)(
-        request_id=output.request_id, finish_reason=finish_pb2.FINISH_REASON_ERROR
+        request_id=output.request_id, attempt=output.attempt, finish_reason=finish_pb2.FINISH_REASON_ERROR
     )
-    assert isinstance(await failure(frontend.generate()), Unavailable)
+    error = await failure(frontend.generate())
+    assert isinstance(error, Internal)
+    assert error.reason == "QUARANTINED"
+    assert error.message.endswith("The last: the engine failed on this request")
+    assert [request.attempt for request in engine.requests] == [0, 1, 2]

@@ -192,7 +192,7 @@ async def test_errors_of_the_engine_have_their_status(
 ) -> None:
     engine.refusal = finish_pb2.RequestError(code=code, message="no")
     found, error = await error_of(api, {"prompt": "x"})
-    assert (found, error["type"], error["message"]) == (status, kind, "no")
+    assert (found, error["type"], error["message"].split()[-1]) == (status, kind, "no")  # behind how often it was tried
 
 
 async def test_without_an_engine_the_answer_is_unavailable(model: Path) -> None:

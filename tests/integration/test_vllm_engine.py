@@ -285,12 +285,12 @@ async def test_abort_ends_a_request_that_waits_for_an_engine(model: Path) -> Non
         await eventually(lambda: not frontend.frontend._llm.num_live)
 
 
-async def test_an_engine_that_goes_away_makes_the_call_unavailable(engine: FakeEngine, model: Path) -> None:
+async def test_a_call_that_finds_no_engine_any_more_is_unavailable(engine: FakeEngine, model: Path) -> None:
     engine.mangle = lambda output: None
-    async with FrontendServer(model, engines=[engine.address]) as frontend:
+    async with FrontendServer(model, engines=[engine.address], engine_wait_timeout=0.1) as frontend:
         await frontend.until_health(serving=True)
         call = VllmClient(frontend).stub.Generate(make_request(stream=True))
         await engine.until(lambda e: e.requests)
-        engine.break_streams()
+        await engine.kill()
         error = await failure(call)
     assert isinstance(error, Unavailable)
