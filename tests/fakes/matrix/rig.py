@@ -1,0 +1,263 @@
+"""A frontend in front of oracle engines in processes of their own, and one cell of the matrix after the other on it."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.cluster import EngineState
+from tests.fakes.frontend_server import FrontendServer, collect
+from tests.fakes.matrix.failures import Failure
+from tests.fakes.matrix.shapes import LENGTH, Shape, plain
+from tests.fakes.matrix.verdicts import Verdict, judge
+from tests.fakes.oracle_engine.control import ControlError
+from tests.fakes.oracle_process import OracleProcess
+
+LIMIT = 60.0
+STEP_SECONDS = 0.005
+NEIGHBOUR_LENGTH = 40
+BUSY = 100_000
+"""Requests that an engine says to have waiting so that the router takes another."""
+CLEAN: dict[str, Any] = {
+    "step_seconds": STEP_SECONDS,
+    "held": False,
+    "stalled": False,
+    "packets": "as_they_are",
+    "step_age": -1.0,
+    "faults": [],
+    "extra_waiting": BUSY,
+}
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Where in a request the failure comes: when ``offset`` of its tokens are out."""
+
+    name: str
+    offset: int
+
+
+STEPS = [
+    Step("on add", 0),
+    Step("after the first token", 1),
+    Step("mid stream", LENGTH // 2),
+    Step("before the last token", LENGTH - 1),
+    Step("after the last token", LENGTH),
+]
+
+
+class CellResult(msgspec.Struct, frozen=True):
+    """``streams``: of the requests on the engine that failed; ``neighbours``: of those on others, as they must be untouched."""
+
+    failure: str
+    step: str
+    streams: Sequence[Verdict]
+    neighbours: Sequence[Verdict]
+    problems: Sequence[str]
+
+    @property
+    def wrong(self) -> list[str]:
+        """Everything that should not be."""
+        return [v.problem for v in (*self.streams, *self.neighbours) if v.kind != "right"] + list(self.problems)
+
+
+class Rig:
+    """``async with Rig(model, **frontend options)``. Engines take turns at failing and are mended while others do."""
+
+    def __init__(self, model: Path, *, engines: int = 4, **options: Any) -> None:
+        self.engines = [OracleProcess(f"oracle-{number}", drain_timeout=0.1, **CLEAN) for number in range(engines)]
+        self._model = model
+        self._options = options
+        self._turns = itertools.cycle(self.engines)
+        self._healing: dict[OracleProcess, asyncio.Task[None]] = {}
+        self._running: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> "Rig":
+        for engine in self.engines:
+            await engine.__aenter__()
+        await asyncio.gather(*(engine.serving() for engine in self.engines))
+        addresses = [engine.reached_at for engine in self.engines]
+        self.frontend = await FrontendServer(self._model, engines=addresses, **self._options).__aenter__()
+        for engine in self.engines:
+            await self._until(lambda engine=engine: self.serves(engine))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in [*self._healing.values(), *self._running]:
+            task.cancel()
+        await asyncio.gather(*self._healing.values(), *self._running, return_exceptions=True)
+        await self.frontend.__aexit__()
+        for engine in self.engines:
+            await engine.__aexit__()
+
+    async def cell(self, failure: Failure, step: Step, shapes: Sequence[Shape]) -> CellResult:
+        """All shapes at once on one engine, which fails at the step, and streams beside them on the others."""
+        victim, others = await self._next_victim()
+        for engine in self.engines_alive():
+            await engine.call("forget")
+        neighbours = [plain(7_000 + number, NEIGHBOUR_LENGTH) for number in range(len(others))]
+        await self._route_to(others)
+        beside = [self._start(shape, f"beside-{number}") for number, shape in enumerate(neighbours)]
+        await self._until_added("beside", len(beside))
+        await victim.set(held=True)
+        await self._route_to([victim])
+        struck = [self._start(shape, f"struck-{number}") for number, shape in enumerate(shapes)]
+        await self._until_added("struck", sum(len(shape.expected) for shape in shapes))
+        if step.offset:
+            hold = {"at": "mid_stream", "count": step.offset, "action": "hold"}
+            await victim.set(held=False, faults=[hold])
+            await victim.until(reached=1)
+        self._running = [*struck, *beside]
+        await failure.strike(self, victim)
+        async with asyncio.timeout(LIMIT):
+            outcomes = await asyncio.gather(*struck)
+            outcomes_beside = await asyncio.gather(*beside)
+        problems = await self._leftovers(victim, failure, step)
+        self._healing[victim] = asyncio.create_task(self.heal(victim))
+        return CellResult(
+            failure.name,
+            step.name,
+            list(itertools.chain(*map(judge, shapes, outcomes))),
+            list(itertools.chain(*map(judge, neighbours, outcomes_beside))),
+            problems,
+        )
+
+    async def heal(self, engine: OracleProcess) -> None:
+        """Make an engine well again, whatever it had, and wait until the frontend uses it."""
+        engine.proxy.plug_in()
+        if engine.alive:
+            engine.go_on()
+            try:
+                await engine.set(**CLEAN)
+            except OSError:  # it is about to end
+                await engine.ended()
+        if not engine.alive:
+            await engine.restart()
+        await self._until(lambda: self.serves(engine))
+
+    async def healed(self) -> None:
+        """Wait until all engines are well."""
+        await asyncio.gather(*self._healing.values())
+        self._healing.clear()
+
+    async def until_moved(self, engine: OracleProcess) -> None:
+        """Wait until another engine has a request that was on this one, or nothing of the cell runs any more."""
+        others = [other for other in self.engines if other is not engine]
+        async with asyncio.timeout(LIMIT):
+            while not all(task.done() for task in self._running):
+                if any(attempt for _, attempt, _ in await self._attempts(others)):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def sleep(self, seconds: float) -> None:
+        """As long as a failure lasts."""
+        await asyncio.sleep(seconds)
+
+    def serves(self, engine: OracleProcess) -> bool:
+        """Whether the frontend gives new requests to an engine."""
+        status = self._status(engine)
+        return status is not None and status.state is EngineState.SERVING
+
+    def engines_alive(self) -> list[OracleProcess]:
+        """Those that are not being mended."""
+        return [engine for engine in self.engines if engine not in self._healing]
+
+    async def _next_victim(self) -> tuple[OracleProcess, list[OracleProcess]]:
+        """The engine whose turn it is, as soon as it and one other at least are well, and the others that are."""
+        victim = next(self._turns)
+        if victim in self._healing:
+            await self._healing.pop(victim)
+        for engine, task in list(self._healing.items()):
+            if task.done():
+                await self._healing.pop(engine)
+        while not (others := [engine for engine in self.engines_alive() if engine is not victim]):
+            engine, task = next(iter(self._healing.items()))
+            await task
+            del self._healing[engine]
+        return victim, others
+
+    async def _route_to(self, chosen: Sequence[OracleProcess]) -> None:
+        """Let the router take these engines, and none of the others unless it comes back in this very moment."""
+        for engine in self.engines_alive():
+            await engine.set(extra_waiting=0 if engine in chosen else BUSY)
+        await self._until(
+            lambda: all(
+                (self._waiting(engine) >= BUSY) != (engine in chosen) for engine in self.engines if self.serves(engine)
+            )
+        )
+
+    def _waiting(self, engine: OracleProcess) -> int:
+        status = self._status(engine)
+        return status.num_waiting_reqs if status is not None else 0
+
+    def _status(self, engine: OracleProcess) -> Any:
+        cluster = self.frontend.frontend._engines.cluster()
+        return next((status for status in cluster if status.address == engine.reached_at), None)
+
+    async def _until_added(self, prefix: str, count: int) -> None:
+        """Wait until so many sequences of requests with such ids are on engines."""
+        async with asyncio.timeout(LIMIT):
+            while sum(name.startswith(prefix) for name, _, _ in await self._attempts(self.engines)) < count:
+                await asyncio.sleep(0.005)
+
+    async def _attempts(self, engines: Sequence[OracleProcess]) -> list[Any]:
+        """External id, attempt and number of prior tokens of all that engines were given, as far as they can be asked."""
+        found = []
+        for engine in engines:
+            try:
+                found += (await engine.state())["attempts"] if engine.alive else []
+            except OSError:  # it comes up, or goes down
+                continue
+        return found
+
+    def _start(self, shape: Shape, request_id: str) -> "asyncio.Task[Any]":
+        shape.request.request_id = request_id
+
+        async def outcome() -> Any:
+            try:
+                return await collect(self.frontend.stub.Generate(shape.request, timeout=LIMIT))
+            except RequestFailed as e:
+                return e
+
+        return asyncio.create_task(outcome())
+
+    async def _leftovers(self, victim: OracleProcess, failure: Failure, step: Step) -> list[str]:
+        """What is wrong beside the streams: requests left over, or moved without need, or not moved."""
+        problems = []
+        llm = self.frontend.frontend._llm
+        if llm.num_live or len(llm._outputs):
+            problems.append(f"the frontend still has {llm.num_live} requests and {len(llm._outputs)} sequences")
+        attempts = []
+        for engine in self.engines_alive():
+            if engine is victim and not engine.alive:
+                continue
+            try:
+                state = await engine.state()
+                attempts += state["attempts"]
+                async with asyncio.timeout(10):
+                    while (await engine.state())["num_running"]:
+                        await asyncio.sleep(0.01)
+            except TimeoutError:
+                problems.append(f"{engine.engine_id} still has requests: {(await engine.state())['running']}")
+            except (OSError, ControlError):
+                if engine is not victim:
+                    raise
+        moved = {name for name, attempt, _ in attempts if attempt}
+        if any(name.startswith("beside") for name in moved):
+            problems.append(f"requests of engines that were well have moved: {sorted(moved)}")
+        if failure.name.startswith(("packets twice", "tokens again")) and moved:
+            problems.append(f"requests have moved without need: {sorted(moved)}")
+        if failure.moves and 0 < step.offset < LENGTH and not moved:
+            problems.append("nothing has moved: the failure did not come about")
+        return problems
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+Strike = Callable[[Rig, OracleProcess], Awaitable[None]]
