@@ -120,7 +120,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
     is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``utility_calls``: what was
-    called with which arguments.
+    called with which arguments. ``step_age``: what it says of the age of its last step; ``frozen``: it does not answer that.
     """
 
     def __init__(
@@ -162,6 +162,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.running: dict[str, FakeRequest] = {}
         self.sessions: list[FakeSession] = []
         self.num_steps = 0
+        self.step_age = 0.0
+        self.frozen = False
         self._manual = manual
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -281,6 +283,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._notify()
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
+        if self.frozen:
+            await asyncio.Event().wait()  # until the caller gives up
         return pb.GetEngineInfoResponse(ready=self.ready, scheduler_stats=self._stats())
 
     async def _read(self, requests: AsyncIterator[pb.SessionRequest], session: FakeSession) -> None:
@@ -373,7 +377,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         return output
 
     def _stats(self) -> stats_pb2.SchedulerStats:
-        return stats_pb2.SchedulerStats(num_running_reqs=len(self.running), step_counter=self.num_steps)
+        return stats_pb2.SchedulerStats(
+            num_running_reqs=len(self.running), step_counter=self.num_steps, seconds_since_last_step=self.step_age
+        )
 
     async def _run(self) -> None:
         while True:

@@ -1,6 +1,7 @@
 """Engines that come, go, drain and misbehave, as a frontend's clients see it."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.v1 import control_pb2, finish_pb2
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
-from penstock_common.errors import Unavailable
+from penstock_common.errors import Internal, ResourceExhausted, Unavailable
 from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
-from penstock_frontend.config import CoordinatorClientConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import LOOPBACK, FrontendServer, collect, failure, until_states
+from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig
+from tests.fakes.fake_engine import FakeEngine, token_at
+from tests.fakes.frontend_server import LOOPBACK, FrontendServer, collect, eventually, failure, until_states
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -59,25 +60,29 @@ async def test_requests_are_spread_evenly(frontend: FrontendServer, engines: tup
 
 
 @pytest.mark.parametrize("how", ["break_streams", "close_streams", "die", "kill"])
-async def test_the_requests_of_a_lost_engine_end_as_unavailable_naming_it_and_others_go_on(
+async def test_the_requests_of_a_lost_engine_go_on_on_another_from_where_they_were(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine], how: str
 ) -> None:
     a, b = engines
-    readers = await two_requests(frontend, engines)
+    calls = [frontend.generate(max_tokens=6, seed=seed, detokenize=False) for seed in (1, 2)]
+    for engine in engines:
+        await engine.until(lambda e: e.running)
+        engine.step()
+        engine.step()
     lose = getattr(a, how)
     result = lose("out of memory") if how == "die" else lose()
     if how == "kill":
         await result
-    done, _ = await asyncio.wait(readers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-    [lost] = done
-    error = lost.exception()
-    assert isinstance(error, Unavailable)
-    assert error.reason == "ENGINE_GONE"
-    assert f"engine a at {a.address} is gone" in error.message
-    assert how != "die" or "out of memory" in error.message
-    b.step()
-    [kept] = set(readers) - done
-    assert await kept
+    await b.until(lambda e: len(e.running) == 2)
+    moved = b.requests[-1]
+    assert (moved.attempt, len(moved.prior_output_token_ids)) == (1, 2)
+    while b.running:
+        b.step()
+    for seed, call in zip((1, 2), calls, strict=True):
+        messages = await collect(call)
+        tokens = [token for message in messages for token in message.token_ids]
+        assert tokens == [token_at(seed, i, vocab_size=VOCAB) for i in range(6)]
+        assert messages[-1].usage.completion_tokens == 6
 
 
 async def test_new_requests_go_to_the_engines_that_are_left(
@@ -121,21 +126,23 @@ async def test_a_draining_engine_finishes_what_it_has_and_gets_nothing_new(
     assert len(a.requests) == 1
 
 
-async def test_requests_that_a_leaving_engine_aborts_are_unavailable(
+async def test_requests_that_a_leaving_engine_ends_go_on_on_another(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:
     a, b = engines
     readers = await two_requests(frontend, engines)
+    a.drain()
+    await until_states(frontend, {"a": control_pb2.ENGINE_STATE_DRAINING, "b": control_pb2.ENGINE_STATE_SERVING})
     a.finish_all(finish_pb2.FINISH_REASON_ABORT)
-    b.finish_all(finish_pb2.FINISH_REASON_ABORT)
-    results = await asyncio.gather(*readers, return_exceptions=True)
-    assert [type(r) for r in results] == [Unavailable, Unavailable]
+    await b.until(lambda e: len(e.running) == 2)
+    b.step()
+    assert all(await asyncio.gather(*readers))
 
 
 async def test_an_engine_that_skips_tokens_is_treated_as_lost(
-    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
+    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, _ = engines
+    a, b = engines
 
     def skip(output: Any) -> Any:
         output.offset += 1
@@ -144,12 +151,147 @@ async def test_an_engine_that_skips_tokens_is_treated_as_lost(
     readers = await two_requests(frontend, engines)
     a.mangle = skip
     a.step()
-    done, pending = await asyncio.wait(readers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-    error = done.pop().exception()
+    await b.until(lambda e: len(e.running) == 2)
+    b.step()
+    assert all(await asyncio.gather(*readers))
+    assert "goes on at token 1, not 0" in capsys.readouterr().out
+
+
+async def test_requests_wait_while_no_engine_is_left_and_go_on_with_the_next(model: Path) -> None:
+    engine = FakeEngine("a", vocab_size=VOCAB, manual=True)
+    async with engine, FrontendServer(model, engines=[engine.address], engine_wait_timeout=10.0) as frontend:
+        call = frontend.generate(max_tokens=2, seed=3, detokenize=False)
+        await engine.until(lambda e: e.running)
+        engine.step()
+        port = engine.port
+        await engine.kill()
+        await frontend.until_health(serving=False)
+        assert frontend.frontend._engines.num_held == 1
+        await engine.start(port)
+        await engine.until(lambda e: e.running)
+        engine.step()
+        tokens = [token for message in await collect(call) for token in message.token_ids]
+    assert tokens == [token_at(3, i, vocab_size=VOCAB) for i in range(2)]
+
+
+async def test_requests_that_lose_the_last_engine_end_as_unavailable_when_the_wait_is_over(model: Path) -> None:
+    engine = FakeEngine("a", vocab_size=VOCAB, manual=True)
+    async with engine, FrontendServer(model, engines=[engine.address], engine_wait_timeout=0.2) as frontend:
+        call = frontend.generate(max_tokens=2)
+        await engine.until(lambda e: e.running)
+        await engine.kill()
+        error = await failure(call)
     assert isinstance(error, Unavailable)
-    assert "goes on at token 1, not 0" in error.message
-    engines[1].step()
-    assert await pending.pop()
+    assert (error.message, error.retry_after) == ("no engine took the request within 0.2 s", 1.0)
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_for_an_engine_is_not_sent_again(model: Path) -> None:
+    engine = FakeEngine("a", vocab_size=VOCAB, manual=True)
+    async with engine, FrontendServer(model, engines=[engine.address], engine_wait_timeout=10.0) as frontend:
+        call = frontend.generate(max_tokens=2)
+        await engine.until(lambda e: e.running)
+        port = engine.port
+        await engine.kill()
+        await frontend.until_health(serving=False)
+        call.cancel()
+        await eventually(lambda: frontend.frontend._engines.num_held == 0)
+        await engine.start(port)
+        await engine.until(lambda e: e.sessions)
+        await frontend.until_health(serving=True)
+        assert len(engine.requests) == 1
+
+
+async def test_more_requests_than_may_wait_for_an_engine_are_refused(model: Path) -> None:
+    async with FrontendServer(model, engines=["127.0.0.1:1"], max_held_requests=1) as frontend:
+        first = asyncio.create_task(collect(frontend.generate()))
+        await eventually(lambda: frontend.frontend._engines.num_held == 1)
+        error = await failure(frontend.generate())
+        first.cancel()
+    assert isinstance(error, ResourceExhausted)
+    assert error.message == "1 requests wait for an engine; max_held_requests is 1"
+
+
+async def test_an_engine_whose_queue_is_full_passes_the_request_on(
+    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, b = engines
+    full = finish_pb2.RequestError(code="RESOURCE_EXHAUSTED", message="the queue is full", reason="QUEUE_FULL")
+    a.refusal = full
+    calls = [frontend.generate(max_tokens=1) for _ in range(4)]
+    await b.until(lambda e: len(e.running) == 4)
+    b.step()
+    assert all([await collect(call) for call in calls])
+    b.refusal = full
+    assert isinstance(await failure(frontend.generate()), ResourceExhausted)
+
+
+async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_finish(model: Path) -> None:
+    engines = [FakeEngine(name, vocab_size=VOCAB, manual=True) for name in "abcd"]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        frontend = await stack.enter_async_context(FrontendServer(model, engines=[e.address for e in engines]))
+        await until_states(frontend, dict.fromkeys("abcd", control_pb2.ENGINE_STATE_SERVING))
+        poison = asyncio.create_task(collect(frontend.generate(request_id="poison", max_tokens=2)))
+        neighbours = [asyncio.create_task(collect(frontend.generate(max_tokens=2))) for _ in range(8)]
+        died = 0
+        while not poison.done():
+            for engine in engines:
+                if any(r.message.external_request_id == "poison" for r in engine.running.values()):
+                    await engine.kill()
+                    died += 1
+                elif engine.running:
+                    engine.step()
+            await asyncio.sleep(0.001)
+        assert died == 3
+        error = poison.exception()
+        assert isinstance(error, Internal)
+        assert error.reason == "QUARANTINED"
+        assert "3 engines in a row" in error.message
+        while not all(task.done() for task in neighbours):
+            for engine in engines:
+                if engine.running:
+                    engine.step()
+            await asyncio.sleep(0.001)
+        assert all(await asyncio.gather(*neighbours))
+
+
+async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The connection holds; nothing comes over it."""
+    a = FakeEngine("a", vocab_size=VOCAB, manual=True)
+    b = FakeEngine("b", vocab_size=VOCAB, manual=True)
+    detection = DetectionConfig(silence=0.1, probe_timeout=0.2)
+    async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
+        await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
+        readers = await two_requests(frontend, (a, b))
+        a.frozen = True
+        await b.until(lambda e: len(e.running) == 2)
+        b.step()
+        assert all(await asyncio.gather(*readers))
+    assert "does not answer within 0.2 s" in capsys.readouterr().out
+
+
+async def test_a_wedged_engine_loses_its_requests_and_gets_no_more_until_it_steps_again(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = FakeEngine("a", vocab_size=VOCAB, manual=True)
+    b = FakeEngine("b", vocab_size=VOCAB, manual=True)
+    detection = DetectionConfig(silence=0.1, probe_timeout=5.0, wedged_after=10.0)
+    async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
+        both = dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING)
+        await until_states(frontend, both)
+        readers = await two_requests(frontend, (a, b))
+        a.step_age = 11.0
+        await b.until(lambda e: len(e.running) == 2)
+        more = [asyncio.create_task(collect(frontend.generate(max_tokens=1))) for _ in range(4)]
+        await b.until(lambda e: len(e.running) == 6)
+        b.step()
+        assert all(await asyncio.gather(*readers, *more))
+        a.step_age = 0.0
+        await until_states(frontend, both)
+    assert "has not finished a step for 11.0 s" in capsys.readouterr().out
 
 
 async def test_repeated_outputs_are_dropped(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> None:

@@ -66,11 +66,9 @@ class Frontend:
         self._stopping = False
         kv_events = KvEventFeed()
         self._engines = GrpcEngineClient(
-            model=name,
-            frontend_id=config.name,
+            config,
             incarnation=incarnation,
             outputs=SplitOutputs(outputs, pooled),
-            wait_timeout=config.engine_wait_timeout,
             on_change=self._on_change,
             kv_events=kv_events,
         )
@@ -186,6 +184,8 @@ class Frontend:
     def _on_change(self) -> None:
         for load in self._engines.loads():
             self._metrics.engine(load.engine)  # its series show as 0 before its first request
+        if self._coordinator is not None:
+            self._coordinator.demand(self._engines.num_held)
         self._changed.set()
 
     def _is_coordinator_connected(self) -> bool:

@@ -16,7 +16,7 @@ from penstock_common.errors import (
 from penstock_common.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.engine.client import EngineClient
+from penstock_frontend.engine.base import EngineClient
 from penstock_frontend.observe import ObservedRequest, RequestObserver
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
@@ -192,7 +192,7 @@ class AsyncLLM:
         """
         running = [state for state in live.states if self._outputs.abort(state)]
         if running:
-            self.engines.abort(running[0].engine, [state.request_id for state in running], "the client ended it")
+            self.engines.abort([state.request_id for state in running], "the client ended it")
         return bool(live.states)
 
     async def pool(self, request: PoolingRequest) -> tuple[PoolingResult, str]:
@@ -235,7 +235,7 @@ class AsyncLLM:
         live.released = True
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
-            self.engines.abort(running[0].engine, [state.request_id for state in running], "the client is gone")
+            self.engines.abort([state.request_id for state in running], "the client is gone")
         live.observed.end(live.request, live.states, done=live.done)
         self._metrics.set_in_flight(len(self._live))
         if not self._live:
@@ -274,8 +274,8 @@ class AsyncLLM:
         """End what is still running as Unavailable."""
         self.engines.refuse()
         error = Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
-        self._outputs.fail_all(error)
-        self.pooling.outputs.fail_all(error)
+        failed = [*self._outputs.fail_all(error), *self.pooling.outputs.fail_all(error)]
+        self.engines.abort(failed, "the frontend is shutting down")
 
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
         core_request = await self.inputs.process(request, live.request_id)
@@ -287,13 +287,11 @@ class AsyncLLM:
         self._metrics.asked_for(len(sequences))
         states = self._outputs.add(*sequences)
         try:
-            engine = self.engines.add(*sequences)
+            self.engines.add(*sequences)
         except RequestFailed:
             for state in states:
                 self._outputs.remove(state)
             raise
-        for state in states:
-            state.engine = engine
         live.prompt_token_ids, live.states = core_request.prompt_token_ids, states
 
 

@@ -108,11 +108,44 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             check_range(f"limits.{field.name}", getattr(self, field.name), low=1)
 
 
+class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request may survive. ``max_moves``: engines that it may leave, lost or drained, before it ends as UNAVAILABLE.
+    ``max_strikes``: engines in a row that may be lost before they brought anything for it; a request that reaches that is
+    taken for what they died of, and ends.
+    """
+
+    max_moves: int = 20
+    max_strikes: int = 3
+
+    def __post_init__(self) -> None:
+        check_range("retries.max_moves", self.max_moves, low=0, high=10_000)
+        check_range("retries.max_strikes", self.max_strikes, low=1, high=100)
+
+
+class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine is found out that is not dead enough to break its connection. Times are in seconds.
+
+    ``silence``: an engine that has work of this frontend and says nothing for so long is asked how it is. ``probe_timeout``: one
+    that does not answer that within so long is lost. ``wedged_after``: one that answers, and whose last step is older, is
+    wedged; what it has goes on elsewhere.
+    """
+
+    silence: float = 2.0
+    probe_timeout: float = 5.0
+    wedged_after: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_range("detection.silence", self.silence, low=0.05, high=3600)
+        check_range("detection.probe_timeout", self.probe_timeout, low=0.05, high=3600)
+        check_range("detection.wedged_after", self.wedged_after, low=0.1, high=86_400)
+
+
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a frontend process needs to know.
 
     ``engines``: addresses (host:port) used when there is no coordinator. ``tokenizer_threads``: size of the pool that
-    tokenizes. ``engine_wait_timeout``: seconds a request waits for an engine to appear before it ends as UNAVAILABLE.
+    tokenizes. ``engine_wait_timeout``: seconds a request waits for an engine, its first or another one, before it ends as
+    UNAVAILABLE; ``max_held_requests``: new requests that may wait so at once.
     ``drain_timeout``: seconds that running requests may go on after a stop signal.
     """
 
@@ -125,7 +158,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     http: HttpConfig = HttpConfig()
     tokenizer_threads: int = 2
     limits: LimitsConfig = LimitsConfig()
+    retries: RetriesConfig = RetriesConfig()
+    detection: DetectionConfig = DetectionConfig()
     engine_wait_timeout: float = 30.0
+    max_held_requests: int = 10_000
     drain_timeout: float = 30.0
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
@@ -133,6 +169,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         check_range("tokenizer_threads", self.tokenizer_threads, low=1, high=64)
         check_range("engine_wait_timeout", self.engine_wait_timeout, low=0.0, high=86_400)
+        check_range("max_held_requests", self.max_held_requests, low=0)
         check_range("drain_timeout", self.drain_timeout, low=0.0, high=86_400)
         for address in self.engines:
             if not address.rpartition(":")[2].isdecimal():

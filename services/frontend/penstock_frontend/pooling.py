@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock_common.errors import DeadlineExceeded
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.client import EngineClient
+from penstock_frontend.engine.base import EngineClient
 from penstock_frontend.processing.pooled import PooledOutputs, PooledState
 from penstock_frontend.processing.pooling import PoolingInputs, PoolingRequest, PoolingResult
 
@@ -39,22 +39,18 @@ class PoolingCalls:
     def _send(self, core_request: EngineCoreRequest) -> PooledState:
         state = self.outputs.add(core_request)
         try:
-            state.engine = self._engines.add(core_request)
+            self._engines.add(core_request)
         except BaseException:
             self.outputs.remove(state)
             raise
         return state
 
     def _forget(self, states: Sequence[PooledState]) -> None:
-        """End what has not ended, engine by engine, and collect failures nobody waits for any more."""
-        unfinished: dict[str, list[str]] = {}
+        """End what has not ended, and collect failures nobody waits for any more."""
+        self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
         for state in states:
-            if self.outputs.remove(state):
-                unfinished.setdefault(state.engine, []).append(state.request_id)
             if not state.answer.cancel() and not state.answer.cancelled():
                 state.answer.exception()
-        for engine, request_ids in unfinished.items():
-            self._engines.abort(engine, request_ids, "the client is gone")
 
 
 async def _before(deadline: float | None, states: Sequence[PooledState]) -> list[EngineCoreOutput]:

@@ -1,4 +1,4 @@
-"""The output processor: offsets and attempts, ends, errors, and what is aborted."""
+"""The output processor: ends, errors, and what is aborted."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from penstock_common.types.outputs import EngineCoreOutput, FinishReason, Prefil
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.output import EngineFaultError, OutputProcessor, RequestState
+from penstock_frontend.processing.output import OutputProcessor, RequestState
 from penstock_frontend.processing.request import RequestOutput, Usage
 from penstock_frontend.processing.tokenizer import Tokenizer
 from tests.fakes import small_tokenizers
@@ -33,7 +33,7 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER._backend.encode(text, add_special_tokens=False).ids
 
 
-def add(processor: OutputProcessor, request_id: str = "r", engine: str = "e0", **params: Any) -> RequestState:
+def add(processor: OutputProcessor, request_id: str = "r", **params: Any) -> RequestState:
     request = EngineCoreRequest(
         request_id=request_id,
         external_request_id=request_id,
@@ -41,7 +41,6 @@ def add(processor: OutputProcessor, request_id: str = "r", engine: str = "e0", *
         sampling_params=SamplingParams(**params),
     )
     [state] = processor.add(request)
-    state.engine = engine
     return state
 
 
@@ -82,26 +81,6 @@ async def test_a_stop_string_in_the_last_output_needs_no_abort(processor: Output
     assert (last.finish.reason, last.finish.stop_reason) == (FinishReason.STOP, "b")
 
 
-async def test_repeated_tokens_are_dropped(processor: OutputProcessor) -> None:
-    state = add(processor)
-    processor.process([output(ids_of("ab")), output(ids_of("ab")), output(ids_of("bc"), 1), output(ids_of("d"), 3)])
-    assert (await take(state)).text == "abcd"
-
-
-async def test_outputs_of_another_attempt_are_dropped(processor: OutputProcessor) -> None:
-    state = add(processor)
-    state.attempt = 1
-    processor.process([output(ids_of("x")), output(ids_of("a"), attempt=1)])
-    assert (await take(state)).text == "a"
-
-
-def test_a_gap_is_a_fault_of_the_engine(processor: OutputProcessor) -> None:
-    add(processor)
-    processor.process([output(ids_of("a"))])
-    with pytest.raises(EngineFaultError, match="request r goes on at token 2, not 1"):
-        processor.process([output(ids_of("c"), 2)])
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -140,15 +119,6 @@ async def test_an_abort_that_the_client_did_not_ask_for_is_unavailable(processor
         await take(state)
 
 
-async def test_a_lost_engine_ends_its_requests_and_no_others(processor: OutputProcessor) -> None:
-    state, other = add(processor), add(processor, "other", engine="e1")
-    processor.fail_engine("e0", Unavailable("engine e0 is gone"))
-    with pytest.raises(Unavailable, match="e0 is gone"):
-        await take(state)
-    processor.process([EngineCoreOutput(request_id="other", new_token_ids=ids_of("a"))])
-    assert (await take(other)).text == "a"
-
-
 async def test_outputs_of_unknown_requests_are_ignored(processor: OutputProcessor) -> None:
     assert processor.process([output([1])]) == []
 
@@ -172,15 +142,6 @@ async def test_without_detokenization_log_probabilities_have_no_texts(processor:
     state = add(processor, logprobs=0, detokenize=False)
     processor.process([output([5], new_logprobs=logprobs_of([5]))])
     assert (await take(state)).logprobs == logprobs_of([5])
-
-
-async def test_log_probabilities_of_repeated_tokens_are_dropped_with_them(processor: OutputProcessor) -> None:
-    state = add(processor, logprobs=0, detokenize=False)
-    for tokens, offset in [([5, 6], 0), ([5, 6], 0), ([6, 7], 1)]:
-        processor.process([output(tokens, offset, new_logprobs=logprobs_of(tokens))])
-    taken = await take(state)
-    assert taken.token_ids == [5, 6, 7]
-    assert taken.logprobs == logprobs_of([5, 6, 7])
 
 
 @pytest.mark.parametrize("sent", [None, logprobs_of([5])])
@@ -248,6 +209,23 @@ async def test_a_defect_in_one_request_leaves_the_others_alone(processor: Output
     assert (await take(other)).text == "a"
     with pytest.raises(PenstockError, match="internal error"):
         await take(broken)
+
+
+def test_times_of_two_engines_are_not_compared(processor: OutputProcessor, metrics: FrontendMetrics) -> None:
+    add(processor)
+    processor.process([output(ids_of("a"))], "", 1000.0)
+    processor.process([output(ids_of("b"), 1)], "", 1000.5)
+    processor.moved(["r", "unknown"])
+    processor.process([output(ids_of("c"), 2)], "", 3.0)
+    processor.process([output(ids_of("d"), 3, finish_reason=FinishReason.LENGTH)], "", 3.25)
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"model_name": "demo", "engine": ""})
+
+    assert value("vllm:inter_token_latency_seconds_sum") == pytest.approx(0.75)
+    assert value("vllm:inter_token_latency_seconds_count") == 2
+    assert value("vllm:request_decode_time_seconds_sum") == pytest.approx(0.75)
+    assert value("vllm:time_to_first_token_seconds_count") == 1
 
 
 def test_metrics_count_tokens_and_ends(processor: OutputProcessor, metrics: FrontendMetrics) -> None:

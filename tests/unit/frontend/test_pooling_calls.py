@@ -39,15 +39,13 @@ class SilentEngines:
     async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
         return ModelLimits(max_model_len=64, vocab_size=1000)
 
-    def add(self, request: EngineCoreRequest) -> str:
+    def add(self, request: EngineCoreRequest) -> None:
         if len(self.added) >= self.refuses_from:
             raise Unavailable("no engine is there")
         self.added.append(request)
         self.changed.set()
-        return "engine"
 
-    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        assert engine == "engine"
+    def abort(self, request_ids: Sequence[str], reason: str) -> None:
         self.aborted += request_ids
 
 
@@ -121,9 +119,10 @@ async def test_one_failure_ends_the_call_and_aborts_the_others(rig: Rig) -> None
     assert rig.engines.aborted == [rig.engines.added[1].request_id]
 
 
-async def test_an_engine_that_goes_away_fails_its_requests(rig: Rig) -> None:
+async def test_requests_that_outlive_no_engine_fail_their_call(rig: Rig) -> None:
     task = await rig.started(rig.request("one", "two"))
-    rig.outputs.fail_engine("engine", Unavailable("gone"))
+    rig.outputs.moved([request.request_id for request in rig.engines.added])
+    rig.outputs.fail_all(Unavailable("gone"))
     with pytest.raises(Unavailable, match="gone"):
         await task
     assert rig.engines.aborted == []

@@ -13,7 +13,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.cluster import engine_to_proto
 from penstock_frontend.api.unserved import refuses_unserved
 from penstock_frontend.api.utilities import ask_all
-from penstock_frontend.engine.client import EngineClient
+from penstock_frontend.engine.base import EngineClient
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name

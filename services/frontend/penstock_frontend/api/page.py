@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_common.types.cluster import EngineStatus
-from penstock_frontend.engine.client import EngineClient
+from penstock_frontend.engine.base import EngineClient
 
 _HEADERS = {
     "Cache-Control": "no-cache",

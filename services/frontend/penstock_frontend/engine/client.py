@@ -3,114 +3,52 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from penstock_common.engine_metrics import EngineLoad
-from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Unavailable
+from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.config import FrontendConfig
+from penstock_frontend.engine.base import OutputHandler, RankLoad
 from penstock_frontend.engine.connection import EngineConnection
+from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.router import Candidate, Router
 from penstock_frontend.processing.input import ModelLimits
-from penstock_frontend.rpc.engine_session import EngineSession
-
-
-class OutputHandler(Protocol):
-    """Who gets what engines produce."""
-
-    def process(self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float) -> Sequence[str]:
-        """Take a step's outputs; returns the ids of requests that the engine need not go on with.
-
-        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock.
-        """
-
-    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests."""
-
-    def fail_engine(self, engine: str, error: RequestFailed) -> None:
-        """End every request of an engine."""
-
-
-class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connected engine has to do. ``rank``: no two engines have the same; ``capacity``: tokens its KV cache holds."""
-
-    rank: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-    kv_cache_usage: float
-    capacity: int
-
-
-class EngineClient(Protocol):
-    """Takes requests to engines. Outputs come through an OutputHandler."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether an engine takes requests now."""
-
-    @property
-    def limits(self) -> ModelLimits | None:
-        """What every connected engine can take; None while there is none."""
-
-    @property
-    def capabilities(self) -> Sequence[str]:
-        """What at least one connected engine serves."""
-
-    @property
-    def num_engines(self) -> int:
-        """Engines that take requests now."""
-
-    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
-        """Wait for an engine, until ``deadline`` (Unix seconds) at most. Raises Unavailable or DeadlineExceeded."""
-
-    def add(self, *requests: EngineCoreRequest) -> str:
-        """Start requests that belong together on one engine. Returns its key. Raises Unavailable when none takes them."""
-
-    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        """End requests of an engine; nothing more comes of them."""
-
-    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
-        """Call a registered method on every connected engine. Results, or the RequestFailed it ended with, by engine id."""
-
-    def refuse(self) -> None:
-        """Take no more requests; those that wait for an engine fail."""
-
-    def cluster(self) -> Sequence[EngineStatus]:
-        """The engines as this frontend sees them."""
-
-    def rank_loads(self) -> Sequence[RankLoad]:
-        """The load of every connected engine, by rank."""
 
 
 class GrpcEngineClient:
     """The EngineClient over one session per engine.
 
-    ``on_change`` is called whenever ``usable`` may have changed, ``kv_events`` is told how the engines' prefix caches change.
+    ``on_change`` is called whenever ``usable`` or ``num_held`` may have changed, ``kv_events`` is told how the engines' prefix
+    caches change.
     """
 
     def __init__(
         self,
+        config: FrontendConfig,
         *,
-        model: str,
-        frontend_id: str,
         incarnation: str,
         outputs: OutputHandler,
-        wait_timeout: float,
         on_change: Callable[[], None],
         kv_events: KvEventListener,
     ) -> None:
-        self._outputs = outputs
         self._kv_events = kv_events
-        self._wait_timeout = wait_timeout
+        self._wait_timeout = config.engine_wait_timeout
+        self._max_held = config.max_held_requests
+        self._num_waiting = 0
         self._on_change = on_change
-        self._pool = EnginePool(model=model, frontend_id=frontend_id, incarnation=incarnation, listener=self)
+        self._pool = EnginePool(config, incarnation=incarnation, listener=self)
         # Frontends start their rotation at different engines.
         self._router = Router(start=hash(incarnation))
+        self._dispatch = Dispatch(
+            self, outputs, self._router, config.retries, hold_timeout=self._wait_timeout, on_held=on_change
+        )
         self._view = ClusterView()
         self._usable = asyncio.Event()
         self._closed = False
@@ -154,40 +92,53 @@ class GrpcEngineClient:
     @property
     def num_engines(self) -> int:
         """See EngineClient."""
-        return sum(candidate.accepting for candidate in self._candidates())
+        return sum(candidate.accepting for candidate in self.candidates())
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for an engine: new ones, and sequences that have lost theirs."""
+        return self._num_waiting + self._dispatch.num_held
 
     async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
         """See EngineClient."""
+        if self._closed or not self._usable.is_set():
+            await self._until_usable(deadline)
+        if self._closed:
+            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN")
+        limits = self.limits
+        if limits is None:
+            raise Internal("an engine is usable and none is connected")
+        return limits
+
+    async def _until_usable(self, deadline: float | None) -> None:
+        if self._num_waiting >= self._max_held:
+            raise ResourceExhausted(
+                f"{self._num_waiting} requests wait for an engine; max_held_requests is {self._max_held}",
+                retry_after=1.0,
+            )
         left = None if deadline is None else deadline - time.time()
         wait = self._wait_timeout if left is None else min(self._wait_timeout, left)
+        self._num_waiting += 1
+        self._on_change()
         try:
             async with asyncio.timeout(wait):
-                while True:
+                while not self._usable.is_set():  # it may have been unset again before this ran
                     await self._usable.wait()
-                    if self._closed:
-                        raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN")
-                    if (limits := self.limits) is not None:
-                        return limits
         except TimeoutError:
             if left is not None and left < self._wait_timeout:
                 raise DeadlineExceeded("the deadline passed while no engine took requests") from None
             raise Unavailable(f"no engine took requests within {self._wait_timeout:g} s", retry_after=1.0) from None
+        finally:
+            self._num_waiting -= 1
+            self._on_change()
 
-    def add(self, *requests: EngineCoreRequest) -> str:
-        """See EngineClient."""
-        key = self._router.pick(self._candidates(), rank=requests[0].data_parallel_rank, count=len(requests))
-        session = self._session(key)
-        if session is None:
-            raise Internal(f"the router picked {key}, which has no session")
-        for request in requests:
-            # The choice of the rank is made: for the engine there is none.
-            session.add(msgspec.structs.replace(request, data_parallel_rank=None, current_wave=self._view.current_wave))
-        return key
+    def add(self, *requests: EngineCoreRequest) -> None:
+        """See EngineClient. When the last engine has just gone, they wait for another one."""
+        self._dispatch.add(requests)
 
-    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+    def abort(self, request_ids: Iterable[str], reason: str) -> None:
         """See EngineClient."""
-        if (session := self._session(engine)) is not None:
-            session.abort(request_ids, reason)
+        self._dispatch.abort(request_ids, reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
         """See EngineClient."""
@@ -254,6 +205,8 @@ class GrpcEngineClient:
         self.refuse()
         await self._pool.close()
 
+    # As the pool's ConnectionListener.
+
     def on_up(self, connection: EngineConnection) -> None:
         """See ConnectionListener."""
         self._router.forget(connection.address)  # counts of an earlier incarnation
@@ -272,18 +225,11 @@ class GrpcEngineClient:
             )
         if outputs.kv_events:
             self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
-        if outputs.outputs:
+        if outputs.outputs or outputs.finished_requests:
             engine_id = connection.ready.engine_id if connection.ready else ""
-            not_needed = self._outputs.process(outputs.outputs, engine_id, outputs.timestamp)
-            if not_needed:
-                self.abort(connection.address, not_needed, "a stop string ended the output")
-        if outputs.finished_requests:
-            self._outputs.fail(
-                outputs.finished_requests,
-                Unavailable(f"engine {connection.name} ended the request", reason="ENGINE_ERROR"),
-            )
+            self._dispatch.take(connection.address, engine_id, outputs)
 
-    def on_draining(self, connection: EngineConnection) -> None:
+    def on_state(self, connection: EngineConnection) -> None:
         """See ConnectionListener."""
         del connection
         self._changed()
@@ -291,25 +237,43 @@ class GrpcEngineClient:
     def on_down(self, connection: EngineConnection, reason: str) -> None:
         """See ConnectionListener."""
         self._router.forget(connection.address)
-        error = Unavailable(f"engine {connection.name} is gone: {reason}", reason="ENGINE_GONE", retry_after=1.0)
-        self._outputs.fail_engine(connection.address, error)
-        self._kv_events.gone(connection.address)
         self._changed()
+        self._dispatch.lose(connection.address, f"engine {connection.name} is gone: {reason}")
+        self._kv_events.gone(connection.address)
 
-    def _session(self, key: str) -> EngineSession | None:
-        connection = self._pool.get(key)
-        return connection.session if connection is not None else None
+    def has_work(self, connection: EngineConnection) -> bool:
+        """See ConnectionListener."""
+        return self._dispatch.num_on(connection.address) > 0
 
-    def _candidates(self) -> list[Candidate]:
+    # As the dispatch's Engines.
+
+    def candidates(self) -> list[Candidate]:
+        """See Engines."""
         return [
             Candidate(connection.address, connection.rank, connection.state is EngineState.SERVING)
             for connection in self._pool.connected()
         ]
 
+    def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
+        """See Engines."""
+        connection = self._pool.get(engine)
+        if connection is None or connection.session is None:
+            raise Internal(f"the router picked {engine}, which has no session")
+        if first:
+            connection.heard()  # it has not been silent: there was nothing to say
+        connection.session.add(msgspec.structs.replace(request, current_wave=self._view.current_wave))
+
+    def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        """See Engines."""
+        connection = self._pool.get(engine)
+        if connection is not None and connection.session is not None:
+            connection.session.abort(request_ids, reason)
+
     def _changed(self) -> None:
         if self._closed:
             return
-        if any(candidate.accepting for candidate in self._candidates()):
+        if any(candidate.accepting for candidate in self.candidates()):
+            self._dispatch.engines_changed()  # those that were there before go first
             self._usable.set()
         else:
             self._usable.clear()

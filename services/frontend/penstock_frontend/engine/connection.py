@@ -8,9 +8,12 @@ from penstock_common.logging import get_logger
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
-from penstock_frontend.processing.output import EngineFaultError
+from penstock_frontend.config import FrontendConfig
+from penstock_frontend.engine.journal import EngineFaultError
+from penstock_frontend.engine.watchdog import Watchdog
 from penstock_frontend.rpc.engine_session import EngineSession
 
+_CHECKS_PER_SILENCE = 4
 _MAX_RECONNECT_DELAY = 2.0
 
 
@@ -23,11 +26,14 @@ class ConnectionListener(Protocol):
     def on_outputs(self, connection: "EngineConnection", outputs: EngineCoreOutputs) -> None:
         """A step is done. Raises EngineFaultError when the engine cannot be trusted any more."""
 
-    def on_draining(self, connection: "EngineConnection") -> None:
-        """The engine takes no new requests."""
+    def on_state(self, connection: "EngineConnection") -> None:
+        """The engine's state has changed: it may take requests again, or no more."""
 
     def on_down(self, connection: "EngineConnection", reason: str) -> None:
-        """The session is over, and with it every request on it."""
+        """The session is over, and the engine has none of its requests any more."""
+
+    def has_work(self, connection: "EngineConnection") -> bool:
+        """Whether the engine has requests of this frontend."""
 
 
 class EngineConnection:
@@ -36,9 +42,7 @@ class EngineConnection:
     ``status`` is what the coordinator says of the engine; its state counts only for the incarnation it speaks of.
     """
 
-    def __init__(
-        self, address: str, *, model: str, frontend_id: str, incarnation: str, listener: ConnectionListener
-    ) -> None:
+    def __init__(self, address: str, config: FrontendConfig, *, incarnation: str, listener: ConnectionListener) -> None:
         self.address = address
         self.status: EngineStatus | None = None
         self.ready: EngineReady | None = None
@@ -47,8 +51,11 @@ class EngineConnection:
         self.session: EngineSession | None = None
         """The session while the engine is ready, else None."""
         self.draining = False
-        self._model = model
-        self._frontend_id = frontend_id
+        self._config = config
+        self._detection = config.detection
+        self._lease_lost = False
+        self._wedged = False
+        self._watchdog = Watchdog(config.detection, _now())
         self._incarnation = incarnation
         self._listener = listener
         self._reconnector = Reconnector(self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY)
@@ -79,6 +86,16 @@ class EngineConnection:
             return self.status.index
         return self.ready.data_parallel_rank if self.ready else 0
 
+    def in_view(self, named: bool) -> None:
+        """Whether the coordinator's view names the engine: one that it names no more has lost its lease."""
+        if not named and not self._lease_lost and self.session is not None:
+            get_logger().warning("the engine's lease has expired; its connection holds", engine=self.name)
+        self._lease_lost = not named
+
+    def heard(self) -> None:
+        """The engine has not been silent until now."""
+        self._watchdog.heard(_now())
+
     async def close(self) -> None:
         """End the session for good."""
         await self._reconnector.close()
@@ -88,15 +105,18 @@ class EngineConnection:
         """One session, from greeting to end."""
         session = EngineSession(
             self.address,
-            frontend_id=self._frontend_id,
+            frontend_id=self._config.name,
             incarnation=self._incarnation,
-            on_outputs=lambda outputs: self._listener.on_outputs(self, outputs),
+            on_outputs=self._on_outputs,
             on_draining=self._on_draining,
         )
         reason = "the session was closed"
         try:
-            self._up(session, await session.open())
-            reason = await session.run()
+            ready = await session.open()
+            if self._wedged and (age := await session.step_age(self._detection.probe_timeout)):
+                raise Unavailable(f"engine {self.name} is still wedged: its last step is {age:.1f} s old")
+            self._up(session, ready)
+            reason = await self._run(session)
         except EngineFaultError as e:
             reason = str(e)
         except Exception as e:
@@ -107,12 +127,14 @@ class EngineConnection:
             await session.close(reason)
 
     def _up(self, session: EngineSession, ready: EngineReady) -> None:
-        if ready.model != self._model:
+        if ready.model != self._config.model.name:
             raise Unavailable(
                 f"engine {ready.engine_id} at {self.address} serves model {ready.model!r}; "
-                f"this frontend serves {self._model!r}"
+                f"this frontend serves {self._config.model.name!r}"
             )
         self.ready, self.session, self.draining = ready, session, False
+        self._wedged = False
+        self.heard()
         self.stats = SchedulerStats()  # an earlier incarnation's mean nothing
         self._reconnector.established()
         get_logger().info(
@@ -128,7 +150,41 @@ class EngineConnection:
             get_logger().warning("engine gone", engine=self.name, reason=reason)
         self._listener.on_down(self, reason)
 
+    async def _run(self, session: EngineSession) -> str:
+        """Hand on what the engine says, and watch it. Returns why the session is over."""
+        running = asyncio.create_task(session.run())
+        watching = asyncio.create_task(self._watch(session))
+        try:
+            await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return running.result() if running.done() else watching.result()
+        finally:
+            running.cancel()
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
+
+    async def _watch(self, session: EngineSession) -> str:
+        """Ask the engine how it is whenever there is reason to. Returns why it is lost."""
+        while True:
+            await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
+            watchdog, has_work = self._watchdog, self._listener.has_work(self)
+            if not (doubt := watchdog.doubt(_now(), has_work=has_work, lease_lost=self._lease_lost)):
+                continue
+            age = await session.step_age(self._detection.probe_timeout)
+            said_to_be_wedged = has_work and self.state is EngineState.WEDGED
+            if problem := watchdog.verdict(doubt, age, said_to_be_wedged=said_to_be_wedged):
+                self._wedged = age is not None
+                return problem
+            self.heard()
+
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self.heard()
+        self._listener.on_outputs(self, outputs)
+
     def _on_draining(self) -> None:
         self.draining = True
         get_logger().info("engine draining", engine=self.name)
-        self._listener.on_draining(self)
+        self._listener.on_state(self)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

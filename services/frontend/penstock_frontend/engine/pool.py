@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
 
 
@@ -15,9 +16,8 @@ class EnginePool:
     no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up.
     """
 
-    def __init__(self, *, model: str, frontend_id: str, incarnation: str, listener: ConnectionListener) -> None:
-        self._model = model
-        self._frontend_id = frontend_id
+    def __init__(self, config: FrontendConfig, *, incarnation: str, listener: ConnectionListener) -> None:
+        self._config = config
         self._incarnation = incarnation
         self._listener = listener
         self._connections: dict[str, EngineConnection] = {}
@@ -41,21 +41,21 @@ class EnginePool:
         self._wanted = frozenset(addresses)
         for address in sorted(self._wanted - self._connections.keys()):
             self._connections[address] = EngineConnection(
-                address,
-                model=self._model,
-                frontend_id=self._frontend_id,
-                incarnation=self._incarnation,
-                listener=self,
+                address, self._config, incarnation=self._incarnation, listener=self
             )
         for connection in self:
             self._give_up_unwanted(connection)
 
     def follow_view(self, view: ClusterView) -> None:
-        """Connect to the living engines of a view, and remember what it says of each."""
+        """Connect to the living engines of a view, and remember what it says of each. One that a view does not name any more has
+        lost its lease: it is asked how it is.
+        """
         self.follow(status.address for status in view.engines if status.state is not EngineState.DEAD)
         for status in view.engines:
             if (connection := self._connections.get(status.address)) is not None:
                 connection.status = status
+        for connection in self:
+            connection.in_view(connection.address in self._wanted)
 
     async def close(self) -> None:
         """End all sessions."""
@@ -70,9 +70,13 @@ class EnginePool:
         """See ConnectionListener."""
         self._listener.on_outputs(connection, outputs)
 
-    def on_draining(self, connection: EngineConnection) -> None:
+    def on_state(self, connection: EngineConnection) -> None:
         """See ConnectionListener."""
-        self._listener.on_draining(connection)
+        self._listener.on_state(connection)
+
+    def has_work(self, connection: EngineConnection) -> bool:
+        """See ConnectionListener."""
+        return self._listener.has_work(connection)
 
     def on_down(self, connection: EngineConnection, reason: str) -> None:
         """See ConnectionListener."""

@@ -20,19 +20,17 @@ class LogprobsReader:
         self._wanted = params.logprobs is not None
         self._num_prompt_left = num_prompt_tokens - 1 if params.prompt_logprobs is not None else 0
 
-    def read(self, logprobs: Logprobs | None, num_tokens: int, *, num_repeated: int = 0) -> Logprobs | None:
-        """Those of an output without its first ``num_repeated`` positions, which came before; None when none are left.
+    def read(self, logprobs: Logprobs | None, num_tokens: int) -> Logprobs | None:
+        """Those of an output, None when it has no tokens.
 
-        Raises ValueError when they are wanted and not as many as the output's tokens.
+        Raises ValueError when they are wanted and not as many as its tokens.
         """
         if not self._wanted:
             return None
         num_positions = 0 if logprobs is None else len(logprobs)
         if num_positions != num_tokens:
             raise ValueError(f"log-probabilities of {num_positions} positions came with {num_tokens} tokens")
-        if logprobs is None or num_repeated >= num_positions:
-            return None
-        return self._with_texts(logprobs.slice(num_repeated, len(logprobs)) if num_repeated else logprobs)
+        return None if logprobs is None or not num_positions else self._with_texts(logprobs)
 
     def read_prompt(self, logprobs: Logprobs | None) -> Logprobs | None:
         """Those of further prompt tokens, as many as there still can be; None when none are left."""

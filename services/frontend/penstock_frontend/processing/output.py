@@ -17,22 +17,18 @@ from penstock_frontend.processing.request import Finish, Usage
 from penstock_frontend.processing.tokenizer import Tokenizer
 
 
-class EngineFaultError(Exception):
-    """An engine broke the contract of its outputs. What it says can no longer be trusted."""
-
-
 class RequestState:
-    """One sequence from acceptance to its end. ``engine``: key of the engine it runs on, ``""`` before it is routed.
+    """One sequence from acceptance to its end, on however many engines.
 
-    ``index``: which of its call's sequences it is; ``collector``: where its outputs go, shared by all of them.
-    ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it ended normally. The times
-    of the engine are on the engine's clock, 0 before they are known.
+    ``engine_id``: the engine of its last output. ``index``: which of its call's sequences it is; ``collector``: where its outputs
+    go, shared by all of them. ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it
+    ended normally. The times of the engine are on the engine's clock, 0 before they are known, and again when it goes on on
+    another engine; ``decoded``: seconds from first to last token on the engines before.
     """
 
     __slots__ = (
-        "attempt",
         "collector",
-        "engine",
+        "decoded",
         "engine_id",
         "external_id",
         "finish",
@@ -59,8 +55,6 @@ class RequestState:
         params = request.sampling_params
         self.request_id = request.request_id
         self.external_id = request.external_request_id
-        self.attempt = request.attempt
-        self.engine = ""
         self.engine_id = ""
         self.num_prompt = len(request.prompt_token_ids)
         self.num_cached = 0
@@ -70,6 +64,7 @@ class RequestState:
         self.started = time.monotonic()
         self.first_token_after: float | None = None
         self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+        self.decoded = 0.0
         self.finish: Finish | None = None
         self.collector = collector
         self.index = index
@@ -92,6 +87,11 @@ class RequestState:
         """Token counts so far."""
         return Usage(self.num_prompt, self.num_cached, self.text.num_tokens)
 
+    def moved(self) -> None:
+        """It goes on on another engine, whose clock says nothing of the times before."""
+        self.decoded += self.last_token_time - self.first_token_time
+        self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+
     def take_events(self, events: Sequence[EngineCoreEvent]) -> None:
         """Note when the engine queued the request and when it first scheduled it."""
         for event in events:
@@ -104,8 +104,7 @@ class RequestState:
 class OutputProcessor:
     """Follows every request of this frontend and turns engine steps into deltas.
 
-    Every output names the attempt that produced it and the offset of its first token. What an older attempt still sends
-    and tokens that were there already are dropped; a gap means that tokens are lost, which no later output can repair.
+    The outputs of a sequence come in order and without gaps, whichever engines they are from: see ``engine/journal.py``.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
@@ -144,19 +143,16 @@ class OutputProcessor:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
 
         ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock.
-        Raises EngineFaultError when the engine cannot be trusted any more; its requests are then still followed.
         """
         to_abort: list[str] = []
         metrics, step = self._metrics.engine(engine), EngineSteps(timestamp)
         for output in outputs:
             state = self._states.get(output.request_id)
-            if state is None or output.attempt != state.attempt:
-                continue  # ended, or of an older attempt
+            if state is None:
+                continue  # ended
             state.engine_id = engine
             try:
                 ended_here = self._advance(state, output, metrics, step)
-            except EngineFaultError:
-                raise
             except Exception as e:  # one request's defect must not end the others of the step
                 get_logger().error("output processing failed", request=state.external_id, exc_info=e)
                 self._fail(state, Internal(f"internal error ({type(e).__name__})"))
@@ -166,10 +162,11 @@ class OutputProcessor:
         metrics.step(step)
         return to_abort
 
-    def fail_engine(self, engine: str, error: RequestFailed) -> None:
-        """End every request of an engine that is gone."""
-        for state in [s for s in self._states.values() if s.engine == engine]:
-            self._fail(state, error)
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """These requests go on on another engine."""
+        for request_id in request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                state.moved()
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """End these requests, where they have not ended yet."""
@@ -190,9 +187,8 @@ class OutputProcessor:
         if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fail(state, _failure(output))
             return True
-        repeated = _num_repeated(state, output)
-        token_ids = output.new_token_ids[repeated:] if repeated else output.new_token_ids
-        logprobs = state.logprobs.read(output.new_logprobs, len(output.new_token_ids), num_repeated=repeated)
+        token_ids = output.new_token_ids
+        logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
         if output.num_nans_in_logits:
             metrics.nans(output.num_nans_in_logits)
@@ -236,9 +232,11 @@ def _report_nans(state: RequestState, count: int) -> None:
 def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step: EngineSteps) -> None:
     """Hot: once per output. What can be counted per step is left to its end."""
     now = step.timestamp
-    if state.num_received:
+    if state.last_token_time:
         gap = now - state.last_token_time
         step.gaps[gap] = step.gaps.get(gap, 0) + 1
+    elif state.num_received:  # on another engine before
+        state.first_token_time = now
     else:
         state.first_token_after = time.monotonic() - state.started
         state.first_token_time = now
@@ -252,8 +250,10 @@ def _count_end(state: RequestState, finish: Finish, metrics: EngineMetrics) -> N
     if state.scheduled_time:
         metrics.scheduled(state.scheduled_time - state.queued_time)
     if state.num_received:
-        prefill = state.first_token_time - state.scheduled_time if state.scheduled_time else None
-        metrics.generated(prefill=prefill, decode=state.last_token_time - state.first_token_time)
+        whole = state.scheduled_time and not state.decoded
+        prefill = state.first_token_time - state.scheduled_time if whole else None
+        decode = state.decoded + state.last_token_time - state.first_token_time
+        metrics.generated(prefill=prefill, decode=decode)
     metrics.finished(
         state.started,
         finish.reason,
@@ -261,16 +261,6 @@ def _count_end(state: RequestState, finish: Finish, metrics: EngineMetrics) -> N
         generated=finish.usage.completion_tokens,
         max_tokens=state.max_tokens,
     )
-
-
-def _num_repeated(state: RequestState, output: EngineCoreOutput) -> int:
-    """How many of an output's first tokens came before. Raises EngineFaultError when some are missing instead."""
-    repeated = state.num_received - output.offset
-    if repeated < 0:
-        raise EngineFaultError(
-            f"output of request {state.external_id} goes on at token {output.offset}, not {state.num_received}"
-        )
-    return repeated
 
 
 def _failure(output: EngineCoreOutput) -> RequestFailed:

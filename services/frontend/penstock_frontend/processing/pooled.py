@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.client import OutputHandler
+from penstock_frontend.engine.base import OutputHandler
 
 
 class PooledState:
-    """One engine request until its answer. ``engine``: key of the engine it runs on, ``""`` before it is routed."""
+    """One engine request until its answer."""
 
-    __slots__ = ("answer", "attempt", "engine", "num_prompt", "request_id", "started")
+    __slots__ = ("answer", "num_prompt", "request_id", "started")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request_id = request.request_id
-        self.attempt = request.attempt
-        self.engine = ""
         self.num_prompt = len(request.prompt_token_ids)
         self.started = time.monotonic()
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
@@ -52,7 +50,7 @@ class PooledOutputs:
         del timestamp
         for output in outputs:
             state = self._states.get(output.request_id)
-            if state is None or output.attempt != state.attempt or output.finish_reason is None:
+            if state is None or output.finish_reason is None:
                 continue
             if output.pooling_output is None or output.finish_reason is not FinishReason.STOP:
                 self._fail(state, _failure(output))
@@ -62,10 +60,8 @@ class PooledOutputs:
             _settle(state, output)
         return []
 
-    def fail_engine(self, engine: str, error: RequestFailed) -> None:
-        """End every request of an engine that is gone."""
-        for state in [s for s in self._states.values() if s.engine == engine]:
-            self._fail(state, error)
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """See ``OutputHandler.moved``: nothing is kept of the engine."""
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """End these requests, where they have not ended yet."""
@@ -73,9 +69,11 @@ class PooledOutputs:
             if (state := self._states.get(request_id)) is not None:
                 self._fail(state, error)
 
-    def fail_all(self, error: RequestFailed) -> None:
-        """End every request."""
-        self.fail(list(self._states), error)
+    def fail_all(self, error: RequestFailed) -> list[str]:
+        """End every request; returns their ids."""
+        request_ids = list(self._states)
+        self.fail(request_ids, error)
+        return request_ids
 
     def _fail(self, state: PooledState, error: RequestFailed) -> None:
         del self._states[state.request_id]
@@ -99,10 +97,15 @@ class SplitOutputs:
         for handler in self._handlers:
             handler.fail(ids, error)
 
-    def fail_engine(self, engine: str, error: RequestFailed) -> None:
-        """See ``OutputHandler.fail_engine``."""
+    def fail_all(self, error: RequestFailed) -> list[str]:
+        """See ``OutputHandler.fail_all``."""
+        return [request_id for handler in self._handlers for request_id in handler.fail_all(error)]
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """See ``OutputHandler.moved``."""
+        ids = list(request_ids)
         for handler in self._handlers:
-            handler.fail_engine(engine, error)
+            handler.moved(ids)
 
 
 def _settle(state: PooledState, output: EngineCoreOutput) -> None:

@@ -46,8 +46,8 @@ class EngineSession:
         self._channel = make_channel(address)
         self._to_send: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         self._to_send.put_nowait(pb.SessionRequest(hello=hello))
-        stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
-        self._call = stub.Session(self._requests())
+        self._stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
+        self._call = self._stub.Session(self._requests())
         self._responses = aiter(self._call)
         self._call_ids = itertools.count(1)
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
@@ -103,6 +103,14 @@ class EngineSession:
             return await self._utility_calls[call_id]
         finally:
             del self._utility_calls[call_id]
+
+    async def step_age(self, within: float) -> float | None:
+        """Seconds since the engine's last step, 0 while it is idle; None when it does not say so ``within`` seconds."""
+        try:
+            info = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=within)
+        except grpc.aio.AioRpcError:
+            return None
+        return info.scheduler_stats.seconds_since_last_step
 
     async def close(self, reason: str = "the session was closed") -> None:
         """End the stream and the connection. Utility calls under way fail. Idempotent."""

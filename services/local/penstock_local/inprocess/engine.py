@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,9 +16,8 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Utilit
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_frontend.engine.client import OutputHandler, RankLoad
+from penstock_frontend.engine.base import OutputHandler, RankLoad
 from penstock_frontend.processing.input import ModelLimits
-from penstock_frontend.processing.output import EngineFaultError
 
 logger = logging.getLogger(__name__)
 
@@ -86,16 +85,15 @@ class InProcessEngine:
             raise DeadlineExceeded("the deadline has passed")
         return ModelLimits(self._ready.max_model_len, self._ready.vocab_size)
 
-    def add(self, *requests: EngineCoreRequest) -> str:
+    def add(self, *requests: EngineCoreRequest) -> None:
         """See EngineClient."""
         self._check()
         for request in requests:
             self._busy_loop.add(_CLIENT, request)
-        return self._ready.engine_id
 
-    def abort(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+    def abort(self, request_ids: Iterable[str], reason: str) -> None:
         """See EngineClient."""
-        del engine, reason
+        del reason
         self._busy_loop.abort(_CLIENT, list(request_ids))
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
@@ -182,11 +180,7 @@ class InProcessEngine:
             self._answer(outputs.utility_output)
         if outputs.outputs:
             self.num_tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
-            try:
-                not_needed = self._outputs.process(outputs.outputs, self._ready.engine_id, outputs.timestamp)
-            except EngineFaultError as e:
-                self._die(str(e))
-                return
+            not_needed = self._outputs.process(outputs.outputs, self._ready.engine_id, outputs.timestamp)
             if not_needed:
                 self._busy_loop.abort(_CLIENT, list(not_needed))
 
@@ -201,7 +195,7 @@ class InProcessEngine:
 
     def _die(self, reason: str) -> None:
         self._dead = Internal(f"the engine died: {reason}", reason="ENGINE_DEAD")
-        self._outputs.fail_engine(self._ready.engine_id, self._dead)
+        self._outputs.fail_all(self._dead)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self._dead)

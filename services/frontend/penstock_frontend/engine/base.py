@@ -1,0 +1,82 @@
+"""What the rest of the frontend and the engines' client know of each other."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.cluster import EngineStatus
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.processing.input import ModelLimits
+
+
+class OutputHandler(Protocol):
+    """Who gets what engines produce."""
+
+    def process(self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float) -> Sequence[str]:
+        """Take a step's outputs; returns the ids of requests that the engine need not go on with.
+
+        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock.
+        """
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """End these requests."""
+
+    def fail_all(self, error: RequestFailed) -> Sequence[str]:
+        """End every request; returns their ids."""
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """These requests have lost their engine and go on elsewhere: the clock of their outputs is another one."""
+
+
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a connected engine has to do. ``rank``: no two engines have the same; ``capacity``: tokens its KV cache holds."""
+
+    rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+    capacity: int
+
+
+class EngineClient(Protocol):
+    """Takes requests to engines. Outputs come through an OutputHandler."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether an engine takes requests now."""
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What every connected engine can take; None while there is none."""
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """What at least one connected engine serves."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests now."""
+
+    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+        """Wait for an engine, until ``deadline`` (Unix seconds) at most. Raises Unavailable or DeadlineExceeded."""
+
+    def add(self, *requests: EngineCoreRequest) -> None:
+        """Start requests that belong together on one engine. Raises InvalidArgument when they name one that is not there."""
+
+    def abort(self, request_ids: Iterable[str], reason: str) -> None:
+        """End those of the requests that have not ended, wherever they are; nothing more comes of them."""
+
+    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+        """Call a registered method on every connected engine. Results, or the RequestFailed it ended with, by engine id."""
+
+    def refuse(self) -> None:
+        """Take no more requests; those that wait for an engine fail."""
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """The engines as this frontend sees them."""
+
+    def rank_loads(self) -> Sequence[RankLoad]:
+        """The load of every connected engine, by rank."""

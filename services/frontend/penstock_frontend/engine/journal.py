@@ -1,0 +1,244 @@
+"""What was asked of engines and what they have answered, so that a request can outlive its engine. Does no I/O.
+
+Every output names the attempt that produced it and the offset of its first token. The journal writes down each token before
+anyone sees it, drops what came before and what earlier attempts still send, and knows from where another engine has to go on.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+
+_NOBODY: dict[str, "JournalEntry"] = {}
+
+
+class EngineFaultError(Exception):
+    """An engine broke the contract of its outputs. What it says can no longer be trusted."""
+
+
+class JournalEntry:
+    """One sequence from its first engine to its end.
+
+    ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
+    ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
+    ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything.
+    ``refused_by``: engines whose queue was full.
+    """
+
+    __slots__ = (
+        "attempt",
+        "call",
+        "ended",
+        "engine",
+        "num_moves",
+        "num_prompt_logprobs",
+        "num_prompt_scored",
+        "prefilled",
+        "progressed",
+        "refused_by",
+        "request",
+        "strikes",
+        "token_ids",
+    )
+
+    def __init__(self, request: EngineCoreRequest, call: str) -> None:
+        self.request = request
+        self.call = call
+        self.engine = ""
+        self.attempt = request.attempt
+        self.token_ids = list(request.prior_output_token_ids)
+        self.num_prompt_logprobs = 0  # of all attempts together
+        self.num_prompt_scored = 0  # by the current attempt
+        self.prefilled = False
+        self.progressed = False
+        self.ended = False
+        self.num_moves = 0
+        self.strikes = 0
+        self.refused_by: frozenset[str] = frozenset()
+
+    @property
+    def request_id(self) -> str:
+        """The id that engines know it by."""
+        return self.request.request_id
+
+    def to_send(self) -> EngineCoreRequest:
+        """The request for the current attempt. The choice of the rank is made: for the engine there is none.
+
+        Tokens that clients have are output to go on from, never prompt. The prompt's log-probabilities are not asked for again
+        when all are there: computing them needs the whole prompt, which the engine may have cached.
+        """
+        params = self.request.sampling_params
+        if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self.request,
+            attempt=self.attempt,
+            prior_output_token_ids=self.token_ids,
+            sampling_params=params,
+            data_parallel_rank=None,
+        )
+
+    def take(self, output: EngineCoreOutput) -> bool:
+        """Write down an output of the current attempt, and cut off what came before. Returns whether anything is left of it.
+
+        Raises EngineFaultError when tokens are missing.
+        """
+        repeated = len(self.token_ids) - output.offset
+        if repeated < 0:
+            raise EngineFaultError(
+                f"output of request {self.request.external_request_id} goes on at token {output.offset}, "
+                f"not {len(self.token_ids)}"
+            )
+        if output.new_prompt_logprobs is not None:
+            self._take_prompt_logprobs(output)
+        if output.prefill_stats is not None:
+            if self.prefilled:
+                output.prefill_stats = None  # the prompt counts once, as its first reader found it
+            self.prefilled = True
+        if repeated and output.new_token_ids:
+            _drop_first(output, repeated)
+            if not output.new_token_ids and output.finish_reason is None:
+                return False
+        if output.new_token_ids:
+            self.token_ids.extend(output.new_token_ids)
+            self.progressed = True
+        return True
+
+    def _take_prompt_logprobs(self, output: EngineCoreOutput) -> None:
+        logprobs = output.new_prompt_logprobs
+        if logprobs is None:
+            return
+        if self.token_ids and output.offset < len(self.token_ids):
+            output.new_prompt_logprobs = None  # a repeated output: they go before the first token
+            return
+        known = self.num_prompt_logprobs - self.num_prompt_scored
+        self.num_prompt_scored += len(logprobs)
+        if known >= len(logprobs):
+            output.new_prompt_logprobs = None
+        elif known > 0:
+            output.new_prompt_logprobs = logprobs.slice(known, len(logprobs))
+        if self.num_prompt_scored > self.num_prompt_logprobs:
+            self.num_prompt_logprobs = self.num_prompt_scored
+            self.progressed = True
+
+    def leave(self) -> None:
+        """It has no engine any more; the next one is another attempt."""
+        self.engine = ""
+        self.attempt += 1
+        self.num_moves += 1
+        self.num_prompt_scored = 0
+        self.progressed = False
+
+
+class Refusal(NamedTuple):
+    """An engine does not go on with a request for a reason that another engine need not have."""
+
+    entry: JournalEntry
+    error: RequestFailed
+
+
+class Journal:
+    """Every sequence that has been sent, or waits to be sent, to an engine and has not ended."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, JournalEntry] = {}
+        self._by_engine: dict[str, dict[str, JournalEntry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
+        """Write down the sequences of a call. They have no engine yet."""
+        entries = [JournalEntry(request, requests[0].request_id) for request in requests]
+        self._entries.update((entry.request_id, entry) for entry in entries)
+        return entries
+
+    def assign(self, entry: JournalEntry, engine: str) -> None:
+        """The entry runs on this engine from now on."""
+        entry.engine = engine
+        self._by_engine.setdefault(engine, {})[entry.request_id] = entry
+
+    def num_on(self, engine: str) -> int:
+        """Sequences that an engine has."""
+        return len(self._by_engine.get(engine, _NOBODY))
+
+    def accept(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> tuple[list[EngineCoreOutput], list[Refusal]]:
+        """What is new of an engine's outputs, in order, and what the engine does not go on with.
+
+        The outputs are cut in place. Raises EngineFaultError when tokens are missing.
+        """
+        accepted: list[EngineCoreOutput] = []
+        refusals: list[Refusal] = []
+        on_engine = self._by_engine.get(engine, _NOBODY)
+        for output in outputs:
+            entry = on_engine.get(output.request_id)
+            if entry is None or output.attempt != entry.attempt:
+                continue  # ended, elsewhere by now, or of an older attempt
+            if output.finish_reason is not None:
+                if (error := _refused(output)) is not None:
+                    refusals.append(Refusal(entry, error))
+                    continue
+                if entry.take(output):
+                    accepted.append(output)
+                self._end(entry)
+            elif entry.take(output):
+                accepted.append(output)
+        return accepted, refusals
+
+    def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
+        """What an engine had, or those of it, in the order in which they came. It has them no more."""
+        on_engine = self._by_engine.get(engine, _NOBODY)
+        entries = [on_engine[i] for i in (list(on_engine) if request_ids is None else request_ids) if i in on_engine]
+        for entry in entries:
+            self._unassign(entry)
+        return entries
+
+    def leave(self, entry: JournalEntry) -> None:
+        """The entry goes on elsewhere, as another attempt."""
+        self._unassign(entry)
+        entry.leave()
+
+    def end(self, request_ids: Iterable[str]) -> list[JournalEntry]:
+        """Forget sequences. Returns those that had not ended; they still say where they were."""
+        found = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
+        for entry in found:
+            self._end(entry)
+        return found
+
+    def _end(self, entry: JournalEntry) -> None:
+        entry.ended = True
+        del self._entries[entry.request_id]
+        self._unassign(entry)
+
+    def _unassign(self, entry: JournalEntry) -> None:
+        on_engine = self._by_engine.get(entry.engine, _NOBODY)
+        on_engine.pop(entry.request_id, None)
+        if not on_engine:
+            self._by_engine.pop(entry.engine, None)
+
+
+def _drop_first(output: EngineCoreOutput, count: int) -> None:
+    """Cut the first tokens off an output, with what belongs to them."""
+    output.new_token_ids = output.new_token_ids[count:]
+    output.offset += count
+    if (logprobs := output.new_logprobs) is not None:
+        left = min(count, len(logprobs))
+        output.new_logprobs = logprobs.slice(left, len(logprobs)) if left < len(logprobs) else None
+
+
+def _refused(output: EngineCoreOutput) -> RequestFailed | None:
+    """Why another engine should have the request, when its end on this one is the engine's fault or choice."""
+    error = output.error
+    if error is None:
+        if output.finish_reason is FinishReason.ERROR:
+            return Internal("the engine failed on this request", reason="ENGINE_ERROR")
+        if output.finish_reason is FinishReason.ABORT:  # nobody here asked for it
+            return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
+        return None
+    if error.reason in ("PAUSED", "SLEEPING"):
+        return None  # an operator wanted it
+    return error.to_exception() if error.code in ("UNAVAILABLE", "INTERNAL") or error.reason == "QUEUE_FULL" else None
