@@ -68,6 +68,7 @@ async def _wedge(rig: "Rig", engine: OracleProcess) -> None:
 
 async def _dead(rig: "Rig", engine: OracleProcess) -> None:
     await engine.call("fail")
+    await engine.ended()
 
 
 async def _session_ends(rig: "Rig", engine: OracleProcess) -> None:

@@ -96,27 +96,31 @@ class Rig:
     async def cell(self, failure: Failure, step: Step, shapes: Sequence[Shape]) -> CellResult:
         """All shapes at once on one engine, which fails at the step, and streams beside them on the others."""
         victim, others = await self._next_victim()
-        for engine in self.engines_alive():
-            await engine.call("forget")
         neighbours = [plain(7_000 + number, NEIGHBOUR_LENGTH) for number in range(len(others))]
-        await self._route_to(others)
-        beside = [self._start(shape, f"beside-{number}") for number, shape in enumerate(neighbours)]
-        await self._until_added("beside", len(beside))
-        await victim.set(held=True)
-        await self._route_to([victim])
-        struck = [self._start(shape, f"struck-{number}") for number, shape in enumerate(shapes)]
-        await self._until_added("struck", sum(len(shape.expected) for shape in shapes))
-        if step.offset:
-            hold = {"at": "mid_stream", "count": step.offset, "action": "hold"}
-            await victim.set(held=False, faults=[hold])
-            await victim.until(reached=1)
-        self._running = [*struck, *beside]
-        await failure.strike(self, victim)
-        async with asyncio.timeout(LIMIT):
-            outcomes = await asyncio.gather(*struck)
-            outcomes_beside = await asyncio.gather(*beside)
-        problems = await self._leftovers(victim, failure, step)
-        self._healing[victim] = asyncio.create_task(self.heal(victim))
+        try:
+            for engine in self.engines_alive():
+                await engine.call("forget")
+            await self._route_to(others)
+            beside = self._begin("beside", neighbours)
+            await self._until_added("beside", len(beside))
+            await victim.set(held=True)
+            await self._route_to([victim])
+            struck = self._begin("struck", shapes)
+            await self._until_added("struck", sum(len(shape.expected) for shape in shapes))
+            if step.offset:
+                hold = {"at": "mid_stream", "count": step.offset, "action": "hold"}
+                await victim.set(held=False, faults=[hold])
+                await victim.until(reached=1)
+            await failure.strike(self, victim)
+            async with asyncio.timeout(LIMIT):
+                outcomes = await asyncio.gather(*struck)
+                outcomes_beside = await asyncio.gather(*beside)
+            problems = await self._leftovers(victim, failure, step)
+        finally:
+            self._healing[victim] = asyncio.create_task(self.heal(victim))
+            for task in self._running:
+                task.cancel()
+            self._running.clear()
         return CellResult(
             failure.name,
             step.name,
@@ -213,16 +217,21 @@ class Rig:
                 continue
         return found
 
-    def _start(self, shape: Shape, request_id: str) -> "asyncio.Task[Any]":
-        shape.request.request_id = request_id
+    def _begin(self, prefix: str, shapes: Sequence[Shape]) -> "list[asyncio.Task[Any]]":
+        """Start requests; each task ends with its messages, or with what it failed with."""
 
-        async def outcome() -> Any:
+        async def outcome(shape: Shape) -> Any:
             try:
                 return await collect(self.frontend.stub.Generate(shape.request, timeout=LIMIT))
             except RequestFailed as e:
                 return e
 
-        return asyncio.create_task(outcome())
+        tasks = []
+        for number, shape in enumerate(shapes):
+            shape.request.request_id = f"{prefix}-{number}"
+            tasks.append(asyncio.create_task(outcome(shape)))
+        self._running += tasks
+        return tasks
 
     async def _leftovers(self, victim: OracleProcess, failure: Failure, step: Step) -> list[str]:
         """What is wrong beside the streams: requests left over, or moved without need, or not moved."""

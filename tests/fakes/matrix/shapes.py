@@ -3,7 +3,7 @@
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -54,13 +54,19 @@ class Shape(msgspec.Struct, frozen=True):
     expected: tuple[Expected, ...]
 
 
-def shapes(offset: int, *, kinds: Sequence[str], counts: Sequence[int], seed: int = 0) -> Iterator[Shape]:
+def shapes(offset: int, variants: Iterable[tuple[str, int]], *, every: bool, seed: int = 0) -> Iterator[Shape]:
     """Every kind of request, for a failure that comes when ``offset`` tokens of each are out.
 
-    Stop strings begin before that token and end behind it.
+    Stop strings begin before that token and end behind it. ``variants``: output kinds and n; each shape has ``every`` one of
+    them, or else one after the other takes its turn.
     """
+    variants = list(variants)
+    if every:
+        combined = itertools.product(_PARAMETERS.items(), variants)
+    else:
+        combined = zip(_PARAMETERS.items(), itertools.cycle(variants), strict=False)
     numbers = itertools.count(seed * 1000, 10)
-    for kind, count, (name, make) in itertools.product(kinds, counts, _PARAMETERS.items()):
+    for (name, make), (kind, count) in combined:
         params = make(next(numbers), offset, count)
         params.n, params.max_tokens, params.output_kind = count, LENGTH, KINDS[kind]
         request = pb.GenerateRequest(text=PROMPT, sampling_params=params)

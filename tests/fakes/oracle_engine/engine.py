@@ -115,6 +115,8 @@ class OracleEngine(FakeEngine):
                 await self._woken_within(0.02 if self.running else None)
                 continue
             requests = list(self.running.values())
+            for request in requests:
+                self._reached("in_step", request)
             self.step()
             self._last_step = time.monotonic()
             if self.knobs.faults:
@@ -236,6 +238,8 @@ class OracleEngine(FakeEngine):
         if fault.at == "on_add":
             running = [r for r in self.running.values() if fault.salt in ("", r.message.cache_salt)]
             return len(running) >= fault.count
+        if fault.at == "in_step":
+            return request.num_sent + self.tokens_per_step >= fault.count
         return fault.at != "mid_stream" or request.num_sent >= fault.count
 
     def _act(self, fault: Fault) -> None:

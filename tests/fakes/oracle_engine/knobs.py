@@ -8,6 +8,7 @@ Point = Literal[
     "before_ready",
     "after_ready",
     "on_add",
+    "in_step",
     "after_first_token",
     "mid_stream",
     "before_last",
@@ -23,7 +24,8 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True):
     """What happens once at a point of the protocol.
 
     ``before_ready`` and ``after_ready``: around a session's greeting. ``on_add``: a request came, and nothing was sent for it;
-    ``count`` requests must have. ``after_first_token``, ``mid_stream``, ``before_last``, ``after_last_sent``: a step's frame is
+    ``count`` requests must have. ``in_step``: a step computes a request's ``count``th token of the whole output, or a later one,
+    and nothing of it was sent. ``after_first_token``, ``mid_stream``, ``before_last``, ``after_last_sent``: a step's frame is
     handed over in which a request got its first token, its ``count``th one of the whole output, all but those of the last step,
     or its last one. ``on_abort``: an abort came. ``draining``: it was said that the engine drains.
 
