@@ -74,6 +74,7 @@ class OracleEngine(FakeEngine):
             "num_running": len(self.running),
             "num_sessions": len(self.sessions),
             "attempts": [[m.external_request_id, m.attempt, len(m.prior_output_token_ids)] for m in self.requests],
+            "deadlines": [message.deadline for message in self.requests],
             "aborted": list(self.aborted),
             "reached": list(self.reached),
             "num_steps": self.num_steps,
