@@ -40,6 +40,7 @@ UTILITIES: dict[str, Any] = {
     "stop_profile": ["trace.json"],
     "engine_info": {"state": "serving", "num_kv_blocks": 1024},
     "collective_rpc": ["of worker 0"],
+    "drain": 0,
 }
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -119,8 +120,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     """See the module. What came in is in ``requests`` and ``aborted``; ``until`` waits for a condition on the engine.
 
     ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
-    is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``utility_calls``: what was
-    called with which arguments. ``step_age``: what it says of the age of its last step; ``frozen``: it does not answer that.
+    is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``on_utility`` is called
+    before each. ``utility_calls``: what was called with which arguments. ``step_age``: what it says of the age of its last
+    step; ``frozen``: it does not answer that.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.refusal: finish_pb2.RequestError | None = None
         self.mangle: Callable[[pb.EngineCoreOutput], pb.EngineCoreOutput | None] = lambda output: output
         self.utilities: dict[str, Any] = dict(UTILITIES)
+        self.on_utility: Callable[[str], object] = lambda method: None
         self.utility_calls: list[tuple[str, list[Any]]] = []
         self.requests: list[pb.EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -326,6 +329,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     def _answer(self, call: pb.UtilityCall, session: FakeSession) -> None:
         output = pb.UtilityOutput(call_id=call.call_id)
         self.utility_calls.append((call.method, msgspec.msgpack.decode(call.arguments)))
+        self.on_utility(call.method)
         answer = self.utilities.get(call.method)
         if isinstance(answer, finish_pb2.RequestError):
             output.error.CopyFrom(answer)

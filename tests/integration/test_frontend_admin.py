@@ -12,7 +12,7 @@ from penstock.admin.v1 import messages_pb2 as pb
 from penstock.common.v1 import control_pb2, finish_pb2
 from penstock_common.errors import InvalidArgument, NotFound, Unavailable
 from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, failure, until_states
+from tests.fakes.frontend_server import FrontendServer, collect, failure, until_states
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -154,3 +154,49 @@ async def test_without_engines_a_call_is_unavailable(model: Path) -> None:
         error = await failure(frontend.admin.Resume(pb.ResumeRequest()))
     assert isinstance(error, Unavailable)
     assert error.message == "no engine is connected"
+
+
+async def test_a_drain_tells_how_far_it_is_until_the_engine_is_empty(
+    admin: Any, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, b = engines
+    left = iter([3, 3, 1, 0])
+    a.on_utility = lambda method: a.utilities.update(drain=next(left))
+    progress = await collect(admin.Drain(pb.DrainRequest(engine_id="a", timeout_seconds=7.5)))
+    assert [(m.engine_id, m.num_unfinished_reqs, m.done) for m in progress] == [
+        ("a", 3, False),
+        ("a", 1, False),
+        ("a", 0, True),
+    ]
+    assert a.utility_calls == [("drain", [7.5])] * 4
+    assert b.utility_calls == []
+
+
+async def test_an_engine_that_leaves_while_it_drains_is_drained(
+    admin: Any, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, _ = engines
+    a.utilities["drain"] = 2
+    progress = aiter(admin.Drain(pb.DrainRequest(engine_id="a", timeout_seconds=60)))
+    assert (await anext(progress)).num_unfinished_reqs == 2
+    await a.kill()
+    assert [message.done async for message in progress] == [True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"engine_id": "c"}, NotFound, "engine_id"),
+        ({}, NotFound, "engine_id"),
+        ({"engine_id": "a", "timeout_seconds": -1}, InvalidArgument, "timeout_seconds"),
+        ({"engine_id": "a", "timeout_seconds": float("nan")}, InvalidArgument, "timeout_seconds"),
+        ({"engine_id": "a", "timeout_seconds": 1e9}, InvalidArgument, "timeout_seconds"),
+    ],
+)
+async def test_a_drain_of_nothing_or_for_ever_is_refused(
+    admin: Any, engines: tuple[FakeEngine, FakeEngine], fields: dict[str, Any], error: type, field: str
+) -> None:
+    failed = await failure(admin.Drain(pb.DrainRequest(**fields)))
+    assert isinstance(failed, error)
+    assert failed.field == field
+    assert engines[0].utility_calls == []

@@ -9,7 +9,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
 from penstock_common.metrics import MetricsServer, service_registry
 from penstock_common.rpc.calls import CallTelemetry
-from penstock_common.rpc.server import RpcServer
+from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
@@ -41,7 +41,9 @@ class Coordinator:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
-        self._rpc = RpcServer(self._config.server, service_names=[SERVICE_NAME], observer=self._calls)
+        self._rpc = RpcServer(
+            self._config.server, service_names=[SERVICE_NAME], observer=self._calls, keepalive=SERVICES
+        )
         self._servicer = CoordinatorServicer(self._cluster)
         self._servicer.add_to_server(self._rpc.server)
         try:

@@ -70,6 +70,7 @@ class Frontend:
             incarnation=incarnation,
             outputs=SplitOutputs(outputs, pooled),
             on_change=self._on_change,
+            on_moved=metrics.moved,
             kv_events=kv_events,
         )
         if config.http.engine_metrics:
@@ -184,6 +185,7 @@ class Frontend:
     def _on_change(self) -> None:
         for load in self._engines.loads():
             self._metrics.engine(load.engine)  # its series show as 0 before its first request
+        self._metrics.set_held(self._engines.num_held)
         if self._coordinator is not None:
             self._coordinator.demand(self._engines.num_held)
         self._changed.set()

@@ -103,7 +103,7 @@ class FrontendMetrics:
     """What this frontend counts, in a registry of its own. What is measured of sequences is labelled with the model's name and
     the engine's, what is measured of calls with the model's alone.
 
-    Requests in flight, requests failed and ``n`` are of calls; everything else counts each of a call's ``n`` sequences, as
+    Requests in flight, held and failed and ``n`` are of calls; everything else counts each of a call's ``n`` sequences, as
     engines do.
     """
 
@@ -136,6 +136,12 @@ class FrontendMetrics:
         self._in_flight = Gauge(
             "penstock:requests_in_flight", "Requests being served", ["model_name"], registry=self.registry
         ).labels(model_name)
+        self._held = Gauge(
+            "penstock:requests_held", "Requests that wait for an engine", ["model_name"], registry=self.registry
+        ).labels(model_name)
+        self._moved = Counter(
+            "penstock:requests_moved", "Sequences that left their engine", ["model_name"], registry=self.registry
+        ).labels(model_name)
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:
@@ -147,6 +153,14 @@ class FrontendMetrics:
     def set_in_flight(self, count: int) -> None:
         """Requests that this frontend has accepted and not ended."""
         self._in_flight.set(count)
+
+    def set_held(self, count: int) -> None:
+        """Requests that wait for an engine."""
+        self._held.set(count)
+
+    def moved(self, count: int) -> None:
+        """Sequences left their engine, to go on on another one."""
+        self._moved.inc(count)
 
     def asked_for(self, n: int) -> None:
         """A request for ``n`` sequences is on its way to an engine."""

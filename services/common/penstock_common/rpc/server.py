@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import grpc
 import grpc_health.v1.health as health
@@ -19,17 +20,32 @@ CLEANUP_TIMEOUT = 5.0
 """Seconds that the handlers of cancelled calls have to clean up."""
 LIVENESS = "liveness"
 """Health name that says whether the process makes progress, whether or not it accepts requests."""
+STARTUP = "startup"
+"""Health name that says whether the process has loaded what it needs."""
 
 
-def server_options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Limits and keepalive: idle streams live on (clients may ping every 10 s), dead peers are noticed within 40 s."""
+class Keepalive(NamedTuple):
+    """When a silent peer is pinged, and how long it has to answer, in seconds."""
+
+    interval: float
+    timeout: float
+
+
+CLIENTS = Keepalive(30.0, 10.0)
+"""Of clients anywhere: a dead one is noticed within 40 s."""
+SERVICES = Keepalive(5.0, 5.0)
+"""Of our own services: what a dead one has here is given back within 10 s, if its connection does not break at once."""
+
+
+def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list[tuple[str, int]]:
+    """Limits and keepalive. Idle streams live on: clients may ping every 5 s."""
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", int(keepalive.interval * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive.timeout * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
@@ -52,12 +68,14 @@ class RpcServer:
         service_names: Sequence[str],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         observer: CallObserver | None = None,
+        keepalive: Keepalive = CLIENTS,
     ) -> None:
         self._config = config
         self._service_names = tuple(service_names)
         self._calls = RunningCalls()
         self.server = grpc.aio.server(
-            interceptors=[self._calls, ErrorInterceptor(observer), *interceptors], options=server_options(config)
+            interceptors=[self._calls, ErrorInterceptor(observer), *interceptors],
+            options=server_options(config, keepalive),
         )
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)

@@ -62,6 +62,7 @@ class BusyLoop:
         self._idle = True
         self.last_step_time = clock()
         engine.wake = partial(self._queues.put, Wakeup())
+        engine.control.on_drain = self._shutdown.drain
 
     # From any thread.
 
@@ -87,9 +88,9 @@ class BusyLoop:
         """A session has ended: end its requests."""
         self._queues.put(ClientGone(client_id))
 
-    def request_shutdown(self) -> None:
-        """Ask the loop to drain and return. For signals see ``signals_handled``."""
-        self._shutdown.request()
+    def request_shutdown(self, timeout: float | None = None) -> None:
+        """Ask the loop to drain, within ``timeout`` seconds if given, and return. For signals see ``signals_handled``."""
+        self._shutdown.request(timeout)
         self._queues.put(Wakeup())
 
     @property
@@ -116,7 +117,7 @@ class BusyLoop:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the engine is shutting down."""
+        """Whether new requests are refused because the engine drains."""
         return self._shutdown.refuses_requests
 
     # The loop's own thread.
@@ -142,7 +143,7 @@ class BusyLoop:
     def _receive(self) -> None:
         """Handle everything in the input queue; wait for something while there is nothing to do."""
         idle = self._engine.stalled or not self._engine.has_work
-        block = idle and (self._engine.has_requests or not self._shutdown.refuses_requests)
+        block = idle and (self._engine.has_requests or not self._shutdown.leaves)
         self._idle = block
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
         if block:
@@ -182,14 +183,14 @@ class BusyLoop:
             logger.info("shutdown: %s", effect.value)
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
-                    self._sink.draining(self._engine.config.drain_timeout)
+                    self._sink.draining(self._shutdown.timeout)
                     if self._engine.paused:  # what is frozen would only wait for the deadline
                         self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
                     self._abort_all()
 
     def _abort_all(self) -> None:
-        failure = Unavailable("the engine is shutting down", reason="DRAINING")
+        failure = Unavailable("the engine had to end the request: it drains", reason="DRAINING")
         self._engine.abort_all(RequestError.from_exception(failure))
 
     def _step(self) -> None:

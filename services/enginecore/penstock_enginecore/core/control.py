@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
 from penstock_common.histogram import Buckets
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -25,6 +26,7 @@ Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper ends of the buckets of tokens per step; vLLM's."""
+MAX_DRAIN_TIMEOUT = 86_400.0
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
@@ -51,7 +53,21 @@ class EngineControl:
         self._num_nan_logits = 0
         self.step_tokens = Buckets(STEP_TOKENS)
         """Steps by the tokens they computed; any thread may read it."""
+        self.on_drain: Callable[[float], None] = _cannot_drain
         self._log = IterationLog(engine.config.iteration_log_interval)
+
+    # Draining.
+
+    @utility
+    def drain(self, timeout: float) -> int:
+        """Take no new requests from now on; what is left after ``timeout`` seconds ends, so that its frontend takes it elsewhere.
+        The process stays until it is told to end. Asked again it only answers. Returns how many requests are left.
+        """
+        if not 0 <= timeout <= MAX_DRAIN_TIMEOUT:
+            raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT}", field="timeout")
+        self.on_drain(timeout)
+        stats = self._engine.scheduler.stats()
+        return stats.num_running_reqs + stats.num_waiting_reqs
 
     # Pausing.
 
@@ -246,6 +262,10 @@ class EngineControl:
         return EngineState(
             paused=self._engine.paused, sleep_level=self._sleep_level, num_nan_logits=self._num_nan_logits
         )
+
+
+def _cannot_drain(_: float) -> None:
+    raise Unimplemented("nobody drives this engine that could drain it")
 
 
 class IterationLog:

@@ -1,9 +1,9 @@
-"""How an engine stops, as a state machine without I/O.
+"""How an engine drains and stops, as a state machine without I/O.
 
-    RUNNING ──request()──> REQUESTED ──advance()──> SHUTTING_DOWN ──no requests left──> EXIT
+    RUNNING ──request() or drain()──> REQUESTED ──advance()──> DRAINING ──no requests left, after request()──> EXIT
 
-``request`` may be called from a signal handler: it sets the phase and nothing else. The busy loop calls ``advance`` and
-carries out the effects.
+``request`` may be called from a signal handler: it sets flags and nothing else. The busy loop calls ``advance`` and carries
+out the effects.
 """
 
 import enum
@@ -14,7 +14,7 @@ class ShutdownPhase(enum.IntEnum):
 
     RUNNING = 1
     REQUESTED = 2
-    SHUTTING_DOWN = 3
+    DRAINING = 3
     EXIT = 4
 
 
@@ -26,35 +26,58 @@ class ShutdownEffect(enum.Enum):
 
 
 class ShutdownState:
-    """``drain_timeout`` in seconds: how long requests in flight may go on. Times are monotonic seconds."""
+    """``drain_timeout`` in seconds: how long requests in flight may go on. Times are monotonic seconds.
+
+    An engine that was only told to drain stays, and takes no requests, until it is told to leave as well.
+    """
 
     def __init__(self, drain_timeout: float) -> None:
         self.phase = ShutdownPhase.RUNNING
         self.deadline: float | None = None
+        """When what is left ends; None when there is nothing to wait for."""
+        self.timeout = drain_timeout
+        self._leave_timeout: float | None = None
         self._drain_timeout = drain_timeout
-        self._aborted = False
 
     @property
     def refuses_requests(self) -> bool:
         """Whether new requests are turned away."""
         return self.phase is not ShutdownPhase.RUNNING
 
-    def request(self) -> None:
-        """Ask for the shutdown. More than once is the same as once."""
+    @property
+    def leaves(self) -> bool:
+        """Whether the process ends once it has no requests."""
+        return self._leave_timeout is not None
+
+    def request(self, timeout: float | None = None) -> None:
+        """Ask for the shutdown. Only the first one counts, and only it may bring a deadline of an earlier drain forward."""
+        if self._leave_timeout is None:
+            self._leave_timeout = self._drain_timeout if timeout is None else timeout
+            self.drain(self._leave_timeout)
+
+    def drain(self, timeout: float) -> None:
+        """Ask to take no new requests, and to end what is left after ``timeout`` seconds. Only the first one counts."""
         if self.phase is ShutdownPhase.RUNNING:
+            self.timeout = timeout
             self.phase = ShutdownPhase.REQUESTED
 
     def advance(self, now: float, *, has_requests: bool) -> list[ShutdownEffect]:
         """Move on as far as time and the requests in flight allow. Returns what to do, in order."""
         effects = []
         if self.phase is ShutdownPhase.REQUESTED:
-            self.phase = ShutdownPhase.SHUTTING_DOWN
-            self.deadline = now + self._drain_timeout
+            self.phase = ShutdownPhase.DRAINING
+            self.deadline = now + self.timeout
             effects.append(ShutdownEffect.ANNOUNCE_DRAINING)
-        if self.phase is ShutdownPhase.SHUTTING_DOWN and self.deadline is not None:
-            if not has_requests:
+        if self.phase is not ShutdownPhase.DRAINING:
+            return effects
+        if not has_requests:
+            self.deadline = None
+            if self.leaves:
                 self.phase = ShutdownPhase.EXIT
-            elif now >= self.deadline and not self._aborted:
-                self._aborted = True
-                effects.append(ShutdownEffect.ABORT_REQUESTS)
+            return effects
+        if self.deadline is not None and self._leave_timeout is not None:
+            self.deadline = min(self.deadline, now + self._leave_timeout)
+        if self.deadline is not None and now >= self.deadline:
+            self.deadline = None
+            effects.append(ShutdownEffect.ABORT_REQUESTS)
         return effects

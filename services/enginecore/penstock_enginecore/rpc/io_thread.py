@@ -11,7 +11,7 @@ from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.logging import get_logger
 from penstock_common.metrics import service_registry
 from penstock_common.rpc.calls import CallTelemetry
-from penstock_common.rpc.server import LIVENESS, RpcServer
+from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineReady
@@ -35,8 +35,10 @@ class IoThread:
 
     Order: ``start`` (the port answers, not serving), ``attach`` (the model is loaded: serving), ``stop``.
 
-    Health names: the empty one and the service's own say whether requests are accepted; ``liveness`` says whether the
-    process makes progress: it turns NOT_SERVING when there is work and no step has ended for ``wedged_after`` seconds.
+    Health names: the empty one and the service's own say whether requests are accepted; ``startup`` whether the model is loaded;
+    ``liveness`` whether the process makes progress: it turns NOT_SERVING when there is work and no step has ended for
+    ``wedged_after`` seconds, and for good when the engine has failed. So loading (not started), serving, draining (started,
+    alive, not accepting) and wedged or dead (not alive) are told apart.
     """
 
     def __init__(self, config: EngineCoreConfig) -> None:
@@ -79,14 +81,19 @@ class IoThread:
 
     async def _start(self) -> None:
         self._server = RpcServer(
-            self._config.server, service_names=(SERVICE_NAME,), observer=CallTelemetry(self.registry, self._tracer)
+            self._config.server,
+            service_names=(SERVICE_NAME,),
+            observer=CallTelemetry(self.registry, self._tracer),
+            keepalive=SERVICES,
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
+        await self._server.set_serving(False, STARTUP)
         self.port = await self._server.start()
         log.info("listening", address=f"{self._config.server.host}:{self.port}")
 
     async def _attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
         self._servicer.attach(busy_loop, ready)
+        await self._server.set_serving(True, STARTUP)
         await self._server.set_serving(True)
         self._tasks.append(asyncio.create_task(self._watch(busy_loop)))
         if self._config.coordinator.address:
@@ -106,7 +113,7 @@ class IoThread:
             registration=lambda: registration,
             stats=busy_loop.stats,
             seconds_since_last_step=busy_loop.seconds_since_last_step,
-            on_command=lambda _: busy_loop.request_shutdown(),
+            on_command=lambda command: busy_loop.request_shutdown(command.timeout),
         )
 
     def _on_draining(self, deadline: float) -> None:
@@ -120,10 +127,13 @@ class IoThread:
         while True:
             await asyncio.sleep(CHECK_INTERVAL)
             age = busy_loop.seconds_since_last_step()
-            if alive == (age < self._config.wedged_after):
+            if alive == (age < self._config.wedged_after and self.sessions.dead is None):
                 continue
             alive = not alive
             await self._server.set_serving(alive, LIVENESS)
+            await self._server.set_serving(alive and not busy_loop.draining)
+            if self.sessions.dead is not None:
+                return
             if alive:
                 log.info("steps go on")
             else:

@@ -1,6 +1,7 @@
 """The operators' API, ``penstock.admin.v1.AdminService``."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ import msgspec
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, NotFound, RequestFailed
 from penstock_common.rpc.cluster import engine_to_proto
 from penstock_frontend.api.unserved import refuses_unserved
 from penstock_frontend.api.utilities import ask_all
@@ -24,6 +25,9 @@ _PAUSE_MODES: dict[int, str] = {
     control_pb2.PAUSE_MODE_KEEP: "keep",
 }
 _MAX_SLEEP_LEVEL = 2
+_MAX_DRAIN_TIMEOUT = 86_400.0
+_DRAIN_INTERVAL = 0.1
+"""Seconds between two looks at a draining engine."""
 _WAKE_UP_TAGS = ("weights", "kv_cache")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -115,6 +119,37 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         """Stops them; the paths are those on the engines' machines."""
         paths = await self._ask("stop_profile")
         return pb.StopProfileResponse(paths=[path for of_engine in paths.values() for path in of_engine])
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
+        """Has an engine take no new requests, and tells whenever it has fewer, until it has none or is gone."""
+        known = {status.engine_id for status in self._engines.cluster()}
+        if request.engine_id not in known:
+            raise NotFound(
+                f"engine_id is {request.engine_id!r}; engines: {', '.join(sorted(known)) or 'none'}", field="engine_id"
+            )
+        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:  # NaN is not either
+            raise InvalidArgument(
+                f"timeout_seconds is {request.timeout_seconds:g}; it must be from 0 to {_MAX_DRAIN_TIMEOUT:g}",
+                field="timeout_seconds",
+            )
+        told: int | None = None
+        while told != 0:
+            left = await self._drain(request.engine_id, request.timeout_seconds)
+            if left != told:
+                yield pb.DrainResponse(engine_id=request.engine_id, num_unfinished_reqs=left, done=left == 0)
+                told = left
+            elif left:
+                await asyncio.sleep(_DRAIN_INTERVAL)
+
+    async def _drain(self, engine: str, timeout: float) -> int:  # noqa: ASYNC109 - the engine's, not the call's
+        """Tell an engine to drain, again if need be. Returns how many requests it has, 0 when it is gone."""
+        results = await self._engines.call_utility("drain", [timeout], engine=engine)
+        result = results.get(engine, 0)
+        if isinstance(result, RequestFailed):
+            if result.reason == "ENGINE_GONE":
+                return 0
+            raise result
+        return int(result)
 
     async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
         """Calls a method on every worker; which methods there are the engines know."""

@@ -69,8 +69,10 @@ class EngineClient(Protocol):
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
         """End those of the requests that have not ended, wherever they are; nothing more comes of them."""
 
-    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
-        """Call a registered method on every connected engine. Results, or the RequestFailed it ended with, by engine id."""
+    async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
+        """Call a registered method on every connected engine, or that with the id ``engine``. Results, or the RequestFailed it
+        ended with, by engine id.
+        """
 
     def refuse(self) -> None:
         """Take no more requests; those that wait for an engine fail."""

@@ -25,8 +25,8 @@ from penstock_frontend.processing.input import ModelLimits
 class GrpcEngineClient:
     """The EngineClient over one session per engine.
 
-    ``on_change`` is called whenever ``usable`` or ``num_held`` may have changed, ``kv_events`` is told how the engines' prefix
-    caches change.
+    ``on_change`` is called whenever ``usable`` or ``num_held`` may have changed, ``on_moved`` with the number of sequences that
+    have left their engines, ``kv_events`` is told how the engines' prefix caches change.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class GrpcEngineClient:
         incarnation: str,
         outputs: OutputHandler,
         on_change: Callable[[], None],
+        on_moved: Callable[[int], None],
         kv_events: KvEventListener,
     ) -> None:
         self._kv_events = kv_events
@@ -47,7 +48,13 @@ class GrpcEngineClient:
         # Frontends start their rotation at different engines.
         self._router = Router(start=hash(incarnation))
         self._dispatch = Dispatch(
-            self, outputs, self._router, config.retries, hold_timeout=self._wait_timeout, on_held=on_change
+            self,
+            outputs,
+            self._router,
+            config.retries,
+            hold_timeout=self._wait_timeout,
+            on_held=on_change,
+            on_moved=on_moved,
         )
         self._view = ClusterView()
         self._usable = asyncio.Event()
@@ -140,9 +147,10 @@ class GrpcEngineClient:
         """See EngineClient."""
         self._dispatch.abort(request_ids, reason)
 
-    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+    async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
         """See EngineClient."""
         engines = [(c.ready.engine_id, c.session) for c in self._pool if c.session and c.ready]
+        engines = [(engine_id, session) for engine_id, session in engines if engine in ("", engine_id)]
         calls = [session.call_utility(method, arguments) for _, session in engines]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:

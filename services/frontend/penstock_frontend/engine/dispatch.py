@@ -32,7 +32,7 @@ class Dispatch:
     """Knows where each sequence is. What engines refuse, drop or take down with them goes to others, within a budget; what no
     engine takes is held, and goes out when there is one again.
 
-    ``on_held``: told when the number of held requests has changed.
+    ``on_held``: told when the number of held requests has changed; ``on_moved``: how many have left their engines.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Dispatch:
         *,
         hold_timeout: float,
         on_held: Callable[[], None],
+        on_moved: Callable[[int], None],
     ) -> None:
         self._engines = engines
         self._outputs = outputs
         self._router = router
         self._hold_timeout = hold_timeout
         self._on_held = on_held
+        self._on_moved = on_moved
         self._journal = Journal()
         self._retries = Retries(retries)
         self._held = HeldRequests(hold_timeout, self._give_up)
-        self.num_moved = 0
-        """Sequences that went on on another engine."""
 
     @property
     def num_held(self) -> int:
@@ -89,16 +89,19 @@ class Dispatch:
 
     def take(self, engine: str, engine_id: str, frame: EngineCoreOutputs) -> None:
         """A step's outputs. Raises EngineFaultError when the engine cannot be trusted any more."""
-        accepted, refusals = self._journal.accept(engine, frame.outputs)
-        if frame.finished_requests:
-            refusals += self._ended_without_output(engine, frame)
-        if accepted:
-            not_needed = self._outputs.process(accepted, engine_id, frame.timestamp)
+        accepted = self._journal.accept(engine, frame.outputs)
+        if accepted.outputs:
+            not_needed = self._outputs.process(accepted.outputs, engine_id, frame.timestamp)
             if not_needed:
                 self.abort(not_needed, "a stop string ended the output")
+        refusals = accepted.refusals
+        if frame.finished_requests:
+            refusals += self._ended_without_output(engine, frame)
         if refusals:
             self._refused(refusals)
         self._try_next()
+        if accepted.fault is not None:
+            raise accepted.fault
 
     def _ended_without_output(self, engine: str, frame: EngineCoreOutputs) -> list[Refusal]:
         told = {output.request_id for output in frame.outputs}
@@ -108,7 +111,10 @@ class Dispatch:
 
     def lose(self, engine: str, why: str) -> None:
         """An engine is gone."""
-        self._move([(entry, why, True) for entry in self._journal.lose(engine)])
+        entries = self._journal.lose(engine)
+        if entries:
+            get_logger().warning("requests lost their engine and go on elsewhere", count=len(entries), why=why)
+        self._move([(entry, why, True) for entry in entries])
 
     def engines_changed(self) -> None:
         """Engines have come or may take requests again."""
@@ -142,7 +148,7 @@ class Dispatch:
             self._journal.leave(entry)
             moving.append(entry)
         if moving:
-            self.num_moved += len(moving)
+            self._on_moved(len(moving))
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
         self._try_next()

@@ -141,6 +141,14 @@ class Refusal(NamedTuple):
     error: RequestFailed
 
 
+class Accepted(NamedTuple):
+    """Of a frame: outputs without what came before, in order; refusals; and the fault that makes the engine a lost one."""
+
+    outputs: list[EngineCoreOutput]
+    refusals: list[Refusal]
+    fault: EngineFaultError | None = None
+
+
 class Journal:
     """Every sequence that has been sent, or waits to be sent, to an engine and has not ended."""
 
@@ -166,11 +174,8 @@ class Journal:
         """Sequences that an engine has."""
         return len(self._by_engine.get(engine, _NOBODY))
 
-    def accept(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> tuple[list[EngineCoreOutput], list[Refusal]]:
-        """What is new of an engine's outputs, in order, and what the engine does not go on with.
-
-        The outputs are cut in place. Raises EngineFaultError when tokens are missing.
-        """
+    def accept(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> "Accepted":
+        """What is new of an engine's outputs. They are cut in place. What stands before a fault counts: it is written down."""
         accepted: list[EngineCoreOutput] = []
         refusals: list[Refusal] = []
         on_engine = self._by_engine.get(engine, _NOBODY)
@@ -178,16 +183,18 @@ class Journal:
             entry = on_engine.get(output.request_id)
             if entry is None or output.attempt != entry.attempt:
                 continue  # ended, elsewhere by now, or of an older attempt
-            if output.finish_reason is not None:
-                if (error := _refused(output)) is not None:
-                    refusals.append(Refusal(entry, error))
-                    continue
-                if entry.take(output):
-                    accepted.append(output)
-                self._end(entry)
-            elif entry.take(output):
+            if output.finish_reason is not None and (error := _refused(output)) is not None:
+                refusals.append(Refusal(entry, error))
+                continue
+            try:
+                is_new = entry.take(output)
+            except EngineFaultError as e:
+                return Accepted(accepted, refusals, e)
+            if is_new:
                 accepted.append(output)
-        return accepted, refusals
+            if output.finish_reason is not None:
+                self._end(entry)
+        return Accepted(accepted, refusals)
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
         """What an engine had, or those of it, in the order in which they came. It has them no more."""

@@ -96,9 +96,11 @@ class InProcessEngine:
         del reason
         self._busy_loop.abort(_CLIENT, list(request_ids))
 
-    async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> dict[str, Any]:
+    async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
         """See EngineClient."""
         self._check()
+        if engine not in ("", self._ready.engine_id):
+            return {}
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = self._loop.create_future()
         self._busy_loop.call_utility(_CLIENT, call_id, method, msgspec.msgpack.encode(list(arguments)))

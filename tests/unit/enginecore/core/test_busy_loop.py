@@ -374,3 +374,43 @@ def test_health_shows_a_step_that_does_not_end():
         rig.gate.set()
         rig.sink.wait_for_ends(request)
         assert rig.loop.last_step_time > seen
+
+
+def test_a_drained_loop_refuses_requests_and_waits_to_be_told_to_leave():
+    with running() as rig:
+        request, late = make_request(max_tokens=5), make_request()
+        rig.add_and_hold(request)
+        rig.loop.call_utility(CLIENT, 1, "drain", msgspec.msgpack.encode([3600.0]))
+        rig.gate.set()
+        rig.sink.wait_for_ends(request)
+        rig.sink.wait(lambda: rig.sink.draining_timeout == 3600.0)
+        rig.loop.add(CLIENT, late)
+        rig.sink.wait_for_ends(late)
+        assert rig.sink.of().ends[late.request_id].error.reason == "DRAINING"
+        rig.loop.call_utility(CLIENT, 2, "drain", msgspec.msgpack.encode([0.0]))
+        rig.sink.wait(lambda: 2 in rig.sink.utility_outputs)
+        assert msgspec.msgpack.decode(rig.sink.utility_outputs[2].result) == 0
+        assert rig.loop.draining
+        assert rig.thread.is_alive()
+    assert rig.error is None
+    assert_nothing_left(rig.engine)
+
+
+def test_what_is_left_at_the_deadline_of_a_drain_ends_so_that_others_can_take_it():
+    with running() as rig:
+        request = make_request(max_tokens=1000)
+        rig.add_and_hold(request)
+        rig.loop.call_utility(CLIENT, 1, "drain", msgspec.msgpack.encode([0.0]))
+        rig.gate.set()
+        rig.sink.wait_for_ends(request)
+        end = rig.sink.of().ends[request.request_id]
+        assert (end.finish_reason, end.error.code, end.error.reason) == (FinishReason.ABORT, "UNAVAILABLE", "DRAINING")
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), 1e9])
+def test_a_drain_without_a_sensible_deadline_is_refused(timeout):
+    with running() as rig:
+        rig.loop.call_utility(CLIENT, 1, "drain", msgspec.msgpack.encode([timeout]))
+        rig.sink.wait(lambda: 1 in rig.sink.utility_outputs)
+        assert rig.sink.utility_outputs[1].error.field == "timeout"
+        assert not rig.loop.draining

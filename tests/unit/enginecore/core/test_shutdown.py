@@ -30,7 +30,7 @@ def test_requests_in_flight_may_finish_before_the_deadline():
     assert state.advance(5, has_requests=True) == [ShutdownEffect.ANNOUNCE_DRAINING]
     assert state.deadline == 15
     assert state.advance(14, has_requests=True) == []
-    assert state.phase is ShutdownPhase.SHUTTING_DOWN
+    assert state.phase is ShutdownPhase.DRAINING
     assert state.advance(14, has_requests=False) == []
     assert state.phase is ShutdownPhase.EXIT
 
@@ -59,3 +59,49 @@ def test_asking_again_changes_nothing():
     state.request()
     assert state.advance(5, has_requests=True) == []
     assert state.deadline == 10
+
+
+def test_a_drain_alone_does_not_end_the_process():
+    state = ShutdownState(10)
+    state.drain(3)
+    assert state.refuses_requests
+    assert not state.leaves
+    assert state.advance(0, has_requests=True) == [ShutdownEffect.ANNOUNCE_DRAINING]
+    assert (state.timeout, state.deadline) == (3, 3)
+    assert state.advance(3, has_requests=True) == [ShutdownEffect.ABORT_REQUESTS]
+    assert state.advance(4, has_requests=False) == []
+    assert (state.phase, state.deadline) == (ShutdownPhase.DRAINING, None)
+
+
+def test_a_drained_engine_leaves_when_it_is_told_to():
+    state = ShutdownState(10)
+    state.drain(3)
+    state.advance(0, has_requests=False)
+    state.request()
+    assert state.leaves
+    assert state.advance(1, has_requests=False) == []
+    assert state.phase is ShutdownPhase.EXIT
+
+
+def test_a_stop_brings_the_deadline_of_a_drain_forward_but_never_back():
+    state = ShutdownState(10)
+    state.drain(3600)
+    state.advance(0, has_requests=True)
+    state.request()
+    state.advance(5, has_requests=True)
+    assert state.deadline == 15
+    state.advance(6, has_requests=True)
+    assert state.deadline == 15
+    state = ShutdownState(10)
+    state.drain(3)
+    state.advance(0, has_requests=True)
+    state.request()
+    state.advance(1, has_requests=True)
+    assert state.deadline == 3
+
+
+def test_whoever_asks_for_the_shutdown_may_say_how_long_it_takes():
+    state = ShutdownState(10)
+    state.request(2)
+    state.advance(0, has_requests=True)
+    assert (state.timeout, state.deadline) == (2, 2)

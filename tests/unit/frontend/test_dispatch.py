@@ -1,0 +1,426 @@
+"""Requests on engines that come, go, refuse and lie, explored at random: nothing is lost, repeated or out of order."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, PrefillStats, RequestError
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.config import RetriesConfig
+from penstock_frontend.engine.dispatch import Dispatch
+from penstock_frontend.engine.journal import EngineFaultError
+from penstock_frontend.engine.router import Candidate, Router
+
+MAX_TOKENS = 5
+PROMPT = [1, 2, 3]
+DRAINING = RequestError(code="UNAVAILABLE", message="draining", reason="DRAINING")
+FULL = RequestError(code="RESOURCE_EXHAUSTED", message="full", reason="QUEUE_FULL", retry_after=1.5)
+
+
+def token_of(request_id: str, index: int) -> int:
+    return 1000 * (1 + int(request_id[1:].split("-")[0])) + index
+
+
+class Simulated:
+    """Engines that hold requests, the client's side of them, and what it has read. Tokens are those of ``token_of``."""
+
+    def __init__(self, *names: str, retries: RetriesConfig | None = None, hold_timeout: float = 60.0) -> None:
+        self.up = dict.fromkeys(names, True)
+        self.running: dict[str, dict[str, tuple[EngineCoreRequest, int]]] = {name: {} for name in names}
+        self.read: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason | RequestFailed] = {}
+        self.outputs: list[EngineCoreOutput] = []
+        self.late: list[tuple[str, EngineCoreOutput]] = []
+        self.moves: list[str] = []
+        self.sent: list[tuple[str, EngineCoreRequest]] = []
+        self.num_held_changes = 0
+        self.num_moved = 0
+        self.dispatch = Dispatch(
+            self,
+            self,
+            Router(),
+            retries or RetriesConfig(max_moves=10_000, max_strikes=100),
+            hold_timeout=hold_timeout,
+            on_held=self._on_held,
+            on_moved=self._on_moved,
+        )
+
+    def _on_moved(self, count: int) -> None:
+        self.num_moved += count
+
+    def _on_held(self) -> None:
+        self.num_held_changes += 1
+
+    # The dispatch's Engines.
+
+    def candidates(self) -> list[Candidate]:
+        return [Candidate(name, rank) for rank, (name, up) in enumerate(self.up.items()) if up]
+
+    def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
+        assert self.up[engine]
+        assert first == (not self.running[engine])
+        self.sent.append((engine, request))
+        self.running[engine][request.request_id] = (request, len(request.prior_output_token_ids))
+
+    def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        for request_id in request_ids:
+            self.running[engine].pop(request_id, None)
+
+    # The dispatch's OutputHandler.
+
+    def process(self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float) -> list[str]:
+        for output in outputs:
+            self.outputs.append(output)
+            read = self.read.setdefault(output.request_id, [])
+            assert output.request_id not in self.ended
+            assert output.offset == len(read)
+            read.extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = (
+                    output.finish_reason if output.error is None else output.error.to_exception()
+                )
+        return []
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        for request_id in request_ids:
+            assert request_id not in self.ended
+            self.ended[request_id] = error
+
+    def fail_all(self, error: RequestFailed) -> list[str]:
+        raise AssertionError("nobody asks for this")
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        self.moves.extend(request_ids)
+
+    # What happens.
+
+    def add(self, *request_ids: str, rank: int | None = None, **params: object) -> None:
+        self.dispatch.add(
+            [
+                EngineCoreRequest(
+                    request_id=request_id,
+                    external_request_id=request_id,
+                    prompt_token_ids=PROMPT,
+                    sampling_params=SamplingParams(max_tokens=MAX_TOKENS, **params),  # type: ignore[arg-type]
+                    data_parallel_rank=rank,
+                )
+                for request_id in request_ids
+            ]
+        )
+
+    def advance(self, engine: str, request_id: str, count: int = 1) -> EngineCoreOutput:
+        """The next output of a request, as its engine makes it."""
+        request, offset = self.running[engine][request_id]
+        tokens = [token_of(request_id, i) for i in range(offset, min(offset + count, MAX_TOKENS))]
+        output = EngineCoreOutput(request_id=request_id, attempt=request.attempt, offset=offset, new_token_ids=tokens)
+        self.running[engine][request_id] = (request, offset + len(tokens))
+        if offset + len(tokens) == MAX_TOKENS:
+            output.finish_reason = FinishReason.LENGTH
+            del self.running[engine][request_id]
+        return output
+
+    def deliver(self, engine: str, *outputs: EngineCoreOutput) -> None:
+        copies = [
+            EngineCoreOutput(
+                request_id=o.request_id,
+                attempt=o.attempt,
+                offset=o.offset,
+                new_token_ids=list(o.new_token_ids),
+                finish_reason=o.finish_reason,
+                error=o.error,
+            )
+            for o in outputs
+        ]
+        self.dispatch.take(engine, engine, EngineCoreOutputs(outputs=copies))
+
+    def step(self, engine: str, count: int = 1) -> None:
+        self.deliver(engine, *[self.advance(engine, request_id, count) for request_id in list(self.running[engine])])
+
+    def refuse(self, engine: str, request_id: str, error: RequestError) -> None:
+        request, offset = self.running[engine].pop(request_id)
+        reason = FinishReason.ABORT if error.code == "UNAVAILABLE" else FinishReason.ERROR
+        self.deliver(
+            engine,
+            EngineCoreOutput(
+                request_id=request_id, attempt=request.attempt, offset=offset, finish_reason=reason, error=error
+            ),
+        )
+
+    def kill(self, engine: str) -> None:
+        self.up[engine] = False
+        self.running[engine].clear()
+        self.dispatch.lose(engine, "killed")
+
+    def start(self, engine: str) -> None:
+        self.up[engine] = True
+        self.dispatch.engines_changed()
+
+    def finish(self) -> None:
+        """Everything up, and as many steps as it takes."""
+        for engine in self.up:
+            self.start(engine)
+        for _ in range(200):
+            for engine in self.up:
+                self.step(engine)
+        assert not any(self.running.values())
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add n", "step", "step 2", "lose output", "duplicate", "keep for later", "late", "kill",
+                         "start", "drain", "full", "abort", "cut"]),
+        st.integers(0, 2),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(EVENTS)
+def test_whatever_engines_do_every_request_ends_with_every_token_once(events: list[tuple[str, int, int]]) -> None:
+    async def run() -> None:
+        world, ids = Simulated("a", "b", "c"), itertools.count()
+        started: set[str] = set()
+        aborted: set[str] = set()
+        for what, which, pick in events:
+            engine = "abc"[which]
+            on_engine = list(world.running[engine])
+            target = on_engine[pick % len(on_engine)] if on_engine else ""
+            match what:
+                case "add" | "add n":
+                    number = next(ids)
+                    names = [f"r{number}"] if what == "add" else [f"r{number}-{i}" for i in range(3)]
+                    started.update(names)
+                    world.add(*names)
+                case "step" if world.up[engine]:
+                    world.step(engine)
+                case "step 2" if world.up[engine]:
+                    world.step(engine, 2)
+                case "lose output" if target:  # a gap: the engine counts as lost
+                    world.advance(engine, target)
+                    if target in world.running[engine]:
+                        with pytest.raises(EngineFaultError):
+                            world.step(engine)
+                    world.kill(engine)
+                case "duplicate" if target:
+                    output = world.advance(engine, target)
+                    world.deliver(engine, output, output)
+                case "keep for later" if target:
+                    world.late.append((engine, world.advance(engine, target)))
+                    world.kill(engine)
+                case "late":
+                    for where, output in world.late:
+                        world.deliver(where, output)
+                case "kill" if world.up[engine]:
+                    world.kill(engine)
+                case "start":
+                    world.start(engine)
+                case "drain" if world.up[engine]:
+                    world.up[engine] = False
+                    for request_id in on_engine:
+                        world.refuse(engine, request_id, DRAINING)
+                case "full" if target and world.running[engine][target][0].attempt > 0:
+                    world.refuse(engine, target, DRAINING)
+                case "abort" if target:
+                    aborted.add(target)
+                    world.dispatch.abort([target], "the client is gone")
+                case "cut" if world.up[engine]:  # the session is gone, the engine is there again at once
+                    world.running[engine].clear()
+                    world.up[engine] = False
+                    world.dispatch.lose(engine, "cut")
+                    world.start(engine)
+        world.finish()
+        assert set(world.ended) == started - aborted
+        for request_id in started - aborted:
+            assert world.read[request_id] == [token_of(request_id, i) for i in range(MAX_TOKENS)]
+            assert world.ended[request_id] is FinishReason.LENGTH
+        assert world.dispatch.num_held == 0
+        assert sum(world.dispatch.num_on(engine) for engine in "abc") == 0
+
+    asyncio.run(run())
+
+
+async def test_the_sequences_of_a_call_stay_together_when_they_move() -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0-0", "r0-1", "r0-2")
+    [engine] = {engine for engine, _ in world.sent}
+    world.step(engine)
+    world.kill(engine)
+    assert world.num_moved == len(world.moves) == 3
+    again = world.sent[3:]
+    assert len({engine for engine, _ in again}) == 1
+    assert [(r.request_id, r.attempt, r.prior_output_token_ids) for _, r in again] == [
+        (f"r0-{i}", 1, [token_of(f"r0-{i}", 0)]) for i in range(3)
+    ]
+
+
+async def test_a_queue_that_is_full_everywhere_is_the_clients_to_hear_of() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    for _ in range(2):
+        [engine] = [engine for engine in "ab" if world.running[engine]]
+        world.refuse(engine, "r0", FULL)
+    error = world.ended["r0"]
+    assert isinstance(error, ResourceExhausted)
+    assert error.retry_after == 1.5
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "UNIMPLEMENTED"])
+async def test_an_error_of_the_request_itself_is_final(code: str) -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    [engine] = [engine for engine in "ab" if world.running[engine]]
+    world.refuse(engine, "r0", RequestError(code=code, message="no"))
+    assert world.moves == []
+    assert isinstance(world.ended["r0"], RequestFailed)
+
+
+async def test_what_an_operator_ended_does_not_go_on_elsewhere() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    [engine] = [engine for engine in "ab" if world.running[engine]]
+    world.refuse(engine, "r0", RequestError(code="UNAVAILABLE", message="paused", reason="PAUSED"))
+    assert isinstance(world.ended["r0"], Unavailable)
+
+
+async def test_a_request_that_ends_without_an_output_goes_on_elsewhere() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    [engine] = [engine for engine in "ab" if world.running[engine]]
+    world.running[engine].clear()
+    world.dispatch.take(engine, engine, EngineCoreOutputs(finished_requests=["r0", "unknown"]))
+    world.finish()
+    assert world.ended["r0"] is FinishReason.LENGTH
+
+
+async def test_a_rank_that_does_not_exist_is_refused_and_one_that_has_gone_is_not_waited_for() -> None:
+    world = Simulated("a", "b")
+    with pytest.raises(InvalidArgument, match="data_parallel_rank is 5"):
+        world.add("r0", rank=5)
+    assert world.dispatch.num_on("a") + world.dispatch.num_on("b") == 0
+    world.add("r1", rank=0)
+    world.kill("a")
+    assert list(world.running["b"]) == ["r1"]
+
+
+async def test_retries_are_bounded_even_when_each_engine_brings_something() -> None:
+    world = Simulated("a", "b", retries=RetriesConfig(max_moves=2, max_strikes=3))
+    world.add("r0")
+    for _ in range(3):
+        [engine] = [engine for engine in "ab" if world.running[engine]]
+        world.step(engine)
+        world.kill(engine)
+        world.start(engine)
+    error = world.ended["r0"]
+    assert isinstance(error, Unavailable)
+    assert (error.reason, "has lost 3 engines; retries.max_moves is 2" in error.message) == ("RETRIES_EXHAUSTED", True)
+
+
+async def test_suspects_are_tried_one_at_a_time_and_only_the_guilty_one_is_given_up() -> None:
+    world = Simulated("a", "b", retries=RetriesConfig(max_strikes=3))
+    names = [f"r{number}" for number in range(6)]
+    for name in names:
+        world.add(name)
+    deaths = 0
+    for _ in range(300):
+        for engine in "ab":
+            if "r3" in world.running[engine]:
+                deaths += 1
+                world.kill(engine)
+                world.start(engine)
+            elif world.running[engine]:
+                world.step(engine)
+    assert deaths == 3
+    error = world.ended.pop("r3")
+    assert isinstance(error, RequestFailed)
+    assert error.reason == "QUARANTINED"
+    assert world.ended == {name: FinishReason.LENGTH for name in names if name != "r3"}
+
+
+async def test_a_suspect_that_waits_for_its_trial_can_be_cancelled() -> None:
+    world = Simulated("a", retries=RetriesConfig(max_strikes=2))
+    world.add("r0")
+    world.add("r1")
+    world.kill("a")
+    world.start("a")
+    assert list(world.running["a"]) == ["r0"]
+    world.dispatch.abort(["r1"], "the client is gone")
+    world.dispatch.abort(["r0"], "the client is gone")
+    assert not world.running["a"]
+    world.add("r2")
+    world.finish()
+    assert world.ended == {"r2": FinishReason.LENGTH}
+
+
+async def test_a_drain_gives_no_strike() -> None:
+    world = Simulated("a", "b", retries=RetriesConfig(max_strikes=1))
+    world.add("r0")
+    for _ in range(4):
+        [engine] = [engine for engine in "ab" if world.running[engine]]
+        world.refuse(engine, "r0", DRAINING)
+    world.finish()
+    assert world.ended["r0"] is FinishReason.LENGTH
+
+
+async def test_the_wait_for_an_engine_ends() -> None:
+    world = Simulated("a", hold_timeout=0.01)
+    world.add("r0")
+    world.kill("a")
+    assert world.dispatch.num_held == 1
+    while "r0" not in world.ended:
+        await asyncio.sleep(0.001)
+    assert isinstance(world.ended["r0"], Unavailable)
+    assert world.dispatch.num_held == 0
+    assert world.num_held_changes == 2
+
+
+def logprobs_of(token_ids: Iterable[int]) -> Logprobs:
+    logprobs = Logprobs()
+    for token_id in token_ids:
+        logprobs.add([token_id], [-float(token_id)], [1])
+    return logprobs
+
+
+async def test_log_probabilities_of_prompt_and_output_come_once_whichever_engine_sends_them() -> None:
+    world = Simulated("a", "b")
+    world.add("r0", logprobs=0, prompt_logprobs=0)
+
+    def send(offset: int, tokens: list[int], prompt: list[int] | None = None) -> None:
+        [engine] = [engine for engine in "ab" if world.running[engine]]
+        request, _ = world.running[engine]["r0"]
+        frame = EngineCoreOutput(
+            request_id="r0",
+            attempt=request.attempt,
+            offset=offset,
+            new_token_ids=tokens,
+            new_logprobs=logprobs_of(tokens) if tokens else None,
+            new_prompt_logprobs=logprobs_of(prompt) if prompt else None,
+            prefill_stats=PrefillStats(num_prompt_tokens=3, num_cached_tokens=request.attempt),
+        )
+        world.dispatch.take(engine, engine, EngineCoreOutputs(outputs=[frame]))
+
+    def lose() -> None:
+        [engine] = [engine for engine in "ab" if world.running[engine]]
+        world.kill(engine)
+        world.start(engine)
+
+    send(0, [], [2])
+    lose()
+    assert world.sent[-1][1].sampling_params.prompt_logprobs == 0
+    send(0, [10, 11], [2, 3])
+    send(0, [10, 11], [2, 3])
+    lose()
+    assert world.sent[-1][1].sampling_params.prompt_logprobs is None
+    send(1, [11, 12])
+    got = [o for o in world.outputs if o.new_prompt_logprobs is not None]
+    assert [list(o.new_prompt_logprobs.token_ids) for o in got if o.new_prompt_logprobs] == [[2], [3]]
+    assert [list(o.new_logprobs.token_ids) for o in world.outputs if o.new_logprobs] == [[10, 11], [12]]
+    assert [o.prefill_stats.num_cached_tokens for o in world.outputs if o.prefill_stats] == [0]
