@@ -1,8 +1,8 @@
 """Every failure of an engine, at every step of a request, on every kind of stream: nothing is lost, nothing comes twice.
 
 A cell puts requests of every shape on one engine, which fails when so many tokens of each are out. See ``tests/fakes/matrix``.
-With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell has every shape with every output kind and n; else each shape has one
-of these, another in the next cell.
+With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell has every shape with every output kind and n, with one token per step
+and with several; else each shape has one of these, another in the next cell.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import pytest_asyncio
 from penstock_frontend.config import DetectionConfig
 from tests.fakes.matrix.failures import FAILURES, Failure
 from tests.fakes.matrix.report import Report
-from tests.fakes.matrix.rig import STEPS, Rig, Step
+from tests.fakes.matrix.rig import STEPS, WIDE_STEPS, Rig, Step
 from tests.fakes.matrix.shapes import KINDS, shapes
 from tests.fakes.small_tokenizers import save_model
 
@@ -40,10 +40,10 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         yield rig
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", STEPS + WIDE_STEPS if FULL else STEPS, ids=str)
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
 async def test_every_stream_is_whole(rig: Rig, report: Report, failure: Failure, step: Step) -> None:
-    number = FAILURES.index(failure) * len(STEPS) + STEPS.index(step)
+    number = FAILURES.index(failure) * len(STEPS) + step.offset
     variants = VARIANTS if FULL else itertools.islice(itertools.cycle(VARIANTS), number, number + len(VARIANTS))
     cell = await rig.cell(failure, step, list(shapes(step.offset, variants, every=FULL, seed=number)))
     report.add(cell)

@@ -1,6 +1,7 @@
 """What becomes of requests when no engine is left, when one of them kills engines, and when clients have had enough."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock_common.errors import DeadlineExceeded, RequestFailed, Unavailable
 from penstock_frontend.config import RetriesConfig
 from tests.fakes.frontend_server import eventually
 from tests.fakes.matrix.shapes import PROMPT, Shape, plain
-from tests.fakes.oracle_cluster import OracleCluster, wrong
+from tests.fakes.oracle_cluster import TIMEOUT, OracleCluster, wrong
 from tests.fakes.oracle_engine import outputs
 from tests.fakes.oracle_process import OracleProcess
 
@@ -24,19 +25,27 @@ def engines(count: int = 2, **knobs: Any) -> list[OracleProcess]:
     return [OracleProcess(f"oracle-{number}", **(STEP | knobs)) for number in range(count)]
 
 
-async def lose_all(cluster: OracleCluster, running: int) -> None:
-    """Kill every engine when all requests have got a few tokens."""
+async def lose_all(cluster: OracleCluster, asked: Sequence[Shape], **options: Any) -> "list[asyncio.Task[Any]]":
+    """Requests whose engines are killed when they have got a few tokens."""
+    await cluster.until_connected()
     for engine in cluster.engines:
-        await engine.until(num_running=running // len(cluster.engines), num_steps=4)
+        await engine.set(held=True)
+    running = [cluster.start(shape, **options) for shape in asked]
+    async with asyncio.timeout(TIMEOUT):
+        while sum([(await engine.state())["num_running"] for engine in cluster.engines]) < len(asked):
+            await asyncio.sleep(0.01)
+    for engine in cluster.engines:
+        if (await engine.state())["num_running"]:
+            await engine.set(held=False, faults=[{"at": "mid_stream", "count": 5, "action": "hold"}])
+            await engine.until(reached=1)
     await asyncio.gather(*(engine.kill() for engine in cluster.engines))
+    return running
 
 
 async def test_requests_are_held_until_an_engine_returns(model: Path) -> None:
     async with OracleCluster(model, engines()) as cluster:
-        await cluster.until_connected()
         asked = [plain(number, LENGTH) for number in range(6)]
-        running = [cluster.start(shape) for shape in asked]
-        await lose_all(cluster, len(asked))
+        running = await lose_all(cluster, asked)
         await cluster.until_held(len(asked))
         late = plain(99, LENGTH)
         running.append(cluster.start(late))
@@ -49,9 +58,7 @@ async def test_requests_are_held_until_an_engine_returns(model: Path) -> None:
 
 async def test_requests_that_no_engine_takes_in_time_are_unavailable_and_may_be_retried(model: Path) -> None:
     async with OracleCluster(model, engines(), engine_wait_timeout=0.5) as cluster:
-        await cluster.until_connected()
-        running = [cluster.start(plain(number, LENGTH)) for number in range(6)]
-        await lose_all(cluster, len(running))
+        running = await lose_all(cluster, [plain(number, LENGTH) for number in range(6)])
         for error in await asyncio.gather(*running):
             assert isinstance(error, Unavailable)
             assert error.retry_after is not None
@@ -62,7 +69,7 @@ async def test_requests_that_no_engine_takes_in_time_are_unavailable_and_may_be_
 async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path) -> None:
     async with OracleCluster(model, engines(1), engine_wait_timeout=0.2) as cluster:
         await cluster.until_connected()
-        call = cluster.frontend.stub.Generate(plain(4, LENGTH).request, timeout=20)
+        call = cluster.frontend.stub.Generate(plain(4, LENGTH * 10).request, timeout=20)
         got: list[int] = []
         while len(got) < 5:
             got += (await call.read()).token_ids
@@ -115,18 +122,10 @@ async def test_a_request_that_moves_too_often_ends(model: Path) -> None:
             assert cluster.num_deaths <= 4
 
 
-async def held(cluster: OracleCluster, shape: Shape, **options: Any) -> "asyncio.Task[Any]":
-    """A request that has lost its only engine."""
-    await cluster.until_connected()
-    running = cluster.start(shape, **options)
-    await lose_all(cluster, 1)
-    await cluster.until_held(1)
-    return running
-
-
 async def test_the_deadline_of_a_held_request_is_kept(model: Path) -> None:
     async with OracleCluster(model, engines(1)) as cluster:
-        running = await held(cluster, plain(1, LENGTH * 10), timeout=3.0)
+        [running] = await lose_all(cluster, [plain(1, LENGTH)], timeout=3.0)
+        await cluster.until_held(1)
         assert isinstance(await running, DeadlineExceeded)
         await cluster.until_held(0)
         await cluster.engines[0].start()
@@ -136,7 +135,8 @@ async def test_the_deadline_of_a_held_request_is_kept(model: Path) -> None:
 
 async def test_a_held_request_whose_client_goes_is_forgotten(model: Path) -> None:
     async with OracleCluster(model, engines(1)) as cluster:
-        running = await held(cluster, plain(1, LENGTH * 10))
+        [running] = await lose_all(cluster, [plain(1, LENGTH)])
+        await cluster.until_held(1)
         running.cancel()
         await cluster.until_held(0)
         await eventually(lambda: cluster.frontend.frontend._llm.num_live == 0)

@@ -34,10 +34,14 @@ CLEAN: dict[str, Any] = {
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Where in a request the failure comes: when ``offset`` of its tokens are out."""
+    """Where in a request the failure comes: when ``offset`` of its tokens are out. ``width``: tokens per step."""
 
     name: str
     offset: int
+    width: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.width == 1 else f"{self.name}, {self.width} at a time"
 
 
 STEPS = [
@@ -46,6 +50,12 @@ STEPS = [
     Step("mid stream", LENGTH // 2),
     Step("before the last token", LENGTH - 1),
     Step("after the last token", LENGTH),
+]
+WIDE_STEPS = [
+    Step("on add", 0, 4),
+    Step("after the first token", 4, 4),
+    Step("before the last token", LENGTH - 4, 4),
+    Step("after the last token", LENGTH, 4),
 ]
 
 
@@ -100,6 +110,7 @@ class Rig:
         try:
             for engine in self.engines_alive():
                 await engine.call("forget")
+                await engine.set(tokens_per_step=step.width)
             await self._route_to(others)
             beside = self._begin("beside", neighbours)
             await self._until_added("beside", len(beside))
