@@ -10,7 +10,7 @@ import pytest
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded, RequestFailed, Unavailable
-from penstock_frontend.config import RetriesConfig
+from penstock_frontend.config import DetectionConfig, RetriesConfig
 from tests.fakes.frontend_server import eventually
 from tests.fakes.matrix.shapes import PROMPT, Shape, plain
 from tests.fakes.oracle_cluster import TIMEOUT, OracleCluster, wrong
@@ -54,6 +54,25 @@ async def test_requests_are_held_until_an_engine_returns(model: Path) -> None:
         resumed = [attempt for _, attempt, prior in (await cluster.engines[0].state())["attempts"] if prior]
         assert len(resumed) == len(asked)
         assert set(resumed) <= {1, 2}, "both engines may have been lost, one after the other"
+
+
+async def test_what_an_older_attempt_still_says_to_its_engines_new_session_does_not_count(model: Path) -> None:
+    detection = DetectionConfig(silence=0.1, wedged_after=60.0)
+    async with OracleCluster(model, engines(1), detection=detection) as cluster:
+        await cluster.until_connected()
+        [engine] = cluster.engines
+        asked = [plain(number, LENGTH) for number in range(4)]
+        await engine.set(
+            packets="held_back", step_age=3600.0, faults=[{"at": "mid_stream", "count": 5, "action": "hold"}]
+        )
+        running = [cluster.start(shape) for shape in asked]
+        await engine.until(num_running=len(asked), reached=1)
+        await cluster.until_held(len(asked))
+        await engine.set(step_age=-1.0)
+        await engine.until(num_running=len(asked), attempts=2 * len(asked))
+        await engine.set(packets="as_they_are")
+        await engine.set(held=False)
+        assert wrong(asked, await asyncio.gather(*running)) == []
 
 
 async def test_requests_that_no_engine_takes_in_time_are_unavailable_and_may_be_retried(model: Path) -> None:

@@ -270,6 +270,9 @@ class Rig:
             problems.append(f"requests of engines that were well have moved: {sorted(moved)}")
         if failure.name.startswith(("packets twice", "tokens again")) and moved:
             problems.append(f"requests have moved without need: {sorted(moved)}")
+        again = [name for name, attempt, prior in attempts if attempt and not prior]
+        if step.offset >= LENGTH // 2 and again:
+            problems.append(f"requests have begun again from their prompt: {sorted(again)}")
         if failure.moves and 0 < step.offset < LENGTH and not moved:
             problems.append("nothing has moved: the failure did not come about")
         return problems

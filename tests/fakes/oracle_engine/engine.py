@@ -193,9 +193,14 @@ class OracleEngine(FakeEngine):
             session.queue.put_nowait(frame)
 
     def _send_held_back(self) -> None:
-        """Also to sessions that came since: what no engine may do, and no frontend may mind."""
+        """Over every session there is, also those that came since: what no engine may do, and no frontend may mind.
+
+        The tokens of sessions that are over are other ones, as those of a request without a seed would be.
+        """
         held_back, self._held_back = self._held_back, []
-        for _, frame in held_back:
+        for owner, frame in held_back:
+            if owner not in self.sessions:
+                _spoil(frame)
             for session in self.sessions:
                 session.queue.put_nowait(frame)
 
@@ -318,6 +323,12 @@ class OracleEngine(FakeEngine):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _spoil(frame: pb.SessionResponse) -> None:
+    """Make every token another one."""
+    for output in frame.outputs.outputs:
+        output.new_token_ids[:] = [(token + 1) % outputs.vocab_size() for token in output.new_token_ids]
 
 
 def _lose_first(output: pb.EngineCoreOutput) -> None:

@@ -47,8 +47,8 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     """``step_seconds``: time between steps; ``tokens_per_step``; ``num_cached_tokens``: of every prompt.
 
     ``held``: no steps, and that is no failure. ``stalled``: no steps, which is: the age of the last one grows.
-    ``packets``: each output is sent as it is, twice, not before ``packets`` is set anew (then to every session there is, with
-    the attempts they are of), without its first token, or with the token before it again.
+    ``packets``: each output is sent as it is, twice, not before ``packets`` is set anew (then over every session there is, and
+    other tokens if its own is over), without its first token, or with the token before it again.
     ``extra_waiting``: added to the count of waiting requests that frontends are told.
     ``step_age``: what the engine says of the age of its last step, instead of the truth; below 0: the truth.
     """
