@@ -411,10 +411,17 @@ async def test_a_real_refusal_names_the_field_and_the_limit(real: Tab) -> None:
     assert "temperature is 900" in told
 
 
-async def test_an_engine_that_dies_ends_the_answer_with_words(real: Tab, engine: FakeEngine) -> None:
+async def test_an_answer_waits_for_the_engine_that_died_and_goes_on_when_it_is_back(
+    real: Tab, engine: FakeEngine
+) -> None:
     await ask(real, "hello")
     await engine.until(lambda e: e.running)
     await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
+    port, before = engine.port, await real.text("#output")
     await engine.kill()
-    assert "is gone" in await error(real)
     await real.until(shows("#status", "no engine takes requests"))
+    await engine.start(port)
+    await engine.until(lambda e: e.running)
+    assert engine.requests[-1].attempt == 1
+    await step_until(engine, real, f"document.querySelector('#output').innerText.length > {len(before)} + 5")
+    assert (await real.text("#output")).startswith(before)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -73,11 +74,36 @@ def test_without_a_terminal_the_log_has_no_colors(served: Command) -> None:
     assert "\x1b" not in served.output
 
 
-def test_a_service_that_is_killed_is_named_and_the_others_are_stopped(served: Command, ports: list[int]) -> None:
+def pids(command: Command, service: str) -> list[int]:
+    """The process ids that a service has had."""
+    return [int(pid) for pid in re.findall(rf"{service} +\| ready with pid (\d+) on", "\n".join(command.lines))]
+
+
+def kill(command: Command, service: str, *, times: int = 1) -> None:
+    """Kill a service as often, each time when it is there."""
+    for number in range(times):
+        eventually(lambda count=number + 1: len(pids(command, service)) == count)
+        os.kill(pids(command, service)[-1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("service", ["engine-1", "coordinator", "frontend"])
+def test_a_service_that_is_killed_is_started_again_on_its_port(served: Command, ports: list[int], service: str) -> None:
     used = all_ports(served, ports)
-    os.kill(served.pid_and_port("engine-1")[0], signal.SIGKILL)
+    kill(served, service)
+    served.wait_for(rf"{service} was killed by SIGKILL \(out of memory\?\); starting it again")
+    eventually(lambda: len(pids(served, service)) == 2)
+    assert [port for port in used if not listening(port)] == []
+    served.process.send_signal(signal.SIGTERM)
+    assert served.wait_for_exit() == 0
+
+
+def test_a_service_that_dies_again_and_again_is_named_and_the_others_are_stopped(
+    served: Command, ports: list[int]
+) -> None:
+    used = all_ports(served, ports)
+    kill(served, "engine-1", times=3)
     assert served.wait_for_exit() == 1
-    assert "engine-1 was killed by SIGKILL" in served.output
+    assert "engine-1 was killed by SIGKILL (out of memory?); stopping the others" in served.output
     assert "coordinator | stopped" in served.output
     assert [port for port in used if listening(port)] == []
 

@@ -434,6 +434,21 @@ async def test_an_engine_that_leaves_the_view_keeps_its_streams_until_it_breaks(
     await until_states(frontend, both)
 
 
+async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lost(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = FakeEngine("a", vocab_size=VOCAB), FakeEngine("b", vocab_size=VOCAB)
+    detection = DetectionConfig(silence=0.05, probe_timeout=0.1)
+    async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
+        await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
+        a.frozen = True
+        frontend.frontend._engines.follow_view(view(b))
+        await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
+    said = capsys.readouterr().out
+    assert "the engine's lease has expired; its connection holds" in said
+    assert "its lease with the coordinator has expired, and it does not answer within 0.1 s" in said
+
+
 async def test_counts_of_a_view_steer_requests_away_from_a_loaded_engine(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Runs a set of services: starts all, waits until all are ready, watches them, stops them in order."""
+"""Runs a set of services: starts all, waits until all are ready, starts again those that die, stops them in order."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,8 @@ import itertools
 import os
 import signal
 import tempfile
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from penstock_local.rpc.health import wait_until_serving
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+MAX_DEATHS = 3
+"""Deaths of one service within ``DEATHS_WINDOW`` seconds after which it is not started again."""
+DEATHS_WINDOW = 60.0
 
 
 class ServiceDiedError(PenstockError):
@@ -62,6 +67,9 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ProcessSpec], *, on_line: Callable[[str, str], None]) -> None:
         self._processes = [ServiceProcess(spec, on_line=on_line) for spec in specs]
+        self._folder = Path()
+        self._environ: dict[str, str] = {}
+        self._ready = False
 
     async def start(self, folder: Path) -> None:
         """Start every service at once; their config files go into ``folder``.
@@ -72,23 +80,31 @@ class Supervisor:
         if ignored := sorted(os.environ.keys() - environ.keys()):
             say(f"ignoring {', '.join(ignored)} of the environment: the settings are the command's flags")
         environ["PYTHONUNBUFFERED"] = "1"
+        self._folder, self._environ = folder, environ
         for process in self._processes:
             await process.start(folder, environ)
 
     async def wait_ready(self) -> None:
-        """Return when every service reports SERVING."""
+        """Return when every service reports SERVING. One that dies from then on is started again."""
         await asyncio.gather(*(wait_until_serving(process.spec.address) for process in self._processes))
+        self._ready = True
 
-    async def wait_for_death(self) -> ServiceDiedError:
-        """The first end of a service that nobody asked for."""
-        waits = {asyncio.create_task(process.wait()): process for process in self._processes}
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        first = done.pop()
-        return ServiceDiedError(waits[first], first.result())
+    async def keep_running(self) -> ServiceDiedError:
+        """Start services again that nobody asked to end. Returns when one has died before all were ready, or too often."""
+        died = await first_of(*(self._keep(process) for process in self._processes))
+        if not isinstance(died, ServiceDiedError):
+            raise TypeError(f"a service ended with {died!r}")
+        return died
+
+    async def _keep(self, process: ServiceProcess) -> ServiceDiedError:
+        deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        while True:
+            died = ServiceDiedError(process, await process.wait())
+            deaths.append(time.monotonic())
+            if not self._ready or (len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW):
+                return died
+            say(f"{died.what}; starting it again")
+            await process.start(self._folder, self._environ)
 
     async def stop(self) -> list[str]:
         """Stop the services stage by stage. Returns a line for each that failed or had to be killed on the way."""
@@ -122,7 +138,7 @@ async def run(supervisor: Supervisor, request: StopRequest, work: Callable[[], A
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         try:
             await supervisor.start(Path(folder))
-            died = await _first_of(_when_ready(supervisor, work), supervisor.wait_for_death(), request.stop.wait())
+            died = await first_of(_when_ready(supervisor, work), supervisor.keep_running(), request.stop.wait())
             if isinstance(died, ServiceDiedError):
                 say(f"{died.what}; stopping the others")
                 raise died
@@ -139,7 +155,7 @@ async def _when_ready(supervisor: Supervisor, work: Callable[[], Awaitable[None]
 
 
 async def _stop(supervisor: Supervisor, request: StopRequest) -> int:
-    unclean = await _first_of(supervisor.stop(), request.kill.wait())
+    unclean = await first_of(supervisor.stop(), request.kill.wait())
     if request.kill.is_set():
         say("killing the services")
         await supervisor.kill()
@@ -150,7 +166,7 @@ async def _stop(supervisor: Supervisor, request: StopRequest) -> int:
     return 0
 
 
-async def _first_of(*coroutines: Coroutine[Any, Any, object]) -> object:
+async def first_of(*coroutines: Coroutine[Any, Any, object]) -> object:
     """The result of whichever ends first; the others are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

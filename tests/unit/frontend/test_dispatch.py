@@ -360,6 +360,22 @@ async def test_a_suspect_that_waits_for_its_trial_can_be_cancelled() -> None:
     assert world.ended == {"r2": FinishReason.LENGTH}
 
 
+async def test_suspects_do_not_wait_for_one_that_finds_no_engine() -> None:
+    world = Simulated("a", retries=RetriesConfig(max_strikes=2), hold_timeout=0.01)
+    for name in ("r0", "r1", "r2"):
+        world.add(name)
+    world.kill("a")
+    assert world.dispatch.num_held == 3
+    while len(world.ended) < 3:
+        await asyncio.sleep(0.001)
+    assert all(isinstance(error, Unavailable) for error in world.ended.values())
+    assert world.dispatch.num_held == 0
+    world.start("a")
+    world.add("r3")
+    world.finish()
+    assert world.ended["r3"] is FinishReason.LENGTH
+
+
 async def test_a_drain_gives_no_strike() -> None:
     world = Simulated("a", "b", retries=RetriesConfig(max_strikes=1))
     world.add("r0")

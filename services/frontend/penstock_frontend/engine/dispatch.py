@@ -58,8 +58,8 @@ class Dispatch:
 
     @property
     def num_held(self) -> int:
-        """Sequences that wait for an engine."""
-        return len(self._held)
+        """Sequences that wait for an engine, or for their turn as suspects."""
+        return len(self._held) + self._retries.num_waiting
 
     def num_on(self, engine: str) -> int:
         """Sequences that an engine has."""
@@ -195,7 +195,8 @@ class Dispatch:
 
     def _give_up(self, entry: JournalEntry) -> None:
         error = Unavailable(f"no engine took the request within {self._hold_timeout:g} s", retry_after=1.0)
-        self._end(entry, error)
+        for each in (entry, *self._retries.give_up(entry)):
+            self._end(each, error)
         self._on_held()
 
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:

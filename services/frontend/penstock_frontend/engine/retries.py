@@ -21,6 +21,11 @@ class Retries:
         self._on_trial: JournalEntry | None = None
         self._to_try: deque[JournalEntry] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """Suspects that wait for their turn."""
+        return len(self._to_try)
+
     def verdict(self, entry: JournalEntry, why: str, *, blamed: bool) -> RequestFailed | None:
         """An entry is about to leave its engine, lost or not: what it ends with if it may not go on.
 
@@ -54,6 +59,15 @@ class Retries:
             return True
         self._to_try.append(entry)
         return False
+
+    def give_up(self, entry: JournalEntry) -> list[JournalEntry]:
+        """An entry found no engine in time. Returns the suspects that have waited behind it: there is none for them either."""
+        if entry is not self._on_trial:
+            return []
+        behind = [each for each in self._to_try if not each.ended]
+        self._on_trial = None
+        self._to_try.clear()
+        return behind
 
     def next(self) -> JournalEntry | None:
         """The next suspect to send, once the one on trial has brought something or ended; it is on trial then."""
