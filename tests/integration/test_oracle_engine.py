@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from penstock.common.v1 import finish_pb2, sampling_pb2
-from penstock_frontend.config import CoordinatorClientConfig
+from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig
 from tests.fakes import cluster_members
 from tests.fakes.frontend_server import FrontendServer
 from tests.fakes.matrix.rig import BUSY
@@ -16,7 +16,7 @@ from tests.fakes.matrix.shapes import plain, shapes
 from tests.fakes.oracle_cluster import OracleCluster, wrong
 from tests.fakes.oracle_engine import outputs
 from tests.fakes.oracle_engine.control import ControlError
-from tests.fakes.oracle_engine.knobs import Point
+from tests.fakes.oracle_engine.knobs import Action, Point
 from tests.fakes.oracle_process import OracleProcess
 from tests.fakes.session_client import SessionClient, connected
 
@@ -43,6 +43,18 @@ async def test_an_engine_dies_at_every_point_of_the_protocol_and_every_stream_is
         outcomes = await asyncio.gather(*map(cluster.start, asked))
         assert wrong(asked, outcomes) == []
         assert await doomed.ended() == -9
+
+
+@pytest.mark.parametrize("action", [action for action in get_args(Action) if action != "hold"])
+async def test_however_an_engine_fails_every_stream_is_whole(model: Path, action: str) -> None:
+    fault = {"at": "mid_stream", "count": 3, "action": action, "seconds": 0.3}
+    doomed = OracleProcess("doomed", faults=[fault], step_seconds=0.005, drain_timeout=0.05)
+    spare = OracleProcess("spare", extra_waiting=BUSY)
+    detection = DetectionConfig(silence=0.1, probe_timeout=1.0)
+    async with OracleCluster(model, [doomed, spare], detection=detection) as cluster:
+        await cluster.until_connected()
+        asked = [plain(number, 30) for number in range(4)]
+        assert wrong(asked, await asyncio.gather(*map(cluster.start, asked))) == []
 
 
 async def test_an_engine_that_dies_as_it_drains_loses_nothing(model: Path) -> None:

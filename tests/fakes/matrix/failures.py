@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.fakes.matrix.rig import Rig
 
 STALL_SECONDS = 0.3
+PIECE_SECONDS = 0.02
 WEDGED = 3600.0
 
 
@@ -57,6 +58,11 @@ async def _slow(rig: "Rig", engine: OracleProcess) -> None:
     await engine.set(held=False, stalled=True)
     await rig.sleep(STALL_SECONDS)
     await engine.set(stalled=False)
+
+
+async def _slow_network(rig: "Rig", engine: OracleProcess) -> None:
+    engine.proxy.delay = PIECE_SECONDS
+    await engine.set(held=False)
 
 
 async def _wedge(rig: "Rig", engine: OracleProcess) -> None:
@@ -112,6 +118,7 @@ FAILURES = [
     Failure("connection cut", _cut),
     Failure("cable pulled", _unplug),
     Failure("slow", _slow, moves=False),
+    Failure("slow network", _slow_network, moves=False),
     Failure("wedged", _wedge),
     Failure("engine_dead", _dead),
     Failure("session ended", _session_ends),

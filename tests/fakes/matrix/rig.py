@@ -20,6 +20,8 @@ from tests.fakes.oracle_process import OracleProcess
 LIMIT = 60.0
 STEP_SECONDS = 0.005
 NEIGHBOUR_LENGTH = 40
+CACHED = 2
+"""Tokens of the prompt that engines have cached, unless it is their turn to fail."""
 BUSY = 100_000
 """Requests that an engine says to have waiting so that the router takes another."""
 CLEAN: dict[str, Any] = {
@@ -110,7 +112,7 @@ class Rig:
         try:
             for engine in self.engines_alive():
                 await engine.call("forget")
-                await engine.set(tokens_per_step=step.width)
+                await engine.set(tokens_per_step=step.width, num_cached_tokens=0 if engine is victim else CACHED)
             await self._route_to(others)
             beside = self._begin("beside", neighbours)
             await self._until_added("beside", len(beside))
@@ -127,6 +129,8 @@ class Rig:
                 outcomes = await asyncio.gather(*struck)
                 outcomes_beside = await asyncio.gather(*beside)
             problems = await self._leftovers(victim, failure, step)
+            if step.offset >= LENGTH // 2:
+                problems += await self._billed_twice(victim, outcomes)
         finally:
             self._healing[victim] = asyncio.create_task(self.heal(victim))
             for task in self._running:
@@ -143,6 +147,7 @@ class Rig:
     async def heal(self, engine: OracleProcess) -> None:
         """Make an engine well again, whatever it had, and wait until the frontend uses it."""
         engine.proxy.plug_in()
+        engine.proxy.delay = 0.0
         if engine.alive:
             engine.go_on()
             try:
@@ -276,6 +281,14 @@ class Rig:
         if failure.moves and 0 < step.offset < LENGTH and not moved:
             problems.append("nothing has moved: the failure did not come about")
         return problems
+
+    async def _billed_twice(self, victim: OracleProcess, outcomes: Sequence[Any]) -> list[str]:
+        """What is wrong with the cached tokens in the usage: those of the engine that first computed the prompt count."""
+        elsewhere = [engine for engine in self.engines if engine is not victim]
+        began_elsewhere = {name for name, attempt, _ in await self._attempts(elsewhere) if not attempt}
+        ends = [m for outcome in outcomes if isinstance(outcome, list) for m in outcome if m.HasField("usage")]
+        wrong = {m.request_id for m in ends if m.usage.cached_tokens and m.request_id not in began_elsewhere}
+        return [f"the prompts of {sorted(wrong)} were counted again by a later engine"] if wrong else []
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(LIMIT):
