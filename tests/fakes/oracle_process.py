@@ -40,7 +40,7 @@ class OracleProcess(Service):
         return await control.call(self.control_port, until=state)
 
     async def call(self, name: str) -> dict[str, Any]:
-        """``fail``, ``break``, ``close`` or ``forget``. See ``control.serve``."""
+        """``fail``, ``break`` or ``close``. See ``control.serve``."""
         return await control.call(self.control_port, call=name)
 
     async def state(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tests.fakes.frontend_server import FrontendServer, collect
 from tests.fakes.matrix.failures import Failure
 from tests.fakes.matrix.shapes import LENGTH, Shape, plain
 from tests.fakes.matrix.verdicts import Verdict, judge
-from tests.fakes.oracle_engine.control import ControlError
 from tests.fakes.oracle_process import OracleProcess
 
 LIMIT = 60.0
@@ -83,6 +82,7 @@ class Rig:
         self.engines = [OracleProcess(f"oracle-{number}", drain_timeout=0.1, **CLEAN) for number in range(engines)]
         self._model = model
         self._options = options
+        self._num_cells = 0
         self._turns = itertools.cycle(self.engines)
         self._healing: dict[OracleProcess, asyncio.Task[None]] = {}
         self._running: list[asyncio.Task[Any]] = []
@@ -110,8 +110,8 @@ class Rig:
         victim, others = await self._next_victim()
         neighbours = [plain(7_000 + number, NEIGHBOUR_LENGTH) for number in range(len(others))]
         try:
+            self._num_cells += 1
             for engine in self.engines_alive():
-                await engine.call("forget")
                 await engine.set(tokens_per_step=step.width, num_cached_tokens=0 if engine is victim else CACHED)
             await self._route_to(others)
             beside = self._begin("beside", neighbours)
@@ -218,20 +218,28 @@ class Rig:
         return next((status for status in cluster if status.address == engine.reached_at), None)
 
     async def _until_added(self, prefix: str, count: int) -> None:
-        """Wait until so many sequences of requests with such ids are on engines."""
+        """Wait until so many sequences of this cell's requests with such ids are on engines."""
         async with asyncio.timeout(LIMIT):
-            while sum(name.startswith(prefix) for name, _, _ in await self._attempts(self.engines)) < count:
+            while (
+                sum(name.startswith(self._prefix + prefix) for name, _, _ in await self._attempts(self.engines)) < count
+            ):
                 await asyncio.sleep(0.005)
 
     async def _attempts(self, engines: Sequence[OracleProcess]) -> list[Any]:
-        """External id, attempt and number of prior tokens of all that engines were given, as far as they can be asked."""
+        """Id, attempt and number of prior tokens of all that engines were given of this cell, as far as they can be asked."""
         found = []
         for engine in engines:
             try:
-                found += (await engine.state())["attempts"] if engine.alive else []
+                given = (await engine.state())["attempts"] if engine.alive else []
             except OSError:  # it comes up, or goes down
                 continue
+            found += [attempt for attempt in given if attempt[0].startswith(self._prefix)]
         return found
+
+    @property
+    def _prefix(self) -> str:
+        """What the ids of this cell's requests begin with."""
+        return f"{self._num_cells}-"
 
     def _begin(self, prefix: str, shapes: Sequence[Shape]) -> "list[asyncio.Task[Any]]":
         """Start requests; each task ends with its messages, or with what it failed with."""
@@ -244,7 +252,7 @@ class Rig:
 
         tasks = []
         for number, shape in enumerate(shapes):
-            shape.request.request_id = f"{prefix}-{number}"
+            shape.request.request_id = f"{self._prefix}{prefix}-{number}"
             tasks.append(asyncio.create_task(outcome(shape)))
         self._running += tasks
         return tasks
@@ -255,23 +263,19 @@ class Rig:
         llm = self.frontend.frontend._llm
         if llm.num_live or len(llm._outputs):
             problems.append(f"the frontend still has {llm.num_live} requests and {len(llm._outputs)} sequences")
-        attempts = []
+        attempts = await self._attempts(self.engines_alive())
         for engine in self.engines_alive():
-            if engine is victim and not engine.alive:
-                continue
             try:
-                state = await engine.state()
-                attempts += state["attempts"]
                 async with asyncio.timeout(10):
-                    while (await engine.state())["num_running"]:
+                    while engine.alive and (await engine.state())["num_running"]:
                         await asyncio.sleep(0.01)
             except TimeoutError:
                 problems.append(f"{engine.engine_id} still has requests: {(await engine.state())['running']}")
-            except (OSError, ControlError):
+            except OSError:
                 if engine is not victim:
                     raise
         moved = {name for name, attempt, _ in attempts if attempt}
-        if any(name.startswith("beside") for name in moved):
+        if any(name.startswith(self._prefix + "beside") for name in moved):
             problems.append(f"requests of engines that were well have moved: {sorted(moved)}")
         if failure.name.startswith(("packets twice", "tokens again")) and moved:
             problems.append(f"requests have moved without need: {sorted(moved)}")

@@ -14,7 +14,7 @@ async def serve(engine: OracleEngine, port: int) -> asyncio.Server:
     """Answer control calls on a port.
 
     ``{"set": {...}}`` sets knobs. ``{"until": {"num_running": 3}}`` waits until the state is at least that (a list: at least as
-    long). ``{"call": "fail"}`` also ``break``, ``close``, ``forget``. The answer is ``{"state": ...}`` or ``{"error": ...}``.
+    long). ``{"call": "fail"}`` also ``break`` and ``close``. The answer is ``{"state": ...}`` or ``{"error": ...}``.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +43,6 @@ async def _carry_out(engine: OracleEngine, command: dict[str, Any]) -> None:
             "fail": lambda: engine.fail("a test asked for it"),
             "break": engine.break_streams,
             "close": engine.close_streams,
-            "forget": engine.forget,
         }
         calls[command["call"]]()
     if "until" in command:

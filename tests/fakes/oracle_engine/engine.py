@@ -14,6 +14,8 @@ from tests.fakes.oracle_engine import outputs
 from tests.fakes.oracle_engine.knobs import Fault, Knobs, Point, changed
 
 FLUSH_SECONDS = 1.0
+REMEMBERED = 500
+"""Requests that ``state`` tells of."""
 DRAINING = finish_pb2.RequestError(
     code="UNAVAILABLE", message="the engine is shutting down", reason="DRAINING", retry_after=1.0
 )
@@ -37,7 +39,7 @@ class OracleEngine(FakeEngine):
         self.eos_token_id = outputs.eos_token_id()
         self.knobs = Knobs()
         self.reached: list[str] = []
-        """Points at which something was done, in order."""
+        """Points at which something was done since faults were last set, in order."""
         self.ended = asyncio.Event()
         self.on_draining: Callable[[float], None] = lambda deadline: None
         self._drain_timeout = drain_timeout
@@ -64,28 +66,25 @@ class OracleEngine(FakeEngine):
         if before.extra_waiting != self.knobs.extra_waiting:
             for session in self.sessions:
                 session.send(outputs=pb.EngineCoreOutputs(scheduler_stats=self._stats()))
+        if "faults" in changes:
+            self.reached.clear()
         self._wake.set()
 
     def state(self) -> dict[str, Any]:
         """What a test wants to know."""
+        recent = self.requests[-REMEMBERED:]
         return {
             "incarnation": self.ready.incarnation,
             "running": {r.message.external_request_id: r.num_sent for r in self.running.values()},
             "num_running": len(self.running),
             "num_sessions": len(self.sessions),
-            "attempts": [[m.external_request_id, m.attempt, len(m.prior_output_token_ids)] for m in self.requests],
-            "deadlines": [message.deadline for message in self.requests],
+            "attempts": [[m.external_request_id, m.attempt, len(m.prior_output_token_ids)] for m in recent],
+            "deadlines": [message.deadline for message in recent],
             "aborted": list(self.aborted),
             "reached": list(self.reached),
             "num_steps": self.num_steps,
             "num_held_back": len(self._held_back),
         }
-
-    def forget(self) -> None:
-        """Forget what came in and what was reached."""
-        self.requests.clear()
-        self.aborted.clear()
-        self.reached.clear()
 
     def request_drain(self) -> None:
         """Take no new requests; what is left at the deadline ends as ABORT. The process ends when nothing is left."""
