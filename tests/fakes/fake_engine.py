@@ -299,11 +299,17 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 self._reached("on_abort")
                 self.aborted.extend(message.abort.request_ids)
                 for request_id in message.abort.request_ids:
-                    self.running.pop(request_id, None)
+                    if self._runs(request_id, session):
+                        del self.running[request_id]
             elif kind == "utility":
                 self._answer(message.utility, session)
             self._wake.set()
             self._notify()
+
+    def _runs(self, request_id: str, session: FakeSession) -> bool:
+        """Whether a request of this session is running: a session that came later may have one with the same id."""
+        request = self.running.get(request_id)
+        return request is not None and request.session is session
 
     def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
         self.requests.append(message)

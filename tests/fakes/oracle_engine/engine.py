@@ -156,20 +156,20 @@ class OracleEngine(FakeEngine):
             return None
 
     def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
-        if (problem := self._problem(message)) is None:
+        if (problem := self._problem(message, session)) is None:
             super()._add(message, session)
         else:
             self.requests.append(message)
             error = finish_pb2.RequestError(code="INVALID_ARGUMENT", message=problem, reason="ORACLE")
             self._refuse(FakeRequest(message, session, None), error)
 
-    def _problem(self, message: pb.EngineCoreRequest) -> str | None:
+    def _problem(self, message: pb.EngineCoreRequest, session: FakeSession) -> str | None:
         """Why the request cannot be one of a frontend that keeps the contract."""
         script = self._output_of(message)
         if script is None:
             return "the constraint is none of an oracle's"
-        if message.request_id in self.running:
-            return f"request {message.request_id} attempt {message.attempt} runs here already"
+        if self._runs(message.request_id, session):
+            return f"request {message.request_id} attempt {message.attempt} was sent while another attempt runs"
         prior = list(message.prior_output_token_ids)
         if prior and not message.attempt:
             return f"a first attempt has {len(prior)} prior_output_token_ids"
