@@ -29,7 +29,7 @@ def kinds(leaf: msgspec.structs.FieldInfo) -> set[Any]:
     def flat(annotation: Any) -> typing.Iterator[Any]:
         if typing.get_origin(annotation) is typing.Annotated:
             yield from flat(typing.get_args(annotation)[0])
-        elif typing.get_origin(annotation) in (None, tuple, typing.Literal):
+        elif typing.get_origin(annotation) in (None, tuple, dict, typing.Literal):
             yield annotation
         else:
             for option in typing.get_args(annotation):

@@ -82,6 +82,8 @@ def make_request(
     attempt: int = 0,
     priority: int = 0,
     arrival_time: float = 0.0,
+    tenant: str = "",
+    tenant_weight: float = 1.0,
     **sampling: Any,
 ) -> EngineCoreRequest:
     """A seeded request. An integer prompt is a length; further arguments go to SamplingParams."""
@@ -95,6 +97,8 @@ def make_request(
         attempt=attempt,
         priority=priority,
         arrival_time=arrival_time,
+        tenant=tenant,
+        tenant_weight=tenant_weight,
     )
 
 

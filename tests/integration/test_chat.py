@@ -159,6 +159,7 @@ async def test_metadata_hints_reach_the_engine(chat: FrontendServer, writer: Fak
     metadata = (("x-penstock-priority", "3"), ("x-penstock-tenant", "t"), ("traceparent", "00-1-2-01"))
     await collect(chat.stub.Chat(request(), metadata=metadata))
     assert writer.requests[0].priority == 3
+    assert (writer.requests[0].tenant, writer.requests[0].HasField("tenant_weight")) == ("t", False)
     assert dict(writer.requests[0].trace_context) == {"traceparent": "00-1-2-01"}
 
 

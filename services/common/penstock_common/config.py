@@ -283,6 +283,8 @@ def _metavar(annotation: Any) -> str:
         return "SIZE"
     if typing.get_origin(annotation) is Literal:
         return "{" + ",".join(map(str, typing.get_args(annotation))) + "}"
+    if typing.get_origin(annotation) is dict:
+        return "{NAME: VALUE, ...}"
     names = [a.__name__ for a in typing.get_args(annotation) or (annotation,) if isinstance(a, type)]
     return "|".join(n.upper() for n in names if n != "NoneType") or "VALUE"
 

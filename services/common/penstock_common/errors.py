@@ -33,18 +33,27 @@ class RequestFailed(PenstockError):  # noqa: N818 - it says what happened, and i
 
     ``code`` is the name of a gRPC status code. ``field`` is the path of the request field at fault
     (``sampling_params.top_p``), ``reason`` a stable UPPER_SNAKE_CASE word for programs, ``retry_after`` seconds after
-    which a retry may succeed.
+    which a retry may succeed, ``quota_subject`` whose quota is used up (``tenant:NAME``).
     """
 
     code: ClassVar[str] = "INTERNAL"
     default_reason: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, field: str = "", reason: str = "", retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        reason: str = "",
+        retry_after: float | None = None,
+        quota_subject: str = "",
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.reason = reason or self.default_reason
         self.retry_after = retry_after
+        self.quota_subject = quota_subject
 
 
 class InvalidArgument(RequestFailed):

@@ -84,8 +84,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of a step and of the queue.
 
     ``max_num_batched_tokens``: tokens per step. ``max_num_seqs``: requests running at once. ``policy`` priority runs requests
-    with a lower number first, and takes blocks from those with a higher one. ``async_scheduling`` prepares a step while the
-    one before it runs; the tokens are the same.
+    with a lower number first, and takes blocks from those with a higher one. ``fairness``: tenants take turns by their weights,
+    each with its requests in the policy's order; under priority among requests of one number. ``async_scheduling`` prepares
+    a step while the one before it runs; the tokens are the same.
     ``long_prefill_token_threshold``: at most so many prompt tokens of one request per step, 0 for no limit.
     ``watermark``: fraction of the KV blocks kept free when a waiting request is admitted.
     ``max_waiting_requests`` and ``max_waiting_tokens`` bound the queue; beyond them a request is refused with RESOURCE_EXHAUSTED.
@@ -94,6 +95,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     policy: Literal["fcfs", "priority"] = "fcfs"
+    fairness: bool = True
     scheduler: str = "default"
     async_scheduling: bool = False
     long_prefill_token_threshold: int = 0

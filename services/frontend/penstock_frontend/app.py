@@ -55,7 +55,13 @@ class Frontend:
         calls = CallTelemetry(metrics.registry, self._tracer)
         outputs = OutputProcessor(files.tokenizer, metrics)
         pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
-        inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=name, limits=config.limits)
+        inputs = InputProcessor(
+            files.tokenizer,
+            files.generation_config,
+            model_name=name,
+            limits=config.limits,
+            fairness=config.fairness,
+        )
         templates = load_chat_templates(config.model)
         parsers = registry.pick(
             tool=config.model.tool_parser, reasoning=config.model.reasoning_parser, template=templates.source

@@ -10,11 +10,11 @@ from penstock_common.errors import (
     DeadlineExceeded,
     InvalidArgument,
     RequestFailed,
-    ResourceExhausted,
     Unavailable,
 )
 from penstock_common.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
+from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.base import EngineClient
 from penstock_frontend.observe import ObservedRequest, RequestObserver
@@ -39,6 +39,7 @@ class LiveRequest:
     __slots__ = (
         "_aborted",
         "_wait",
+        "demand",
         "done",
         "observed",
         "prompt_token_ids",
@@ -48,8 +49,9 @@ class LiveRequest:
         "states",
     )
 
-    def __init__(self, request_id: str, observed: ObservedRequest) -> None:
+    def __init__(self, request_id: str, observed: ObservedRequest, demand: Demand) -> None:
         self.request_id = request_id
+        self.demand = demand
         self.observed = observed
         self.request: GenerateRequest | PoolingRequest | None = None
         self.prompt_token_ids: Sequence[int] = ()
@@ -103,7 +105,7 @@ class AsyncLLM:
         self.pooling = pooling
         self._tokenizer = tokenizer
         self._outputs = outputs
-        self._limits = limits
+        self._admission = Admission(limits)
         self._observer = observer
         self._metrics = observer.metrics
         self._live: dict[str, LiveRequest] = {}
@@ -129,23 +131,31 @@ class AsyncLLM:
         limits = self.engines.limits
         return limits.vocab_size if limits else self._tokenizer.vocab_size
 
-    def accept(self, given_id: str) -> LiveRequest:
-        """Take responsibility for a request.
+    def accept(self, given_id: str, demand: Demand = Demand()) -> LiveRequest:  # noqa: B008 - it is immutable
+        """Take responsibility for a request, which takes up ``demand`` until it is released.
 
-        Raises InvalidArgument for an id that is in use, ResourceExhausted at the limit, Unavailable while draining.
+        Raises InvalidArgument for an id that is in use, ResourceExhausted at a limit, Unavailable while draining.
         """
         try:
-            request_id = self._admitted(given_id)
+            request_id = self._admitted(given_id, demand)
         except RequestFailed as e:
             self._observer.refused(e)
             raise
-        live = self._live[request_id] = LiveRequest(request_id, self._observer.accepted(request_id))
+        live = self._live[request_id] = LiveRequest(request_id, self._observer.accepted(request_id), demand)
         self.last_accepted = time.time()
         self._idle.clear()
         self._metrics.set_in_flight(len(self._live))
         return live
 
-    def _admitted(self, given_id: str) -> str:
+    def check_room(self, demands: Sequence[Demand]) -> None:
+        """Raise ResourceExhausted unless requests of one tenant would be accepted now: for what is to be done before that."""
+        try:
+            self._admission.check(demands)
+        except RequestFailed as e:
+            self._observer.refused(e)
+            raise
+
+    def _admitted(self, given_id: str, demand: Demand) -> str:
         """The id of a request that may come in. Raises what ``accept`` says."""
         request_id = self.inputs.request_id(given_id)
         if self._draining:
@@ -156,11 +166,8 @@ class AsyncLLM:
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
-        if len(self._live) >= self._limits.max_requests:
-            raise ResourceExhausted(
-                f"{len(self._live)} requests are running; limits.max_requests is {self._limits.max_requests}",
-                retry_after=1.0,
-            )
+        self.inputs.check_tenant(demand.tenant)
+        self._admission.enter(demand)
         return request_id
 
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
@@ -171,6 +178,7 @@ class AsyncLLM:
         """
         try:
             request = live.request = live.observed.begin(request)
+            check_deadline(request.deadline)
             async with live.until_aborted():
                 await self._start(request, live)
             collector = live.states[0].collector
@@ -197,10 +205,11 @@ class AsyncLLM:
 
     async def pool(self, request: PoolingRequest) -> tuple[PoolingResult, str]:
         """The vectors of a pooling request's inputs, and the request's id. Raises RequestFailed."""
-        live = self.accept(request.request_id)
+        live = self.accept(request.request_id, demand_of(request))
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         try:
             request = live.request = live.observed.begin(request)
+            check_deadline(request.deadline)
             async with live.until_aborted():
                 result = await self.pooling.run(request, live.request_id)
             live.done = True
@@ -233,6 +242,7 @@ class AsyncLLM:
             return
         del self._live[live.request_id]
         live.released = True
+        self._admission.leave(live.demand, served=live.request is not None)
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
             self.engines.abort([state.request_id for state in running], "the client is gone")

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import OutputKind
+from penstock_frontend.admission import check_deadline
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
 from penstock_frontend.processing.chat import ChatRenderer, ChatRequest
 from penstock_frontend.processing.chat_output import ChatOutput, ChatOutputs
@@ -35,6 +36,7 @@ class ChatCalls:
 
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
         """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
+        check_deadline(request.deadline)
         self._llm.inputs.check_model(request.model)
         check_choice(request.tools, request.tool_choice, request.named_tool)
         parsers = self._parsers if request.may_call else self._parsers._replace(tool=None)

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock_common.config import ByteSize, LogConfig, ServerConfig, TracingConfig, check_range, model_name, require
 from penstock_common.errors import ConfigError
+from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,10 +83,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ids. Request ids, cache salts and constraints on the output are bounded in bytes. ``max_requests`` counts calls;
     each has ``max_n`` sequences at most. ``max_session_requests``: requests of one GenerateSession at once.
     ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score. ``max_tenant_bytes`` is of tenants' names.
-    ``max_prompts``: prompts of one completion call over HTTP; each is a request.
+    ``max_prompts``: prompts of one completion call over HTTP; each is a request. ``max_prompt_length_in_flight``: characters,
+    token ids and bytes of vectors of all prompts at once. ``max_tenant_requests``: those of one tenant at once, 0 for no limit.
     """
 
     max_requests: int = 20_000
+    max_prompt_length_in_flight: int = 256 * 1024 * 1024
+    max_tenant_requests: int = 0
     max_session_requests: int = 1024
     max_prompt_length: int = 4 * 1024 * 1024
     max_pooling_inputs: int = 2048
@@ -105,7 +109,28 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
-            check_range(f"limits.{field.name}", getattr(self, field.name), low=1)
+            low = 0 if field.name == "max_tenant_requests" else 1
+            check_range(f"limits.{field.name}", getattr(self, field.name), low=low)
+
+
+class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tenants share engines whose queues are not empty. ``weights``: shares of tenants by name, ``default_weight`` those of
+    all others. One of weight 2 gets twice the tokens of one of weight 1.
+    """
+
+    default_weight: float = 1.0
+    weights: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        for name, weight in (("default_weight", self.default_weight), *self._named()):
+            check_range(f"fairness.{name}", weight, low=MIN_TENANT_WEIGHT, high=MAX_TENANT_WEIGHT)
+
+    def weight_of(self, tenant: str) -> float:
+        """The tenant's weight."""
+        return self.weights.get(tenant, self.default_weight)
+
+    def _named(self) -> list[tuple[str, float]]:
+        return [(f"weights.{tenant}", weight) for tenant, weight in self.weights.items()]
 
 
 class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,6 +183,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     http: HttpConfig = HttpConfig()
     tokenizer_threads: int = 2
     limits: LimitsConfig = LimitsConfig()
+    fairness: FairnessConfig = FairnessConfig()
     retries: RetriesConfig = RetriesConfig()
     detection: DetectionConfig = DetectionConfig()
     engine_wait_timeout: float = 30.0

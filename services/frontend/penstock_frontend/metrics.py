@@ -133,6 +133,9 @@ class FrontendMetrics:
         self._failed = Counter(
             "penstock:requests_failed", "Requests that failed", ["model_name", "code"], registry=self.registry
         )
+        self._refused = Counter(
+            "penstock:requests_refused", "Requests not accepted", ["model_name", "reason"], registry=self.registry
+        )
         self._in_flight = Gauge(
             "penstock:requests_in_flight", "Requests being served", ["model_name"], registry=self.registry
         ).labels(model_name)
@@ -169,6 +172,10 @@ class FrontendMetrics:
     def failed(self, code: str) -> None:
         """A request failed. ``code``: name of its gRPC status code, whatever protocol it came by."""
         self._failed.labels(self.model, code).inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was not accepted. ``reason``: that of its error."""
+        self._refused.labels(self.model, reason).inc()
 
     def add_engine_loads(self, loads: Callable[[], Iterable[EngineLoad]]) -> None:
         """Serve the engines' load as well."""

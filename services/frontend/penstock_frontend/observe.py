@@ -43,6 +43,7 @@ class RequestObserver:
     def refused(self, error: RequestFailed) -> None:
         """A request was not accepted."""
         self.metrics.failed(error.code)
+        self.metrics.refused(error.reason)
 
     def accepted(self, request_id: str) -> "ObservedRequest":
         """A request was accepted, in the task that will serve it: the task's lines in the log have its id from now on."""

@@ -13,13 +13,18 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: RequestFailed) -> status_pb2.Status:
-    """Code and message, with ErrorInfo always, BadRequest when a field is at fault, RetryInfo when a retry may help."""
+    """Code and message, with ErrorInfo always, BadRequest when a field is at fault, QuotaFailure when a quota is used up,
+    RetryInfo when a retry may help.
+    """
     code: grpc.StatusCode = grpc.StatusCode[error.code]
     status = status_pb2.Status(code=code.value[0], message=error.message)
     details: list[object] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.quota_subject:
+        used_up = error_details_pb2.QuotaFailure.Violation(subject=error.quota_subject, description=error.message)
+        details.append(error_details_pb2.QuotaFailure(violations=[used_up]))
     if error.retry_after is not None:
         delay = duration_pb2.Duration(seconds=int(error.retry_after), nanos=int(error.retry_after % 1 * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -52,9 +57,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> RequestFailed:
 
 def _read_detail(detail: any_pb2.Any, failed: RequestFailed) -> None:
     info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    quota = error_details_pb2.QuotaFailure()
     if detail.Unpack(info):
         failed.reason = info.reason
     elif detail.Unpack(bad) and bad.field_violations:
         failed.field = bad.field_violations[0].field
+    elif detail.Unpack(quota) and quota.violations:
+        failed.quota_subject = quota.violations[0].subject
     elif detail.Unpack(retry):
         failed.retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9

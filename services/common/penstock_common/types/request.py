@@ -10,6 +10,10 @@ NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 """Stands in a pooling request, which samples nothing."""
 
 
+MIN_TENANT_WEIGHT = 0.001
+MAX_TENANT_WEIGHT = 1000.0
+
+
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field for field ``penstock.enginecore.v1.EngineCoreRequest``, as far as engines serve it.
 
@@ -17,7 +21,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
     With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
     the second text of a pair begins in the prompt. Where ``prompt_embeds`` has a vector, the token id means nothing.
-    ``arrival_time`` and ``deadline`` are seconds since the Unix epoch.
+    ``arrival_time`` and ``deadline`` are seconds since the Unix epoch. Tenants share engines by ``tenant_weight``.
     """
 
     request_id: str
@@ -36,3 +40,5 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     second_text_start: int | None = None
     prompt_embeds: PromptEmbeds | None = None
     trace_context: dict[str, str] = {}
+    tenant: str = ""
+    tenant_weight: float = 1.0

@@ -69,6 +69,7 @@ class Request:
     ``client_id`` names the session that sent the request and gets its outputs, ``external_id`` is the id its client knows.
     ``all_token_ids`` holds the tokens of earlier attempts as output, so that limits, stops and seeded draws count from the
     true beginning of the output.
+    ``num_charged_tokens``: those that count for the tenant's share of the engine already.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -88,6 +89,7 @@ class Request:
         "key",
         "max_tokens",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_placeholders",
         "num_preemptions",
@@ -106,6 +108,8 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "tenant",
+        "tenant_weight",
         "valid_from_step",
     )
 
@@ -134,6 +138,8 @@ class Request:
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.deadline = request.deadline
+        self.tenant = request.tenant
+        self.tenant_weight = request.tenant_weight
         self.attempt = request.attempt
         self.status = RequestStatus.WAITING
         self.hold = Hold.NONE
@@ -146,6 +152,7 @@ class Request:
         self.valid_from_step = 0
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = -1
+        self.num_charged_tokens = 0
         self.num_preemptions = 0
         self.prefill_reported = False
         self.queued_time = 0.0
@@ -168,9 +175,19 @@ class Request:
         return self.status.finished
 
     @property
+    def resumes(self) -> bool:
+        """Whether a waiting request had begun: it was preempted, or outlived another engine."""
+        return self.status is RequestStatus.PREEMPTED or self.attempt > 0
+
+    @property
     def constrained(self) -> bool:
         """Whether a grammar decides which tokens are allowed."""
         return self.sampling_params.structured_output is not None
+
+    def take_uncharged_tokens(self) -> int:
+        """How many tokens have become known since the last call."""
+        count, self.num_charged_tokens = len(self.all_token_ids) - self.num_charged_tokens, len(self.all_token_ids)
+        return count
 
     def record_event(self, kind: EventType, timestamp: float) -> None:
         """Remember an event for the next output. ``timestamp``: monotonic seconds."""

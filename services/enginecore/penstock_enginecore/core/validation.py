@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
 from penstock_common.types.sampling import RepetitionDetection, SamplingParams
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.pooling_validation import PoolingLimits, refuse_generation, validate_pooling
@@ -58,6 +58,12 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         raise InvalidArgument(
             f"priority is {request.priority}; it must be at least {_INT32_MIN} and at most {_INT32_MAX}",
             field="priority",
+        )
+    if not MIN_TENANT_WEIGHT <= request.tenant_weight <= MAX_TENANT_WEIGHT:
+        raise InvalidArgument(
+            f"tenant_weight is {request.tenant_weight}; it must be at least {MIN_TENANT_WEIGHT:g} and at most "
+            f"{MAX_TENANT_WEIGHT:g}",
+            field="tenant_weight",
         )
     if request.data_parallel_rank not in (None, 0):
         raise InvalidArgument(

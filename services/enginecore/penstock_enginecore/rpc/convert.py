@@ -54,6 +54,8 @@ def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
         prior_output_token_ids=list(message.prior_output_token_ids),
         deadline=message.deadline if message.HasField("deadline") else None,
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
+        tenant=message.tenant,
+        tenant_weight=message.tenant_weight if message.HasField("tenant_weight") else 1.0,
     )
 
 

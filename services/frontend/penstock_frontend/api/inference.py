@@ -9,6 +9,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.errors import NotFound
 from penstock_common.types.pooling import PoolingTask
+from penstock_frontend.admission import demand_of
 from penstock_frontend.api import chat, convert, pooling
 from penstock_frontend.api.session import GenerateSession
 from penstock_frontend.api.unserved import refuses_unserved
@@ -36,7 +37,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
         converted = convert.generate_request(request, metadata=_metadata(context), time_left=context.time_remaining())
-        live = self._llm.accept(converted.request_id)
+        live = self._llm.accept(converted.request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._llm.generate(converted, live):
@@ -59,7 +60,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Answers a conversation; the answer is streamed."""
         converted = chat.chat_request(request, **_call(context))
-        live = self._llm.accept(converted.request_id)
+        live = self._llm.accept(converted.request_id, demand_of(converted))
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._chat.run(converted, live):
             yield chat.chat_response(output, live.request_id)

@@ -8,8 +8,10 @@ from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.logging import get_logger
+from penstock_frontend.admission import Place, demand_of
 from penstock_frontend.api import convert
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.processing.request import GenerateRequest
 
 _MAX_QUEUED = 16
 """Messages that wait to be written. What comes while they do is merged in the requests' collectors."""
@@ -44,6 +46,7 @@ class GenerateSession:
         self._time_left = time_left
         self._max_requests = max_requests
         self._running: dict[str, _Running] = {}
+        self._place = Place()
         self._out: asyncio.Queue[pb.GenerateSessionResponse | None] = asyncio.Queue(_MAX_QUEUED)
         self._main: asyncio.Task[None] | None = None
 
@@ -95,10 +98,12 @@ class GenerateSession:
             raise ResourceExhausted(
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is "
                 f"{self._max_requests}",
-                retry_after=1.0,
+                retry_after=self._place.retry_after(1),
             )
-        live = self._llm.accept(message.generate.request_id)
-        self._running[live.request_id] = _Running(live, tasks.create_task(self._run(message.generate, live)))
+        request = convert.generate_request(message.generate, metadata=self._metadata, time_left=self._time_left())
+        live = self._llm.accept(request.request_id, demand_of(request))
+        self._place.enter()
+        self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))
 
     async def _abort(self, request_id: str) -> None:
         """End a request; one that has ended meanwhile is none any more."""
@@ -112,10 +117,9 @@ class GenerateSession:
         last.usage.CopyFrom(stats_pb2.Usage())
         await self._out.put(pb.GenerateSessionResponse(output=last))
 
-    async def _run(self, message: pb.GenerateRequest, live: LiveRequest) -> None:
+    async def _run(self, request: GenerateRequest, live: LiveRequest) -> None:
         """Serve one request to its end; whatever that is, the others go on."""
         try:
-            request = convert.generate_request(message, metadata=self._metadata, time_left=self._time_left())
             async for output in self._llm.generate(request, live):
                 if live.released:
                     self._end(live)  # with this output: the id is free when its client reads it
@@ -138,3 +142,4 @@ class GenerateSession:
         running = self._running.get(live.request_id)
         if running is not None and running.live is live:
             del self._running[live.request_id]
+            self._place.leave()

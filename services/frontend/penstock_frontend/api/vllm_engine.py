@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.sampling import refuse_set
+from penstock_frontend.admission import demand_of
 from penstock_frontend.api import vllm_convert as convert
 from penstock_frontend.api.unserved import refuses_unserved
 from penstock_frontend.api.utilities import ask_all
@@ -64,7 +65,7 @@ class VllmEngineServicer:
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
             limits = await self._llm.engines.wait_until_usable(converted.deadline)
             converted.sampling["truncate_prompt_tokens"] = limits.max_model_len - 1
-        live = self._llm.accept(converted.request_id)
+        live = self._llm.accept(converted.request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         responses = convert.GenerateResponses(converted, live, stream=request.stream)

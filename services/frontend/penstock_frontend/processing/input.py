@@ -12,7 +12,7 @@ from penstock_common.errors import InvalidArgument, NotFound, nearest
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing import sampling
 from penstock_frontend.processing.mixed_prompt import Assembled, MixedPrompt, assemble
 from penstock_frontend.processing.request import GenerateRequest
@@ -30,13 +30,20 @@ class InputProcessor:
     """Validates and tokenizes. Every error names the field, the value and the limit."""
 
     def __init__(
-        self, tokenizer: Tokenizer, generation_config: Mapping[str, Any], *, model_name: str, limits: LimitsConfig
+        self,
+        tokenizer: Tokenizer,
+        generation_config: Mapping[str, Any],
+        *,
+        model_name: str,
+        limits: LimitsConfig,
+        fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
     ) -> None:
         """Raises ConfigError when the model's own defaults are out of range."""
         self._tokenizer = tokenizer
         self._defaults = sampling.model_defaults(generation_config)
         self._model_name = model_name
         self._limits = limits
+        self.fairness = fairness
         self._serial = itertools.count(1)
 
     def check_model(self, name: str, *, field: str = "model") -> None:
@@ -92,6 +99,8 @@ class InputProcessor:
             priority=request.priority,
             deadline=request.deadline,
             trace_context=request.trace_context,
+            tenant=request.tenant,
+            tenant_weight=self.fairness.weight_of(request.tenant),
         )
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:

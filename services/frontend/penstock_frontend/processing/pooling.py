@@ -88,6 +88,8 @@ class PoolingInputs:
                 priority=request.priority,
                 deadline=request.deadline,
                 trace_context=request.trace_context,
+                tenant=request.tenant,
+                tenant_weight=self._inputs.fairness.weight_of(request.tenant),
             )
             for ids, second_text_start in tokenized
         ]

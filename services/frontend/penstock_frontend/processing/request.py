@@ -14,7 +14,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue: text, token ids, or parts of these and vectors.
 
     ``sampling`` holds the sampling parameters that the client set, under the names of ``SamplingParams``.
-    ``deadline`` is in seconds since the Unix epoch. ``tenant``: who the request is for, in logs.
+    ``deadline`` is in seconds since the Unix epoch. ``tenant``: who the request is for, whose share it takes.
     """
 
     prompt: str | Sequence[int] | MixedPrompt

@@ -49,6 +49,9 @@ def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
     if request.deadline is not None:
         add.deadline = request.deadline
     add.trace_context.update(request.trace_context)
+    add.tenant = request.tenant
+    if request.tenant_weight != 1.0:
+        add.tenant_weight = request.tenant_weight
     return message
 
 

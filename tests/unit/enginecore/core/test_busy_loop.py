@@ -168,6 +168,21 @@ def test_a_full_queue_answers_with_a_time_to_retry_after():
         assert error.retry_after > 0
 
 
+def test_a_flood_of_one_tenant_does_not_delay_another_beyond_its_share():
+    with running(max_num_seqs=2) as rig:
+        flood = [make_request(tenant="flood", max_tokens=3, seed=i) for i in range(60)]
+        light = [make_request(tenant="light", max_tokens=3, seed=i) for i in range(5)]
+        rig.add_and_hold(flood[0])
+        for request in [*flood[1:], *light]:
+            rig.loop.add(CLIENT, request)
+        rig.gate.set()
+        rig.sink.wait_for_ends(*flood, *light)
+        assert_as_expected(rig.engine, rig.sink.of(), *flood, *light)
+        order = list(rig.sink.of().ends)
+        # Turn by turn from the second request on, two at once: the fifth of the light one is among the first 13.
+        assert max(order.index(request.request_id) for request in light) <= 13
+
+
 def test_an_abort_takes_effect_within_the_running_step():
     with running() as rig:
         request = make_request(max_tokens=200)

@@ -4,6 +4,7 @@ import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
 from penstock_common.types.outputs import EventType, FinishReason, RequestError
+from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request, RequestStatus
@@ -25,6 +26,7 @@ from tests.fakes.engine_harness import (
     step,
 )
 from tests.fakes.fake_executor import oracle_tokens
+from tests.fakes.fake_grammars import FakeGrammars
 
 
 def scheduled_counts(engine):
@@ -216,6 +218,48 @@ def test_an_expired_running_request_ends_and_its_tokens_stay_valid():
     assert_nothing_left(engine)
 
 
+def test_a_request_that_arrives_expired_costs_no_prefill():
+    clock = FakeClock()
+    engine = make_engine(clock=clock)
+    late = make_request(5, deadline=clock.now - 1)
+    transcript = run_to_end(engine, late)
+    assert transcript.ends[late.request_id].error.code == "DEADLINE_EXCEEDED"
+    assert not [scheduled for scheduled in engine.executor.steps if scheduled.new_requests]
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_place_in_the_queue_does_not_save_an_expired_request(policy):
+    clock = FakeClock()
+    engine = make_engine(clock=clock, max_num_seqs=1, policy=policy)
+    late = [make_request(5, deadline=clock.now + 5, priority=-i, tenant=f"t{i % 3}") for i in range(7)]
+    others = [make_request(5, tenant=f"t{i % 3}", max_tokens=2, seed=i) for i in range(3)]
+    mixed = [late[0], others[0], *late[1:4], others[1], *late[4:], others[2]]
+    add(engine, *mixed)
+    clock.now += 5
+    transcript = run_to_end(engine)
+    assert all(transcript.ends[request.request_id].error.code == "DEADLINE_EXCEEDED" for request in late)
+    assert sum(len(scheduled.new_requests) for scheduled in engine.executor.steps) == len(others)
+    assert_as_expected(engine, transcript, *others)
+
+
+def test_a_request_that_expires_while_its_grammar_compiles_is_never_scheduled():
+    clock = FakeClock()
+    grammars = FakeGrammars(1000, 999, manual=True)
+    engine = make_engine(clock=clock, grammars=grammars)
+    late = make_request(5, deadline=clock.now + 5, structured_output=StructuredOutput(regex="odd:3"))
+    transcript = Transcript()
+    add(engine, late)
+    step(engine, transcript)
+    clock.now += 5
+    step(engine, transcript)
+    assert transcript.ends[late.request_id].error.code == "DEADLINE_EXCEEDED"
+    grammars.compile_all()
+    run_to_end(engine, transcript=transcript)
+    assert not [scheduled for scheduled in engine.executor.steps if scheduled.new_requests]
+    assert_nothing_left(engine)
+
+
 def test_the_next_deadline_is_that_of_a_living_request():
     clock = FakeClock()
     engine = make_engine(clock=clock)
@@ -258,6 +302,35 @@ def test_the_queue_is_bounded_in_tokens_but_takes_any_request_when_empty():
     add(engine, make_request(30))
     with pytest.raises(ResourceExhausted, match="31 tokens would be waiting.*max_waiting_tokens is 20"):
         add(engine, make_request(1))
+
+
+def test_once_requests_have_left_the_queue_their_rate_says_when_to_retry():
+    clock = FakeClock()
+    engine = make_engine(clock=clock, max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=30)
+    add(engine, make_request(5, max_tokens=1), make_request(5, max_tokens=1))
+    for _ in range(30):
+        clock.now += 3.0
+        engine.step(lambda: None)
+        add(engine, make_request(5, max_tokens=1))
+    with pytest.raises(ResourceExhausted, match="max_waiting_requests") as e:
+        add(engine, make_request(5))
+    assert e.value.retry_after == pytest.approx(3.0, rel=0.2)
+    clock.now += 3.0
+    engine.step(lambda: None)
+    with pytest.raises(ResourceExhausted, match="max_waiting_tokens") as e:
+        add(engine, make_request(35))  # 10 tokens must leave, two requests
+    assert e.value.retry_after == pytest.approx(6.0, rel=0.2)
+
+
+def test_a_request_that_outlived_its_engine_is_never_refused_for_a_full_queue_and_goes_first():
+    engine = make_engine(max_num_seqs=1, max_waiting_requests=1, max_waiting_tokens=20)
+    waiting = make_request(15, max_tokens=2)
+    add(engine, waiting)
+    prior = oracle_tokens(0, 3, 1000)
+    outliving = [make_request(10, attempt=1 + i, prior=prior, max_tokens=5) for i in range(3)]
+    transcript = run_to_end(engine, *outliving)
+    assert_as_expected(engine, transcript, waiting, *outliving)
+    assert list(transcript.ends) == [request.request_id for request in [*outliving, waiting]]
 
 
 def test_an_id_in_use_is_refused_per_client_and_free_again_after_the_end():
@@ -327,6 +400,18 @@ def test_workers_hear_of_ended_requests_even_when_nothing_else_runs():
 
 
 # Statistics, plugging
+
+
+@pytest.mark.parametrize("fairness", [True, False])
+def test_tenants_take_turns_unless_that_is_off(fairness):
+    engine = make_engine(max_num_seqs=1, fairness=fairness)
+    flood = [make_request(5, tenant="flood", max_tokens=2, seed=i) for i in range(8)]
+    light = [make_request(5, tenant="light", max_tokens=2, seed=i) for i in range(2)]
+    transcript = run_to_end(engine, *flood, *light)
+    assert_as_expected(engine, transcript, *flood, *light)
+    places = [list(transcript.ends).index(request.request_id) for request in light]
+    assert places == ([1, 3] if fairness else [8, 9])
+    assert_nothing_left(engine)
 
 
 def test_statistics_follow_the_load():

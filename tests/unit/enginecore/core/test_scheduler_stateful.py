@@ -104,6 +104,9 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "salt"]),
         life=st.one_of(st.none(), st.floats(0.5, 20)),
         priority=st.integers(0, 2),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        attempt=st.sampled_from([0, 0, 1]),
+        tenant_weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
         constraint=st.sampled_from([None, None, "even", "odd:4"]),
         repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
     )

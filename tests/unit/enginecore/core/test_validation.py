@@ -32,6 +32,9 @@ def field_of(request):
         ({"prior": [100]}, "prior_output_token_ids"),
         ({"deadline": math.nan}, "deadline"),
         ({"deadline": math.inf}, "deadline"),
+        ({"tenant_weight": 0.0}, "tenant_weight"),
+        ({"tenant_weight": math.nan}, "tenant_weight"),
+        ({"tenant_weight": 1001.0}, "tenant_weight"),
         ({"attempt": -1}, "attempt"),
     ],
 )

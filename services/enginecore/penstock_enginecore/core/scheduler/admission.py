@@ -1,36 +1,53 @@
 """Bounds of the waiting queue."""
 
+from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import ResourceExhausted
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.fair_queue import FairQueue
 from penstock_enginecore.core.scheduler.held import HeldRequests
-from penstock_enginecore.core.scheduler.queue import RequestQueue
-
-MIN_RETRY_AFTER = 0.1
-MAX_RETRY_AFTER = 60.0
 
 
-def check_queue_limits(
-    config: SchedulerConfig, waiting: RequestQueue, held: HeldRequests, request: Request, now: float
-) -> None:
-    """Raise ResourceExhausted when ``request`` would overfill the queue. An empty queue takes any request.
+class QueueAdmission:
+    """Refuses what would overfill the queue, and measures how fast requests leave it for the model.
 
-    ``held``: waiting requests that have something of their own to wait for. ``now``: monotonic seconds. The time to retry
-    after comes from the queue: its head has waited for as long as the whole queue takes, and in half of that
-    time half of the queue is gone.
+    ``held``: waiting requests that have something of their own to wait for; they count. An empty queue takes any request.
+    One that outlived another engine (``attempt`` above 0) was admitted there: it is never refused, however full this queue is.
     """
-    num_waiting = len(waiting) + len(held)
-    if not num_waiting:
-        return
-    num_tokens = waiting.num_tokens + held.num_tokens + request.num_tokens
-    if num_waiting >= config.max_waiting_requests:
-        why = f"{num_waiting} requests are waiting, scheduler.max_waiting_requests is {config.max_waiting_requests}"
-    elif num_tokens > config.max_waiting_tokens:
-        why = f"{num_tokens} tokens would be waiting, scheduler.max_waiting_tokens is {config.max_waiting_tokens}"
-    else:
-        return
-    head = waiting.peek() if waiting else next(iter(held))
-    retry_after = (now - head.queued_time) / 2
-    raise ResourceExhausted(
-        f"the engine's queue is full: {why}", retry_after=min(max(retry_after, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
-    )
+
+    def __init__(self, config: SchedulerConfig, waiting: FairQueue, held: HeldRequests) -> None:
+        self._config = config
+        self._waiting = waiting
+        self._held = held
+        self._rate = DrainRate()
+
+    def check(self, request: Request, now: float) -> None:
+        """Raise ResourceExhausted, with the time until there is room, unless the queue may take ``request``.
+
+        ``now``: monotonic seconds. Until a request has left the queue there is no rate to go by. Then the wait of its
+        head stands for the time that the whole queue takes, and half of that is what the client is told.
+        """
+        num_waiting = len(self._waiting) + len(self._held)
+        if not num_waiting:
+            self._rate.begin(now)
+            return
+        if request.attempt:
+            return
+        config = self._config
+        num_tokens = self._waiting.num_tokens + self._held.num_tokens + request.num_tokens
+        if num_waiting >= config.max_waiting_requests:
+            why = f"{num_waiting} requests are waiting, scheduler.max_waiting_requests is {config.max_waiting_requests}"
+        elif num_tokens > config.max_waiting_tokens:
+            why = f"{num_tokens} tokens would be waiting, scheduler.max_waiting_tokens is {config.max_waiting_tokens}"
+        else:
+            return
+        too_many = max(num_waiting + 1 - config.max_waiting_requests, 0)
+        seconds = self._rate.time_for(now, too_many, max(num_tokens - config.max_waiting_tokens, 0))
+        if seconds is None:
+            head = self._waiting.peek() if self._waiting else next(iter(self._held))
+            seconds = (now - head.queued_time) / 2
+        raise ResourceExhausted(f"the engine's queue is full: {why}", retry_after=retry_after(seconds))
+
+    def started(self, request: Request, now: float) -> None:
+        """A request has left the queue for the first time. One that comes back took no room that others could have had."""
+        self._rate.left(now, request.num_tokens)

@@ -1,16 +1,27 @@
-"""The queue of waiting requests."""
+"""Waiting requests in the order of the policy."""
 
 import heapq
 
 from penstock_enginecore.core.request import Request
 
-_Rank = tuple[float, float, int]
+Rank = tuple[float, float, int]
+
+
+def rank(request: Request, *, by_priority: bool) -> Rank:
+    """What requests are ordered by: the lowest is the most urgent.
+
+    By priority: the lower number, then the earlier arrival at the frontend. Else those that resume, then the rest, each
+    first come, first served.
+    """
+    if by_priority:
+        return request.priority, request.arrival_time, request.arrival
+    return 0 if request.resumes else 1, 0, request.arrival
 
 
 class RequestQueue:
     """The request whose turn is next at the head. Adding and removing, from the middle too, cost O(log n) amortized.
 
-    First come, first served: a preempted request came earlier than all that wait, so it is at the head again. Under the
+    First come, first served: a preempted request is at the head again, as is one that outlived another engine. Under the
     priority policy the lower number goes first, then the earlier arrival at the frontend.
 
     Removed requests stay in the heap until they get to its head, or outnumber the living; then the heap is rebuilt.
@@ -19,17 +30,15 @@ class RequestQueue:
     def __init__(self, *, by_priority: bool) -> None:
         self._by_priority = by_priority
         self._requests: dict[str, Request] = {}
-        self._heap: list[tuple[_Rank, str]] = []
+        self._heap: list[tuple[Rank, str]] = []
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def rank(self, request: Request) -> _Rank:
-        """What requests are ordered by: the lowest is the most urgent."""
-        if self._by_priority:
-            return request.priority, request.arrival_time, request.arrival
-        return 0, 0, request.arrival
+    def rank(self, request: Request) -> Rank:
+        """See ``rank``."""
+        return rank(request, by_priority=self._by_priority)
 
     def add(self, request: Request) -> None:
         """Take in a request that is not in the queue."""

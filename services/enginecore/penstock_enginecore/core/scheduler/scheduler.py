@@ -1,4 +1,4 @@
-"""The default scheduler: one token budget, first come first served or by priority.
+"""The default scheduler: one token budget, first come first served or by priority, shared fairly between tenants.
 
 There is no prefill phase and no decode phase. Every step hands out tokens so that each request's
 ``num_computed_tokens`` catches up with its ``num_tokens``. Chunked prefill, prefix hits and resumed requests all
@@ -17,14 +17,14 @@ from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Hold, Request, RequestStatus
-from penstock_enginecore.core.scheduler.admission import check_queue_limits
+from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
+from penstock_enginecore.core.scheduler.fair_queue import FairQueue
 from penstock_enginecore.core.scheduler.held import HeldRequests
 from penstock_enginecore.core.scheduler.outbox import Outbox
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
-from penstock_enginecore.core.scheduler.queue import RequestQueue
 from penstock_enginecore.core.scheduler.requests import RequestTable
 from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.stops import check_stop
@@ -54,8 +54,9 @@ class DefaultScheduler(Scheduler):
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._by_priority = config.policy == "priority"
         self._running: list[Request] = []
-        self._waiting = RequestQueue(by_priority=self._by_priority)
+        self._waiting = FairQueue(by_priority=self._by_priority, fair=config.fairness)
         self._held = HeldRequests()
+        self._admission = QueueAdmission(config, self._waiting, self._held)
         self._requests = RequestTable()
         self._deadlines = DeadlineQueue()
         self._outbox = Outbox()
@@ -80,7 +81,7 @@ class DefaultScheduler(Scheduler):
             self._outbox.add_end(request, [])
             return
         request.queued_time = now = self._clock()
-        check_queue_limits(self._config, self._waiting, self._held, request, now)
+        self._admission.check(request, now)
         request.arrival = next(self._arrivals)
         request.record_event(EventType.QUEUED, now)
         self._requests.add(request)
@@ -142,6 +143,8 @@ class DefaultScheduler(Scheduler):
         self.kv_cache.free(request)
         self._requests.remove(request)
         self._deadlines.discard(request)
+        if request.num_charged_tokens:
+            self._waiting.charge(request)
 
     def _drop_finished(self) -> None:
         self._running = [request for request in self._running if not request.finished]
@@ -256,7 +259,7 @@ class DefaultScheduler(Scheduler):
             reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
             if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
                 break
-            self._waiting.remove(request)
+            self._waiting.take(request)
             self._start(request, computed.num_tokens, num_new_tokens, output)
 
     def _reserved_blocks(self, request: Request, num_tokens: int) -> int:
@@ -267,9 +270,11 @@ class DefaultScheduler(Scheduler):
     def _start(self, request: Request, num_computed: int, num_new_tokens: int, output: SchedulerOutput) -> None:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = request.num_processed_tokens = num_computed
+        now = self._clock()
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed
-        request.record_event(EventType.SCHEDULED, self._clock())
+            self._admission.started(request, now)
+        request.record_event(EventType.SCHEDULED, now)
         self._running.append(request)
         output.add_new(request, num_new_tokens, self.kv_cache.block_ids(request))
 

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.admission import demand_of
 from penstock_frontend.api.openai import sampling
 from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
@@ -111,8 +112,10 @@ class ChatCompletions:
         self._llm.inputs.check_model(body.model or "")
         _check(body)
         request = _request(body, call)
+        demand = demand_of(request)
+        self._llm.check_room([demand])
         prompt_token_ids = await self._prompt_token_ids(body, request)
-        source = Source(request.request_id, functools.partial(self._chat.run, request), _names(body))
+        source = Source(request.request_id, demand, functools.partial(self._chat.run, request), _names(body))
         making = _Making(body, request.request_id, self._model, prompt_token_ids)
         generation = Generation(self._llm, [source])
         if body.stream:

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.admission import Demand, demand_of
 from penstock_frontend.api.openai import prompts, sampling
 from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
 from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
@@ -91,7 +92,9 @@ class _Making:
         self._prompts: Sequence[prompts.Prompt] = ()
 
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
-        """One request per prompt. Raises RequestFailed."""
+        """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
+        tenant = self._call.routing["tenant"]
+        self._llm.check_room([Demand(tenant, len(each)) for each in given])
         body, values = self._body, _values(self._body)
         logprobs = body.logprobs is not None
         needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
@@ -153,7 +156,7 @@ class _Making:
             deadline=self._call.deadline,
             **sampling.routing(self._body, self._call.routing),
         )
-        return Source(request_id, functools.partial(self._llm.generate, request), prompt.names)
+        return Source(request_id, demand_of(request), functools.partial(self._llm.generate, request), prompt.names)
 
     def _index(self, each: PromptOutput[RequestOutput]) -> int:
         return each.prompt * (self._body.n or 1) + each.output.index

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_frontend.admission import Place
 from penstock_frontend.api import convert
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.body import ClientGone, read_body
@@ -53,20 +54,20 @@ class Gate:
     def __init__(self, config: HttpConfig) -> None:
         self.max_body_bytes = config.max_body_bytes
         self._max_requests = config.max_requests
-        self._count = 0
+        self._place = Place()
 
     def __enter__(self) -> None:
         """One more. Raises ResourceExhausted at the limit."""
-        if self._count >= self._max_requests:
+        if self._place.count >= self._max_requests:
             raise ResourceExhausted(
-                f"{self._count} HTTP requests are being served; http.max_requests is {self._max_requests}",
-                retry_after=1.0,
+                f"{self._place.count} HTTP requests are being served; http.max_requests is {self._max_requests}",
+                retry_after=self._place.retry_after(1),
             )
-        self._count += 1
+        self._place.enter()
 
     def __exit__(self, *_: object) -> None:
         """One less."""
-        self._count -= 1
+        self._place.leave()
 
 
 class Endpoint:

@@ -31,6 +31,7 @@ _TYPES = {
 _CODES = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "QUEUE_FULL": "rate_limit_exceeded",
+    "TENANT_QUOTA": "rate_limit_exceeded",
     "INVALID_FIELD": "invalid_value",
     "NOT_SERVED_YET": "unsupported",
 }

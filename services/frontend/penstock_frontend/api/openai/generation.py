@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from penstock_common.errors import RequestFailed
 from penstock_common.types.outputs import FinishReason
+from penstock_frontend.admission import Demand
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
 
@@ -22,9 +23,12 @@ O = TypeVar("O")  # noqa: E741 - an output
 
 
 class Source(NamedTuple, Generic[O]):
-    """A request to accept under an id, and its outputs once it is. ``names``: see ``renamed``, for its errors."""
+    """A request to accept under an id, what it takes up, and its outputs once it is accepted. ``names``: see ``renamed``, for
+    its errors.
+    """
 
     request_id: str
+    demand: Demand
     outputs: Callable[[LiveRequest], AsyncIterator[O]]
     names: Mapping[str, str]
 
@@ -48,7 +52,7 @@ class Generation(Generic[O]):
         """Raises RequestFailed when one is not accepted; none is then."""
         try:
             for source in self._sources:
-                self._lives.append(self._llm.accept(source.request_id))
+                self._lives.append(self._llm.accept(source.request_id, source.demand))
         except BaseException:
             self._release()
             raise

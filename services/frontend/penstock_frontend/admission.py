@@ -1,0 +1,157 @@
+"""How much a frontend has in flight, and what is too much."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from penstock_common.drain_rate import DrainRate, retry_after
+from penstock_common.errors import DeadlineExceeded, ResourceExhausted
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.chat import ChatRequest
+from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
+from penstock_frontend.processing.pooling import PoolingRequest
+from penstock_frontend.processing.request import GenerateRequest
+
+Clock = Callable[[], float]
+
+_UNMEASURED = 1.0
+"""Seconds that clients are told to wait before any request has ended, so that there is no rate to go by."""
+
+
+class Demand(NamedTuple):
+    """What a request takes up: ``length`` is that of its prompt, in characters, token ids and bytes of vectors."""
+
+    tenant: str = ""
+    length: int = 0
+
+
+class Place:
+    """Requests that are there at once, and how fast they leave."""
+
+    __slots__ = ("_clock", "_rate", "count", "length")
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._rate = DrainRate()
+        self.count = 0
+        self.length = 0
+
+    def enter(self, length: int = 0) -> None:
+        """One more."""
+        if not self.count:
+            self._rate.begin(self._clock())
+        self.count += 1
+        self.length += length
+
+    def leave(self, length: int = 0, *, served: bool = True) -> None:
+        """One less. One that was not ``served`` says nothing about the speed."""
+        self.count -= 1
+        self.length -= length
+        if served:
+            self._rate.left(self._clock(), length)
+
+    def retry_after(self, requests: int, length: int = 0) -> float:
+        """Seconds until so many requests of that length together have left, within the bounds of what clients are told."""
+        seconds = self._rate.time_for(self._clock(), requests, length)
+        return retry_after(_UNMEASURED if seconds is None else seconds)
+
+
+class Admission:
+    """Bounds requests and the lengths of their prompts, of all tenants and of each. Limits are those of the LimitsConfig.
+
+    Any one request is let in where there is no other. Requests without a tenant are of one tenant, the nameless. What is
+    kept of a tenant is forgotten when it has no requests.
+    """
+
+    def __init__(self, limits: LimitsConfig, clock: Clock = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._all = Place(clock)
+        self._tenants: dict[str, Place] = {}
+
+    def check(self, demands: Sequence[Demand]) -> None:
+        """Raise ResourceExhausted, with the time until there is room, unless these requests of one tenant may come in."""
+        limits, here = self._limits, self._all
+        count = here.count + len(demands)
+        if count > limits.max_requests:
+            raise ResourceExhausted(
+                f"{here.count} requests are running; limits.max_requests is {limits.max_requests}",
+                retry_after=here.retry_after(count - limits.max_requests),
+            )
+        length = here.length + sum(demand.length for demand in demands)
+        if length > limits.max_prompt_length_in_flight and count > 1:
+            raise ResourceExhausted(
+                f"prompts of {length} characters and token ids would be in flight; limits.max_prompt_length_in_flight "
+                f"is {limits.max_prompt_length_in_flight}",
+                retry_after=here.retry_after(0, length - limits.max_prompt_length_in_flight),
+            )
+        if limits.max_tenant_requests and demands:
+            self._check_tenant(demands[0].tenant, len(demands))
+
+    def enter(self, demand: Demand) -> None:
+        """Let a request in. Raises ResourceExhausted."""
+        self.check([demand])
+        self._all.enter(demand.length)
+        if self._limits.max_tenant_requests:
+            self._tenants.setdefault(demand.tenant, Place(self._clock)).enter(demand.length)
+
+    def leave(self, demand: Demand, *, served: bool) -> None:
+        """A request that was let in is over. ``served``: it was begun."""
+        self._all.leave(demand.length, served=served)
+        if (place := self._tenants.get(demand.tenant)) is not None:
+            place.leave(demand.length, served=served)
+            if not place.count:
+                del self._tenants[demand.tenant]
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that something is kept of."""
+        return len(self._tenants)
+
+    def _check_tenant(self, tenant: str, count: int) -> None:
+        limit = self._limits.max_tenant_requests
+        place = self._tenants.get(tenant)
+        running = place.count if place is not None else 0
+        if running + count <= limit:
+            return
+        whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
+        raise ResourceExhausted(
+            f"{running} requests {whose} are running; limits.max_tenant_requests is {limit}",
+            reason="TENANT_QUOTA",
+            quota_subject=f"tenant:{tenant}",
+            retry_after=(place or Place(self._clock)).retry_after(running + count - limit),
+        )
+
+
+def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand:
+    """What a request takes up, without looking at its text."""
+    if isinstance(request, GenerateRequest):
+        prompt = request.prompt
+        parts: Sequence[Part] = prompt.parts if isinstance(prompt, MixedPrompt) else [prompt]
+    elif isinstance(request, PoolingRequest):
+        parts = [*request.inputs, *request.seconds]
+    else:
+        parts = list(_texts(request))
+    return Demand(request.tenant, sum(map(_length, parts)))
+
+
+def check_deadline(deadline: float | None) -> None:
+    """Raise DeadlineExceeded for a request that is worth nothing any more. ``deadline``: seconds since the Unix epoch."""
+    if deadline is not None and (late := time.time() - deadline) >= 0.0:
+        raise DeadlineExceeded(f"the deadline passed {late:.3f} s before the request was begun")
+
+
+def _texts(request: ChatRequest) -> Sequence[str]:
+    texts = [message.reasoning for message in request.messages]
+    for message in request.messages:
+        if isinstance(message.content, str):
+            texts.append(message.content)
+        else:
+            texts.extend(part.text for part in message.content or ())
+        texts.extend(call.arguments for call in message.tool_calls)
+    return texts
+
+
+def _length(part: Part) -> int:
+    return len(part.data) if isinstance(part, PromptEmbeds) else len(part)

@@ -1,0 +1,150 @@
+"""What a frontend lets in, and what it tells those that it does not."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock_common.errors import ConfigError, DeadlineExceeded, ResourceExhausted
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.admission import Admission, Demand, Place, check_deadline, demand_of
+from penstock_frontend.config import FairnessConfig, LimitsConfig
+from penstock_frontend.processing.chat import ChatMessage, ChatRequest, ContentPart, ToolCall
+from penstock_frontend.processing.mixed_prompt import MixedPrompt
+from penstock_frontend.processing.pooling import PoolingRequest
+from penstock_frontend.processing.request import GenerateRequest
+from tests.fakes.engine_harness import FakeClock
+
+
+def refused(action: Callable[[], Any]) -> ResourceExhausted:
+    with pytest.raises(ResourceExhausted) as error:
+        action()
+    return error.value
+
+
+def test_requests_are_counted_until_they_leave() -> None:
+    admission = Admission(LimitsConfig(max_requests=2), FakeClock())
+    admission.enter(Demand())
+    admission.enter(Demand())
+    error = refused(lambda: admission.enter(Demand()))
+    assert error.message == "2 requests are running; limits.max_requests is 2"
+    assert (error.reason, error.quota_subject) == ("QUEUE_FULL", "")
+    admission.leave(Demand(), served=True)
+    admission.enter(Demand())
+
+
+def test_prompts_are_counted_by_their_lengths() -> None:
+    admission = Admission(LimitsConfig(max_prompt_length_in_flight=100), FakeClock())
+    admission.enter(Demand(length=60))
+    error = refused(lambda: admission.enter(Demand(length=41)))
+    assert "101 characters and token ids would be in flight" in error.message
+    assert "limits.max_prompt_length_in_flight is 100" in error.message
+    admission.enter(Demand(length=40))
+    admission.leave(Demand(length=60), served=True)
+    admission.enter(Demand(length=60))
+
+
+def test_any_one_prompt_is_let_in_where_there_is_no_other() -> None:
+    admission = Admission(LimitsConfig(max_prompt_length_in_flight=100), FakeClock())
+    admission.enter(Demand(length=1000))
+    refused(lambda: admission.enter(Demand(length=1)))
+
+
+def test_several_requests_are_asked_for_together() -> None:
+    admission = Admission(LimitsConfig(max_requests=3, max_tenant_requests=2), FakeClock())
+    admission.check([Demand("a")] * 2)
+    assert "max_requests is 3" in refused(lambda: admission.check([Demand("a")] * 4)).message
+    assert "max_tenant_requests is 2" in refused(lambda: admission.check([Demand("a")] * 3)).message
+    admission.enter(Demand("b"))
+    assert admission.num_tenants == 1, "asking takes no room"
+
+
+def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() -> None:
+    admission = Admission(LimitsConfig(max_tenant_requests=1), FakeClock())
+    admission.enter(Demand("a"))
+    admission.enter(Demand("b"))
+    error = refused(lambda: admission.enter(Demand("a")))
+    assert error.message == "1 requests of tenant 'a' are running; limits.max_tenant_requests is 1"
+    assert (error.reason, error.quota_subject) == ("TENANT_QUOTA", "tenant:a")
+    admission.enter(Demand())
+    assert "1 requests without a tenant" in refused(lambda: admission.enter(Demand())).message
+
+
+def test_a_tenant_without_requests_is_forgotten() -> None:
+    admission = Admission(LimitsConfig(max_tenant_requests=1), FakeClock())
+    for index in range(100):
+        admission.enter(Demand(f"t{index}"))
+        admission.leave(Demand(f"t{index}"), served=True)
+    assert admission.num_tenants == 0
+
+
+def test_the_time_to_retry_after_is_that_of_the_measured_rate() -> None:
+    clock = FakeClock()
+    admission = Admission(LimitsConfig(max_requests=2, max_prompt_length_in_flight=250), clock)
+    demand = Demand(length=100)
+    admission.enter(demand)
+    admission.enter(demand)
+    assert refused(lambda: admission.enter(Demand())).retry_after == 1.0, "nothing is measured yet"
+    for _ in range(40):
+        clock.now += 4.0
+        admission.leave(demand, served=True)
+        admission.enter(demand)
+    assert refused(lambda: admission.enter(Demand())).retry_after == pytest.approx(4.0, rel=0.25)
+    assert refused(lambda: admission.check([Demand()] * 3)).retry_after == pytest.approx(12.0, rel=0.25)
+    admission.leave(demand, served=True)
+    assert refused(lambda: admission.enter(Demand(length=350))).retry_after == pytest.approx(8.0, rel=0.6)
+
+
+def test_requests_that_were_never_begun_say_nothing_about_the_speed() -> None:
+    clock = FakeClock()
+    place = Place(clock)
+    place.enter()
+    for _ in range(1000):
+        place.enter()
+        place.leave(served=False)
+    clock.now += 8.0
+    place.leave()
+    assert place.retry_after(1) == pytest.approx(8.0, rel=0.5)
+
+
+def test_a_prompt_is_measured_without_being_read() -> None:
+    vectors = PromptEmbeds(dtype="float32", num_tokens=2, hidden_size=4, data=bytes(32))
+    mixed = MixedPrompt(("ab", [1, 2, 3], vectors), ("a", "b", "c"))
+    chat = ChatRequest(
+        messages=[
+            ChatMessage(role="user", content="four"),
+            ChatMessage(
+                role="user", content=[ContentPart(type="text", text="abc"), ContentPart(type="text", text="d")]
+            ),
+            ChatMessage(role="assistant", reasoning="hm", tool_calls=[ToolCall(name="f", arguments="{}")]),
+        ],
+        tenant="t",
+    )
+    pooling = PoolingRequest(
+        inputs=["ab", [1, 2]], seconds=["xyz"], fields=["i", "j"], params=PoolingParams(task=PoolingTask.EMBED)
+    )
+    assert demand_of(GenerateRequest(prompt="text", tenant="t")) == Demand("t", 4)
+    assert demand_of(GenerateRequest(prompt=[1, 2, 3])) == Demand("", 3)
+    assert demand_of(GenerateRequest(prompt=mixed)) == Demand("", 2 + 3 + 32)
+    assert demand_of(chat) == Demand("t", 4 + 4 + 2 + 2)
+    assert demand_of(pooling) == Demand("", 7)
+
+
+def test_a_deadline_that_has_passed_ends_a_request_before_it_is_begun() -> None:
+    check_deadline(None)
+    check_deadline(time.time() + 60)
+    with pytest.raises(DeadlineExceeded, match="before the request was begun"):
+        check_deadline(time.time() - 1)
+
+
+def test_weights_are_those_of_named_tenants_or_the_default() -> None:
+    fairness = FairnessConfig(default_weight=0.5, weights={"gold": 4.0})
+    assert [fairness.weight_of(tenant) for tenant in ("gold", "other", "")] == [4.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), 1001.0])
+def test_a_weight_out_of_range_is_refused_with_its_tenant(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"fairness.weights.gold is .*; it must be from 0.001 to 1000"):
+        FairnessConfig(weights={"gold": weight})
