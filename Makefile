@@ -12,6 +12,8 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 PYTEST := $(BIN)/python -m pytest
+# Is there after a short soak that failed.
+SOAK_FAILED := build/soak-short.failed
 
 .PHONY: help
 help: ## List the targets
@@ -47,10 +49,11 @@ demo: setup ## Start everything with the demo model, stream a few answers, shut 
 	@$(BIN)/python -m penstock_local demo $(MODEL)
 
 .PHONY: test
-test: lint typecheck test-unit test-contract test-integration test-e2e chart-lint ## Lint, types and all tests
+test: lint typecheck test-unit test-contract test-integration test-e2e chart-lint soak-short ## Lint, types and all tests
 
 .PHONY: retest
 retest: lint typecheck chart-lint ## Lint and types again, and the tests that failed last
+	@test ! -e $(SOAK_FAILED) || $(MAKE) soak-short
 	@$(PYTEST) tests --last-failed --last-failed-no-failures none -q; status=$$?; test $$status -eq 5 || exit $$status
 
 .PHONY: test-unit
@@ -97,9 +100,22 @@ chart-lint: setup ## helm lint, render every value set, validate the manifests, 
 	@$(BIN)/python charts/lint.py
 	@$(PYTEST) tests/chart -q
 
+.PHONY: soak
+soak: setup ## Random requests, cancels and kills for 20 minutes
+	@$(BIN)/python -m tests.soak --minutes 20
+
+.PHONY: soak-short
+soak-short: setup ## The same for two minutes
+	@mkdir -p $(dir $(SOAK_FAILED)) && touch $(SOAK_FAILED)
+	@$(BIN)/python -m tests.soak --minutes 2 --out build/soak-short && rm $(SOAK_FAILED)
+
 .PHONY: bench
 bench: setup ## Measure the engine, the session, the public API and transformers beside them
 	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)
+
+.PHONY: fuzz
+fuzz: setup ## 50 000 hostile requests at a real system, beside a neighbour that must not notice (10 minutes)
+	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7)
 
 .PHONY: clean
 clean: ## Remove the environment and caches

@@ -100,6 +100,11 @@ class Server:
             )
         self._began = began
 
+    @property
+    def pid(self) -> int:
+        """Id of the process that was started, and of its group."""
+        return self._process.pid
+
     def wait(self, ready: Callable[[], bool]) -> float:
         """Seconds until ``ready``. RuntimeError when the server ends instead, or takes too long."""
         while not ready():

@@ -27,12 +27,19 @@ SET_BY_CHART |= {"log.requests", "log.prompts", "http.engine_metrics"}
 SET_BY_CHART |= {"tracing.endpoint", "tracing.sample_ratio", "tracing.service_name"}
 SET_BY_CHART |= {"model.path", "model.served_model_name", "model.revision", "model.device"}
 SET_BY_CHART |= {"coordinator.address", "coordinator.advertise", "engine_id", "drain_timeout", "http.host", "http.port"}
+SET_BY_CHART |= {"server.health_port", "auth.api_keys", "auth.jwt.jwks"}
+SET_BY_CHART |= {
+    f"{hop}.{key}"
+    for hop in ("server.tls", "coordinator.tls", "engine_tls", "http.tls")
+    for key in ("certificate", "key", "ca", "server_name")
+}
 # With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback.
+METRICS_TLS = {f"metrics.tls.{key}" for key in ("certificate", "key", "ca")}
 NOT_OFFERED = {
     "frontend": {f"admin.{key}" for key, _ in common_config.fields(common_config.ServerConfig)}
     | {"engines", "frontend_id"},
-    "enginecore": {"cache.num_blocks", "scheduler.scheduler"},
-    "coordinator": set[str](),
+    "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | METRICS_TLS,
+    "coordinator": METRICS_TLS,
 }
 
 

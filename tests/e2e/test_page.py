@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from penstock_common.types.cluster import EngineState
-from penstock_frontend.config import HttpConfig, ModelConfig
+from penstock_frontend.config import AuthConfig, HttpConfig, ModelConfig
 from tests.fakes.browser import CHROMIUM, Browser, Tab
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer
@@ -425,3 +425,30 @@ async def test_an_answer_waits_for_the_engine_that_died_and_goes_on_when_it_is_b
     assert engine.requests[-1].attempt == 1
     await step_until(engine, real, f"document.querySelector('#output').innerText.length > {len(before)} + 5")
     assert (await real.text("#output")).startswith(before)
+
+
+async def test_a_key_in_the_address_lets_the_page_in_and_is_not_shown_any_more(
+    browser: Browser, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model")
+    (tmp_path / "keys").write_text("sk-of-the-page-0123456789\n")
+    async with (
+        FakeEngine(vocab_size=byte_level().get_vocab_size()) as engine,
+        FrontendServer(
+            model,
+            engines=[engine.address],
+            http=HttpConfig(host="127.0.0.1", port=0),
+            auth=AuthConfig(api_keys=str(tmp_path / "keys")),
+        ) as frontend,
+    ):
+        await frontend.until_health(serving=True)
+        url = f"http://127.0.0.1:{frontend.frontend.http_port}/"
+        tab = await browser.open(url)
+        await tab.until(shows("#totals", "The server wants a key: add #key="))
+        await tab.value("location.hash = '#key=sk-of-the-page-0123456789'")
+        await tab.until(shows("#status", "serving, 1 engine"))
+        await ask(tab, "hello")
+        await tab.until(f"{IDLE} && document.querySelector('#output').innerText.length > 0")
+        assert await tab.value("location.href") == url
+        assert await tab.value(f"!({SHOWS_ERROR})")
+        await browser.close_tabs()

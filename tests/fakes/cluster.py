@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,15 +33,31 @@ class Answer(msgspec.Struct):
 class Cluster:
     """``async with Cluster(model)``: every service answers when the block begins, and is stopped by SIGTERM at its end."""
 
-    def __init__(self, model: Path, *, engines: int = 2, **engine_flags: object) -> None:
-        self.coordinator = Service("penstock_coordinator", lease_seconds=1, restart_grace=1)
+    def __init__(
+        self,
+        model: Path,
+        *,
+        engines: int = 2,
+        frontends: int = 1,
+        lease_seconds: float = 1,
+        kv_cache_memory: str = "64MiB",
+        frontend_flags: Mapping[str, object] | None = None,
+        **engine_flags: object,
+    ) -> None:
+        self.coordinator = Service(
+            "penstock_coordinator",
+            lease_seconds=lease_seconds,
+            restart_grace=lease_seconds,
+            metrics_flag="metrics.port",
+        )
         self.engines = [
             Service(
                 "penstock_enginecore",
+                metrics_flag="metrics.port",
                 model__path=model,
                 engine_id=f"engine-{number}",
                 coordinator__address=self.coordinator.address,
-                cache__kv_cache_memory="64MiB",
+                cache__kv_cache_memory=kv_cache_memory,
                 executor__num_threads=1,
                 **engine_flags,
             )
@@ -48,27 +65,35 @@ class Cluster:
         ]
         for engine in self.engines:
             engine.add_flag("coordinator.advertise", engine.address)
-        self.frontend = Service(
-            "penstock_frontend",
-            model__path=model,
-            coordinator__address=self.coordinator.address,
-            admin__port=0,
-            http__port=-1,
-        )
+        self.frontends = [
+            Service(
+                "penstock_frontend",
+                metrics_flag="http.port",
+                model__path=model,
+                frontend_id=f"frontend-{number}",
+                coordinator__address=self.coordinator.address,
+                admin__port=0,
+                http__host="127.0.0.1",
+                **(frontend_flags or {}),
+            )
+            for number in range(frontends)
+        ]
+        self.frontend = self.frontends[0]
 
     @property
     def services(self) -> list[Service]:
         """All of them."""
-        return [self.coordinator, *self.engines, self.frontend]
+        return [self.coordinator, *self.engines, *self.frontends]
 
     async def __aenter__(self) -> "Cluster":
-        self._stack = contextlib.AsyncExitStack()
-        for service in self.services:
-            await self._stack.enter_async_context(service)
-        await asyncio.gather(*(service.serving() for service in self.services))
-        self.channel = await self._stack.enter_async_context(make_channel(self.frontend.address))
-        self.stub = rpc.InferenceServiceStub(self.channel)
-        await self.until_engines_are_seen(len(self.engines))
+        async with contextlib.AsyncExitStack() as stack:
+            for service in self.services:
+                await stack.enter_async_context(service)
+            await asyncio.gather(*(service.serving() for service in self.services))
+            self.channel = await stack.enter_async_context(make_channel(self.frontend.address))
+            self.stub = rpc.InferenceServiceStub(self.channel)
+            await self.until_engines_are_seen(len(self.engines))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -77,10 +102,16 @@ class Cluster:
         await self._stack.aclose()
 
     async def until_engines_are_seen(self, count: int) -> None:
-        """Wait until the frontend routes to so many engines. TimeoutError after half a minute."""
+        """Wait until every frontend that runs routes to so many engines. TimeoutError after half a minute."""
         async with asyncio.timeout(30):
-            while (await self.stub.ListModels(pb.ListModelsRequest())).models[0].num_engines != count:
-                await asyncio.sleep(0.05)
+            for frontend in self.frontends:
+                async with make_channel(frontend.address) as channel:
+                    stub = rpc.InferenceServiceStub(channel)
+                    while frontend.alive and await self._engines_seen(stub) != count:
+                        await asyncio.sleep(0.05)
+
+    async def _engines_seen(self, stub: "rpc.InferenceServiceAsyncStub") -> int:
+        return (await stub.ListModels(pb.ListModelsRequest())).models[0].num_engines
 
     async def stats(self) -> list[stats_pb2.SchedulerStats]:
         """The load of every engine, asked of itself."""

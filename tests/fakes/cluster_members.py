@@ -10,6 +10,7 @@ import grpc
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.types.cluster import ClusterView, DrainCommand, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.app import Coordinator
@@ -48,7 +49,13 @@ class Engine:
     """The engine's side of its client: what an engine process would answer."""
 
     def __init__(
-        self, address: str, engine_id: str = "engine-0", incarnation: str = "1", *, stats_interval: float = 0.02
+        self,
+        address: str,
+        engine_id: str = "engine-0",
+        incarnation: str = "1",
+        *,
+        stats_interval: float = 0.02,
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self.load = SchedulerStats()
         self.age = 0.0
@@ -61,17 +68,25 @@ class Engine:
             stats=lambda: self.load,
             seconds_since_last_step=lambda: self.age,
             on_command=self.commands.append,
+            credentials=credentials,
         )
 
 
 class Frontend:
     """The frontend's side of its client: remembers all views and lets tests wait for one."""
 
-    def __init__(self, address: str, frontend_id: str = "frontend-0") -> None:
+    def __init__(
+        self, address: str, frontend_id: str = "frontend-0", *, credentials: ClientCredentials = NO_TLS
+    ) -> None:
         self.views: list[ClusterView] = []
         self._changed = asyncio.Event()
         self.client = FrontendClient(
-            address, frontend_id=frontend_id, incarnation="1", on_view=self._take, reconnect_max=0.1
+            address,
+            frontend_id=frontend_id,
+            incarnation="1",
+            on_view=self._take,
+            reconnect_max=0.1,
+            credentials=credentials,
         )
 
     def _take(self, view: ClusterView) -> None:

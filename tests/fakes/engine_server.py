@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock_common.config import ServerConfig
 from penstock_enginecore.app import describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
@@ -22,7 +21,8 @@ class EngineServer:
     def __init__(
         self, config: EngineCoreConfig, executor: Executor, make_grammars: GrammarBackendFactory | None = None
     ) -> None:
-        self.config = msgspec.structs.replace(config, server=ServerConfig(host="127.0.0.1", port=0))
+        server = msgspec.structs.replace(config.server, host="127.0.0.1", port=0)
+        self.config = msgspec.structs.replace(config, server=server)
         self.executor = executor
         self.make_grammars = make_grammars
         self.io = IoThread(self.config)

@@ -23,10 +23,11 @@ import msgspec
 from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config import ServerConfig, TlsConfig
 from penstock_common.rpc.server import RpcServer
 
 DEFAULT_MAX_TOKENS = 16
+FLUSH_SECONDS = 1.0
 UTILITIES: dict[str, Any] = {
     "pause": None,
     "resume": None,
@@ -137,6 +138,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         manual: bool = False,
         script: Script = lambda request: None,
         protocol_revision: int = 1,
+        tls: TlsConfig | None = None,
     ) -> None:
         self.ready = pb.Ready(
             engine_id=engine_id,
@@ -168,6 +170,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.step_age = 0.0
         self.frozen = False
         self._manual = manual
+        self._tls = tls or TlsConfig()
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._server: RpcServer | None = None
@@ -189,7 +192,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     async def start(self, port: int = 0) -> None:
         """Serve, on a free port unless one is given."""
         self._server = RpcServer(
-            ServerConfig(host="127.0.0.1", port=port), service_names=["penstock.enginecore.v1.EngineCoreService"]
+            ServerConfig(host="127.0.0.1", port=port, tls=self._tls),
+            service_names=["penstock.enginecore.v1.EngineCoreService"],
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
@@ -202,8 +206,16 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         if self._server is not None:
             await self._server.set_serving(False)
 
+    async def handed_over(self) -> None:
+        """Wait until gRPC has taken what the sessions are owed, for a while at most: a frontend may have stopped reading."""
+        joins = [asyncio.create_task(session.queue.join()) for session in self.sessions]
+        if joins:
+            _, late = await asyncio.wait(joins, timeout=FLUSH_SECONDS)
+            for task in late:
+                task.cancel()
+
     async def kill(self, grace: float | None = None) -> None:
-        """Vanish: the connection is closed without a word, or, with ``grace`` seconds, when what was sent has gone out.
+        """Vanish: what was sent goes out, and the connection is closed without a word, or after ``grace`` seconds at most.
 
         ``start(port)`` brings the engine back.
         """
@@ -211,6 +223,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._steps.cancel()
             await asyncio.gather(self._steps, return_exceptions=True)
             self._steps = None
+        await self.handed_over()
         if self._server is not None:
             await self._server.server.stop(grace)
             self._server = None

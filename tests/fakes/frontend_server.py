@@ -15,6 +15,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
 from penstock_common.errors import RequestFailed
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 from penstock_frontend.app import Frontend
 from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
@@ -24,9 +25,14 @@ SERVICE = "penstock.inference.v1.InferenceService"
 
 
 class FrontendServer:
-    """``async with FrontendServer(model_path, engines=[address])``; options are fields of FrontendConfig."""
+    """``async with FrontendServer(model_path, engines=[address])``; options are fields of FrontendConfig. ``client``: what its
+    clients are.
+    """
 
-    def __init__(self, model_path: Path, *, engines: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self, model_path: Path, *, engines: Sequence[str] = (), client: ClientCredentials = NO_TLS, **options: Any
+    ) -> None:
+        self._client = client
         self.config = FrontendConfig(
             **{
                 "model": ModelConfig(path=str(model_path), served_model_name="model"),
@@ -44,8 +50,8 @@ class FrontendServer:
         self.frontend = Frontend(self.config)
         await self.frontend.startup()
         self.running = asyncio.create_task(self._run())
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.frontend.port}")
-        self.admin_channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.frontend.admin_port}")
+        self.channel = self._client.channel(f"127.0.0.1:{self.frontend.port}", [])
+        self.admin_channel = self._client.channel(f"127.0.0.1:{self.frontend.admin_port}", [])
         self.stub = service_pb2_grpc.InferenceServiceStub(self.channel)
         self.admin = admin_grpc.AdminServiceStub(self.admin_channel)
         return self

@@ -29,12 +29,17 @@ def free_port() -> int:
 class Service:
     """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
 
-    def __init__(self, module: str, **flags: object) -> None:
-        """``flags``: dotted config keys, written with two underscores for the dot."""
+    def __init__(self, module: str, *, metrics_flag: str = "", **flags: object) -> None:
+        """``flags``: dotted config keys, written with two underscores for the dot. ``metrics_flag``: the one that says where
+        ``/metrics`` is; it gets a free port, ``metrics_port``.
+        """
         self.module = module
         self.port = free_port()
+        self.metrics_port = 0
         named = {key.replace("__", ".").replace("_", "-"): value for key, value in flags.items()}
         named |= {"server.host": "127.0.0.1", "server.port": self.port, "log.level": "warning"}
+        if metrics_flag:
+            self.metrics_port = named[metrics_flag] = free_port()
         self._arguments = [f"--{key}={value}" for key, value in named.items()]
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
@@ -62,7 +67,7 @@ class Service:
 
     def log(self) -> str:
         """Everything the processes of this service have printed."""
-        return self._log.read_text() if self._log.exists() else ""
+        return self._log.read_text(errors="backslashreplace") if self._log.exists() else ""
 
     async def start(self) -> "Service":
         """Start the process and return at once."""
@@ -104,6 +109,11 @@ class Service:
         assert self._process is not None
         self._process.kill()
         await self._process.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the running process, and go on at once."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     async def stop(self) -> int:
         """SIGTERM, and wait. Returns the exit code. Idempotent."""

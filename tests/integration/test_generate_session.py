@@ -287,3 +287,18 @@ async def test_a_draining_frontend_refuses_new_requests_of_a_session(
     assert error(await session.last("new")).reason == "SHUTTING_DOWN"
     manual.step()
     assert finish(await session.last("old")) == "LENGTH"
+
+
+async def test_a_message_that_cannot_be_read_ends_the_session_and_its_requests(
+    frontend: FrontendServer, engine: FakeEngine
+) -> None:
+    call = frontend.channel.stream_stream("/penstock.inference.v1.InferenceService/GenerateSession")(timeout=20.0)
+    running = pb.GenerateSessionRequest(generate=make_request(request_id="a", sampling_params={"max_tokens": 100}))
+    await call.write(running.SerializeToString())
+    await engine.until(lambda e: bool(e.requests))
+    await call.write(b"\x0a\x02\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await engine.until(lambda e: not e.running)

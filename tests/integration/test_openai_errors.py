@@ -107,6 +107,15 @@ async def test_a_body_that_is_no_json_object_is_refused(api: OpenAIServer, raw: 
     assert error["code"] in ("invalid_json", "invalid_type")
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+)
+async def test_a_body_that_nests_without_end_is_refused(api: OpenAIServer, path: str) -> None:
+    status, error = await error_of(api, b'{"unknown":' * 5000, path)
+    assert (status, error["code"]) == (400, "invalid_json")
+    assert error["message"] == "the body nests too deeply"
+
+
 async def test_a_missing_prompt_is_named(api: OpenAIServer) -> None:
     status, error = await error_of(api, {})
     assert (status, error["param"], error["message"]) == (400, "prompt", "prompt is not set")

@@ -144,7 +144,7 @@ securityContext:
 {{- if $i }}{{ "\n" }}{{ end }}
 {{- $kind }}Probe:
   grpc:
-    port: {{ $self.port }}
+    port: {{ include "penstock.probePort" $self }}
     service: {{ $service }}
   periodSeconds: {{ $probe.periodSeconds }}
   timeoutSeconds: {{ $probe.timeoutSeconds }}
@@ -194,6 +194,10 @@ lifecycle:
 {{- if le (int $values.terminationGracePeriodSeconds) (int $needed) }}
 {{- fail (printf "%s.terminationGracePeriodSeconds is %d; it must exceed preStopSleepSeconds + drainTimeoutSeconds = %d, or requests in flight are cut off" $component (int $values.terminationGracePeriodSeconds) $needed) }}
 {{- end }}
+{{- end }}
+{{- $secured := compact (list .Values.frontend.tls.secretName .Values.enginecore.tls.secretName .Values.coordinator.tls.secretName) }}
+{{- if and $secured (ne (len $secured) 3) }}
+{{- fail "tls.secretName must be set for frontend, enginecore and coordinator, or for none of them: they would not find each other" }}
 {{- end }}
 {{- with .Values.enginecore.autoscaling }}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}

@@ -67,17 +67,87 @@ def model_name(path: str, served_model_name: str) -> str:
     return served_model_name or path.rstrip("/").rsplit("/", 1)[-1]
 
 
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS of a listener; off while ``certificate`` is empty. Paths of PEM files, which are read anew when they change.
+
+    ``certificate``: the listener's own, with the intermediate ones after it, and its ``key``. ``ca``: clients must show a
+    certificate that one of these authorities issued; empty: clients need none.
+    """
+
+    certificate: str = ""
+    key: str = ""
+    ca: str = ""
+
+    def __post_init__(self) -> None:
+        _check_pair(self.certificate, self.key)
+        if self.ca and not self.certificate:
+            raise ConfigError(f"tls.ca is {self.ca!r}; it asks clients for certificates, which needs tls.certificate")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the listener speaks TLS, and nothing else."""
+        return bool(self.certificate)
+
+
+class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS of connections to another service; off while ``ca`` is empty. Paths of PEM files, which are read anew when they
+    change.
+
+    ``ca``: authorities that may have issued the server's certificate. ``certificate`` and ``key``: what this service shows of
+    itself. ``server_name``: the name that the server's certificate must have; empty: the host that is connected to.
+    """
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        _check_pair(self.certificate, self.key)
+        if (self.certificate or self.server_name) and not self.ca:
+            raise ConfigError("tls.ca is required: without it the server's certificate cannot be checked")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether to connect with TLS."""
+        return bool(self.ca)
+
+
+def _check_pair(certificate: str, key: str) -> None:
+    if certificate and not key:
+        raise ConfigError("tls.key is required: tls.certificate is set")
+    if key and not certificate:
+        raise ConfigError("tls.certificate is required: tls.key is set")
+
+
+class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is who, where listeners ask for certificates: the DNS names and URIs of subjects (SAN) that make a peer a frontend, an
+    engine or an operator. Certificates' other names and their common names count for nothing.
+    """
+
+    frontends: tuple[str, ...] = ("penstock-frontend",)
+    engines: tuple[str, ...] = ("penstock-enginecore",)
+    operators: tuple[str, ...] = ("penstock-operator",)
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A gRPC listener. ``max_message_bytes`` bounds a message, ``max_concurrent_streams`` the calls of a connection."""
+    """A gRPC listener. ``max_message_bytes`` bounds a message, ``max_concurrent_streams`` the calls of a connection.
+
+    ``health_port``: another port of the same host with ``grpc.health.v1`` alone, without TLS, for probes that know none;
+    -1 for none.
+    """
 
     host: str = "0.0.0.0"
     port: int = 0
     max_message_bytes: ByteSize = 64 * 1024 * 1024
     max_concurrent_streams: int = 10_000
+    health_port: int = -1
+    tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
         require("server.host", self.host)
         check_range("server.port", self.port, low=0, high=65_535)
+        check_range("server.health_port", self.health_port, low=-1, high=65_535)
         check_range("server.max_message_bytes", self.max_message_bytes, low=64 * 1024, high=2**31 - 1)
         check_range("server.max_concurrent_streams", self.max_concurrent_streams, low=1)
 
@@ -87,6 +157,7 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     host: str = "0.0.0.0"
     port: int = -1
+    tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
         check_range("metrics.port", self.port, low=-1, high=65_535)

@@ -4,6 +4,8 @@ PenstockError
  ├─ ConfigError              a config file, flag or environment variable is wrong
  └─ RequestFailed            a request cannot be served; has a status code
      ├─ InvalidArgument      a field is wrong
+     ├─ Unauthenticated      nobody knows who calls
+     ├─ PermissionDenied     who calls may not do that
      ├─ Unimplemented        a field or method is known but not served yet
      ├─ NotFound             no such model, request or method
      ├─ ResourceExhausted    a bounded queue is full; retry later
@@ -61,6 +63,20 @@ class InvalidArgument(RequestFailed):
 
     code = "INVALID_ARGUMENT"
     default_reason = "INVALID_FIELD"
+
+
+class Unauthenticated(RequestFailed):
+    """The caller's credentials are missing or wrong."""
+
+    code = "UNAUTHENTICATED"
+    default_reason = "CREDENTIALS_MISSING"
+
+
+class PermissionDenied(RequestFailed):
+    """The caller is known and may not do that."""
+
+    code = "PERMISSION_DENIED"
+    default_reason = "NOT_ALLOWED"
 
 
 class Unimplemented(RequestFailed):
@@ -127,6 +143,8 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
     kind.code: kind
     for kind in (
         InvalidArgument,
+        Unauthenticated,
+        PermissionDenied,
         Unimplemented,
         NotFound,
         ResourceExhausted,
@@ -145,7 +163,13 @@ def request_failed(code: str, message: str, *, field: str = "", reason: str = ""
     return _BY_CODE.get(code, Internal)(message, field=field, reason=reason)
 
 
+_LONGEST_WORD = 256
+"""Characters of what may be a misspelt name; comparing takes time that grows with the square."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known word nearest to a misspelt one, or ``""``."""
+    if len(word) > _LONGEST_WORD:
+        return ""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{matches[0]}'?" if matches else ""

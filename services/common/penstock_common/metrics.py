@@ -1,13 +1,26 @@
 """What the metrics of all services have in common, and the endpoint of a service without an HTTP server of its own."""
 
+import asyncio
+import contextlib
 import importlib.metadata
 import platform
+import socket
+import socketserver
+import ssl
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
 
 from penstock_common.config import MetricsConfig
 from penstock_common.errors import ConfigError
+from penstock_common.listening import warn_of_plaintext
 from penstock_common.logging import get_logger
+from penstock_common.tls import server_context
+
+_READ_TIMEOUT = 10.0
+"""Seconds that a client may be silent, in its TLS handshake too."""
 
 
 def service_version() -> str:
@@ -16,13 +29,21 @@ def service_version() -> str:
 
 
 def service_registry(service: str) -> CollectorRegistry:
-    """A registry with what every service tells of itself: its version, and its process's memory, CPU time and files."""
+    """A registry with what every service tells of itself: version, threads, and its process's memory, CPU time and files."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     labels = ("service", "version", "python")
     build = Gauge("penstock:build_info", "1, labelled with what runs", labels, registry=registry)
     build.labels(service, service_version(), platform.python_version()).set(1)
+    threads = Gauge("penstock:threads", "Threads that Python knows of", registry=registry)
+    threads.set_function(threading.active_count)
     return registry
+
+
+def count_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
+    """Also tell how many asyncio tasks of ``loop`` have not ended. It may run on another thread than the one that is asked."""
+    tasks = Gauge("penstock:asyncio_tasks", "Asyncio tasks that have not ended", registry=registry)
+    tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
 class MetricsServer:
@@ -30,15 +51,23 @@ class MetricsServer:
 
     def __init__(self, config: MetricsConfig, registry: CollectorRegistry) -> None:
         """Raises ConfigError when the port is taken."""
-        self._server = None
+        self._server: _Server | None = None
         if config.port < 0:
             return
+        if not config.tls.enabled:
+            warn_of_plaintext(config.host, field="metrics")
+        context = server_context(config.tls, field="metrics.tls") if config.tls.enabled else None
         try:
-            self._server, self._thread = start_http_server(config.port, addr=config.host, registry=registry)
+            self._server = make_server(
+                config.host, config.port, make_wsgi_app(registry), server_class=_Server, handler_class=_Handler
+            )
         except OSError as e:
             raise ConfigError(
                 f"metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
             ) from None
+        self._server.tls = context
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         get_logger().info("metrics", address=f"{config.host}:{self._server.server_port}")
 
     def stop(self) -> None:
@@ -48,3 +77,31 @@ class MetricsServer:
             self._server.server_close()
             self._thread.join()
             self._server = None
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _READ_TIMEOUT
+
+    def log_message(self, *_: Any) -> None:
+        """Scrapes are no news."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread per connection, which does the TLS handshake as well: a client that is slow at it holds nobody up."""
+
+    daemon_threads = True
+    tls: ssl.SSLContext | None = None
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_READ_TIMEOUT)
+        # What may fail: a client that speaks no TLS, or shows no certificate.
+        with contextlib.suppress(OSError), self.tls.wrap_socket(request, server_side=True) as connection:
+            super().finish_request(connection, client_address)

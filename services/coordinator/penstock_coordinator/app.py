@@ -7,14 +7,15 @@ import time
 
 from penstock_common.errors import ConfigError
 from penstock_common.logging import get_logger
-from penstock_common.metrics import MetricsServer, service_registry
+from penstock_common.metrics import MetricsServer, count_tasks, service_registry
 from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.metrics import CoordinatorMetrics
-from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer
+from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, allowed
 
 STREAMS_TIMEOUT = 2.0
 """Seconds that the streams have to end by themselves, with a status, before the server stops."""
@@ -39,10 +40,16 @@ class Coordinator:
 
     async def start(self) -> int:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
+        count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
+        guards = [PeerGuard(allowed(self._config.peers))] if self._config.server.tls.ca else []
         self._rpc = RpcServer(
-            self._config.server, service_names=[SERVICE_NAME], observer=self._calls, keepalive=SERVICES
+            self._config.server,
+            service_names=[SERVICE_NAME],
+            interceptors=guards,
+            observer=self._calls,
+            keepalive=SERVICES,
         )
         self._servicer = CoordinatorServicer(self._cluster)
         self._servicer.add_to_server(self._rpc.server)

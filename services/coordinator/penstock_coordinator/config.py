@@ -5,7 +5,7 @@ Every value is validated when the struct is built; unknown keys are refused by t
 
 import msgspec
 
-from penstock_common.config import LogConfig, MetricsConfig, ServerConfig, TracingConfig, check_range
+from penstock_common.config import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig, check_range
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +22,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     wedged_after: float = 30.0
     restart_grace: float | None = None
     server: ServerConfig = ServerConfig(port=50050)
+    peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()

@@ -12,8 +12,10 @@ import msgspec
 
 from penstock_common.config import (
     ByteSize,
+    ClientTlsConfig,
     LogConfig,
     MetricsConfig,
+    PeersConfig,
     ServerConfig,
     TracingConfig,
     check_choice,
@@ -180,6 +182,7 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     advertise: str = ""
     stats_interval: float = 0.1
     reconnect_max: float = 2.0
+    tls: ClientTlsConfig = ClientTlsConfig()
 
     def __post_init__(self) -> None:
         check_range("coordinator.stats_interval", self.stats_interval, low=0.01, high=60)
@@ -218,6 +221,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     structured_output: StructuredOutputConfig = StructuredOutputConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)
+    peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()

@@ -4,18 +4,25 @@ import asyncio
 import signal
 import uuid
 
+import grpc
+from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from penstock_common.logging import get_logger
+from penstock_common.metrics import count_tasks
 from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.rpc.guard import CallerGuard, PeerGuard
 from penstock_common.rpc.server import RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_frontend.api import admin, inference, vllm_engine
+from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
 from penstock_frontend.api.http import HttpServer, make_app
 from penstock_frontend.api.openai import app as openai
 from penstock_frontend.api.page import Page
 from penstock_frontend.api.telemetry import HttpTelemetry
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.auth.authenticator import Authenticator
 from penstock_frontend.chat import ChatCalls
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
@@ -96,16 +103,27 @@ class Frontend:
         self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
+        authenticator = Authenticator(config.auth) if config.auth.enabled else None
         self._server = RpcServer(
-            config.server, service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME], observer=calls
+            config.server,
+            service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME],
+            interceptors=_public_guards(authenticator),
+            observer=calls,
         )
-        self._admin = RpcServer(config.admin, service_names=[admin.SERVICE_NAME], observer=calls)
+        self._admin = RpcServer(
+            config.admin,
+            service_names=[admin.SERVICE_NAME],
+            interceptors=_admin_guards(config, authenticator),
+            observer=calls,
+            field="admin",
+        )
         app = make_app(
             metrics.registry,
             lambda: self._llm.serving,
             [*openai.routes(self._llm, self._chat, config), *self._page_routes(chat=bool(templates.source))],
             exception_handlers=openai.EXCEPTION_HANDLERS,
             allowed_origins=config.http.allowed_origins,
+            middleware=_http_guards(config, authenticator),
         )
         self._http = HttpServer(config.http, HttpTelemetry(app, metrics.registry, self._tracer))
         inference.add_to_server(self._server.server, self._llm, self._chat, config, load_labels(config.model))
@@ -130,6 +148,7 @@ class Frontend:
 
     async def startup(self) -> None:
         """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
+        count_tasks(self._metrics.registry, asyncio.get_running_loop())
         await self._server.start()
         await self._admin.start()
         await self._admin.set_serving(True)
@@ -186,6 +205,7 @@ class Frontend:
             incarnation=incarnation,
             on_view=self._engines.follow_view,
             reconnect_max=self._config.coordinator.reconnect_max,
+            credentials=ClientCredentials(self._config.coordinator.tls, field="coordinator.tls"),
         )
 
     def _on_change(self) -> None:
@@ -215,6 +235,30 @@ class Frontend:
         if self._coordinator is None:
             return "none"
         return "connected" if self._coordinator.connected else "disconnected"
+
+
+def _public_guards(authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:
+    if authenticator is None:
+        return []
+    return [CallerGuard(grpc_check(authenticator, scope="inference", operators=OPERATORS_METHODS))]
+
+
+def _admin_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:
+    guards: list[grpc.aio.ServerInterceptor] = []
+    if config.admin.tls.ca:
+        guards.append(PeerGuard(dict.fromkeys(admin.METHODS, config.peers.operators)))
+    if config.auth.admin and authenticator is not None:
+        guards.append(CallerGuard(grpc_check(authenticator, scope="admin")))
+    return guards
+
+
+def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[Middleware]:
+    if authenticator is None:
+        return []
+    # The page itself is the same for everybody; what it shows is at /cluster.
+    closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
+    open_paths = ["/health", "/", *(path for path, asks in closed.items() if not asks)]
+    return [Middleware(HttpAuthentication, authenticator, open_paths=open_paths)]
 
 
 async def run(config: FrontendConfig) -> None:

@@ -22,7 +22,7 @@ from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.input import InputProcessor, check_token_ids
+from penstock_frontend.processing.input import InputProcessor, check_size, check_token_ids
 from penstock_frontend.processing.output import OutputProcessor, RequestState
 from penstock_frontend.processing.pooling import PoolingRequest, PoolingResult, check_generates
 from penstock_frontend.processing.request import GenerateRequest, RequestOutput
@@ -251,10 +251,12 @@ class AsyncLLM:
         if not self._live:
             self._idle.set()
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Token ids of a text. Raises InvalidArgument when it is too long."""
+    async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
+        """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
         self.inputs.check_length(text, field="text")
-        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if (limits := self.engines.limits) is not None:
+            check_size(text, limits.max_model_len, field="text")
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""
@@ -288,7 +290,7 @@ class AsyncLLM:
         self.engines.abort(failed, "the frontend is shutting down")
 
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
-        core_request = await self.inputs.process(request, live.request_id)
+        core_request = await self.inputs.process(request, live.request_id, self.engines.limits)
         limits = await self.engines.wait_until_usable(request.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)

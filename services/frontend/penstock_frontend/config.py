@@ -9,9 +9,24 @@ import socket
 
 import msgspec
 
-from penstock_common.config import ByteSize, LogConfig, ServerConfig, TracingConfig, check_range, model_name, require
+from penstock_common.config import (
+    ByteSize,
+    ClientTlsConfig,
+    LogConfig,
+    PeersConfig,
+    ServerConfig,
+    TlsConfig,
+    TracingConfig,
+    check_choice,
+    check_range,
+    model_name,
+    require,
+)
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
+
+# Symmetric ones are missing on purpose: with them, whoever can check a token can make one.
+_JWT_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +61,7 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     address: str = ""
     reconnect_max: float = 2.0
+    tls: ClientTlsConfig = ClientTlsConfig()
 
     def __post_init__(self) -> None:
         check_range("coordinator.reconnect_max", self.reconnect_max, low=0.05, high=300)
@@ -68,12 +84,70 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_requests: int = 10_000
     allowed_origins: tuple[str, ...] = ()
     engine_metrics: bool = True
+    tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
         require("http.host", self.host)
         check_range("http.port", self.port, low=-1, high=65_535)
         check_range("http.max_body_bytes", self.max_body_bytes, low=1)
         check_range("http.max_requests", self.max_requests, low=1)
+
+
+class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """JSON Web Tokens that callers may show; off while ``jwks`` is empty.
+
+    ``jwks``: file with the issuer's public keys, a JSON Web Key Set, read anew when it changes. ``issuer``, ``audience``: what
+    the claims ``iss`` and ``aud`` must say. ``algorithms``: the only ones taken. ``leeway``: seconds that clocks may differ.
+    ``tenant_claim``: the claim that names the caller's tenant. ``scope``: what the claim ``scope`` must have for inference,
+    empty: nothing; ``admin_scope``: what it must have for the operators' API.
+    """
+
+    jwks: str = ""
+    issuer: str = ""
+    audience: str = ""
+    algorithms: tuple[str, ...] = ("RS256", "ES256", "EdDSA")
+    leeway: float = 30.0
+    tenant_claim: str = "tenant"
+    scope: str = ""
+    admin_scope: str = "penstock-admin"
+
+    def __post_init__(self) -> None:
+        check_range("auth.jwt.leeway", self.leeway, low=0.0, high=600)
+        for algorithm in self.algorithms:
+            check_choice("auth.jwt.algorithms", algorithm, _JWT_ALGORITHMS)
+        if not self.jwks:
+            return
+        require("auth.jwt.issuer", self.issuer)
+        require("auth.jwt.audience", self.audience)
+        require("auth.jwt.tenant_claim", self.tenant_claim)
+        require("auth.jwt.admin_scope", self.admin_scope)
+        if not self.algorithms:
+            raise ConfigError("auth.jwt.algorithms is empty; at least one is required")
+
+
+class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may call. Callers are asked for credentials as soon as ``api_keys`` or ``jwt.jwks`` is set; ``/health`` and gRPC's
+    health service are always open.
+
+    ``api_keys``: file with a key per line, read anew when it changes (docs/security.md has its form). ``admin``: the
+    operators' API asks as well, ``metrics``: so does ``/metrics``, ``cluster``: so does ``/cluster``, which the page reads.
+    """
+
+    api_keys: str = ""
+    jwt: JwtConfig = JwtConfig()
+    admin: bool = False
+    metrics: bool = False
+    cluster: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("admin", "metrics"):
+            if getattr(self, name) and not self.enabled:
+                raise ConfigError(f"auth.{name} is true; it needs auth.api_keys or auth.jwt.jwks")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether callers are asked for credentials."""
+        return bool(self.api_keys or self.jwt.jwks)
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,7 +245,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``engines``: addresses (host:port) used when there is no coordinator. ``tokenizer_threads``: size of the pool that
     tokenizes. ``engine_wait_timeout``: seconds a request waits for an engine, its first or another one, before it ends as
     UNAVAILABLE; ``max_held_requests``: new requests that may wait so at once.
-    ``drain_timeout``: seconds that running requests may go on after a stop signal.
+    ``drain_timeout``: seconds that running requests may go on after a stop signal. ``engine_tls``: TLS of the connections to
+    engines. ``peers``: who may use the operators' API, where it asks for certificates.
     """
 
     model: ModelConfig
@@ -181,6 +256,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     server: ServerConfig = ServerConfig(port=50051)
     admin: ServerConfig = ServerConfig(host="127.0.0.1", port=50053)
     http: HttpConfig = HttpConfig()
+    engine_tls: ClientTlsConfig = ClientTlsConfig()
+    peers: PeersConfig = PeersConfig()
+    auth: AuthConfig = AuthConfig()
     tokenizer_threads: int = 2
     limits: LimitsConfig = LimitsConfig()
     fairness: FairnessConfig = FairnessConfig()

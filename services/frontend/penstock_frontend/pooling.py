@@ -25,7 +25,7 @@ class PoolingCalls:
 
         Raises RequestFailed: the first failure is that of the call.
         """
-        core_requests = await self.inputs.process(request, request_id)
+        core_requests = await self.inputs.process(request, request_id, self._engines.limits)
         limits = await self._engines.wait_until_usable(request.deadline)
         self.inputs.check(request, core_requests, limits, self._engines.capabilities)
         states: list[PooledState] = []

@@ -34,6 +34,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_timeout: float
     env: dict[str, str] = {}
 
+    @property
+    def secured(self) -> bool:
+        """Whether it serves with TLS."""
+        return bool(self.config.get("server", {}).get("tls", {}).get("certificate"))
+
 
 class ServiceProcess:
     """A running service in a session of its own, so that the terminal's Ctrl-C reaches it through its parent only.

@@ -16,6 +16,7 @@ from penstock_common.config import ENV_PREFIX
 from penstock_common.errors import PenstockError
 from penstock_local.console import fail, say
 from penstock_local.process import ProcessSpec, ServiceProcess, describe_exit
+from penstock_local.rpc.connect import VARIABLES
 from penstock_local.rpc.health import wait_until_serving
 
 EXIT_FAILED = 1
@@ -77,7 +78,7 @@ class Supervisor:
         Settings in this environment are for a single service and would be read by all, so they are left out.
         """
         environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
-        if ignored := sorted(os.environ.keys() - environ.keys()):
+        if ignored := sorted(os.environ.keys() - environ.keys() - VARIABLES):
             say(f"ignoring {', '.join(ignored)} of the environment: the settings are the command's flags")
         environ["PYTHONUNBUFFERED"] = "1"
         self._folder, self._environ = folder, environ
@@ -86,7 +87,8 @@ class Supervisor:
 
     async def wait_ready(self) -> None:
         """Return when every service reports SERVING. One that dies from then on is started again."""
-        await asyncio.gather(*(wait_until_serving(process.spec.address) for process in self._processes))
+        specs = [process.spec for process in self._processes]
+        await asyncio.gather(*(wait_until_serving(spec.address, secured=spec.secured) for spec in specs))
         self._ready = True
 
     async def keep_running(self) -> ServiceDiedError:

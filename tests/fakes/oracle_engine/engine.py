@@ -13,7 +13,6 @@ from tests.fakes.fake_engine import FakeEngine, FakeRequest, FakeSession, logpro
 from tests.fakes.oracle_engine import outputs
 from tests.fakes.oracle_engine.knobs import Fault, Knobs, Point, changed
 
-FLUSH_SECONDS = 1.0
 REMEMBERED = 500
 """Requests that ``state`` tells of."""
 DRAINING = finish_pb2.RequestError(
@@ -120,7 +119,7 @@ class OracleEngine(FakeEngine):
             self.step()
             self._last_step = time.monotonic()
             if self.knobs.faults:
-                await self._handed_over()
+                await self.handed_over()
                 for request in requests:
                     for point in self._points(request):
                         self._reached(point, request)
@@ -298,18 +297,10 @@ class OracleEngine(FakeEngine):
         await self._end()
 
     async def _end(self) -> None:
-        await self._handed_over()
+        await self.handed_over()
         self.close_streams()
         self.ended.set()
         self._wake.set()
-
-    async def _handed_over(self) -> None:
-        """Wait until gRPC has taken what the sessions are owed, for a while at most: a frontend may have stopped reading."""
-        joins = [asyncio.create_task(session.queue.join()) for session in self.sessions]
-        if joins:
-            _, late = await asyncio.wait(joins, timeout=FLUSH_SECONDS)
-            for task in late:
-                task.cancel()
 
     async def _woken_within(self, seconds: float | None) -> None:
         try:

@@ -99,3 +99,10 @@ def test_a_constraint_is_exactly_one(constraint: dict[str, Any]) -> None:
 def test_zero_sequences_are_a_mistake() -> None:
     with pytest.raises(InvalidArgument, match="sampling_params.n is 0"):
         sampling.set_fields(pb.SamplingParams(n=0))
+
+
+@pytest.mark.parametrize("kind", [4, 99, -1])
+def test_an_unknown_output_kind_is_refused_with_the_known_ones(kind: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"output_kind is {kind}; known: DELTA, CUMULATIVE, FINAL") as error:
+        sampling.from_proto(pb.SamplingParams(output_kind=kind))  # type: ignore[arg-type]
+    assert error.value.field == "sampling_params.output_kind"

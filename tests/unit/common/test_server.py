@@ -1,12 +1,15 @@
 """The server every service is built on: health, error details, ports."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
@@ -111,3 +114,78 @@ async def test_a_taken_port_is_an_error_that_says_so() -> None:
         await second.start()
     await first.stop(0)
     await second.stop(0)
+
+
+@pytest.mark.parametrize("method", [f"/{NAME}/GetModel", "/grpc.health.v1.Health/Check"])
+@pytest.mark.parametrize("message", [b"\xff", b"\x0a\x02\xff\xfe", b"\x0a\x50cut off"])
+async def test_a_message_that_cannot_be_read_is_its_senders_fault(
+    channel: grpc.aio.Channel, method: str, message: bytes
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await channel.unary_unary(method)(message)
+    failed = from_rpc_error(error.value)
+    assert isinstance(failed, InvalidArgument)
+    assert failed.reason == "UNREADABLE_MESSAGE"
+    assert "the message cannot be read" in failed.message
+
+
+async def test_an_unreadable_message_of_a_stream_ends_it_behind_the_answers_before_it(
+    channel: grpc.aio.Channel,
+) -> None:
+    good = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")()
+    await call.write(good)
+    answer = reflection_pb2.ServerReflectionResponse.FromString(await call.read())
+    assert NAME in [service.name for service in answer.list_services_response.service]
+    await call.write(b"\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_unreadable_request_of_a_stream_of_answers_is_refused(channel: grpc.aio.Channel) -> None:
+    for method in (f"/{NAME}/Generate", "/grpc.health.v1.Health/Watch"):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async for _ in channel.unary_stream(method)(b"\xff"):
+                pass
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_health_service_can_still_be_watched(channel: grpc.aio.Channel) -> None:
+    call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="liveness"))
+    assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+    call.cancel()
+
+
+async def test_a_method_of_health_that_is_not_served_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await channel.unary_unary("/grpc.health.v1.Health/List")(b"")
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+_PEER_WITH_A_MESSAGE = """
+import asyncio, struct
+from penstock_common.rpc.server import RpcServer
+from penstock_common.config import ServerConfig
+
+async def main():
+    server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[])
+    port = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    goaway = struct.pack(">II", 0, 99) + b"\\x87 words of the peer"
+    header = struct.pack(">I", len(goaway))[1:] + bytes([7, 0]) + bytes(4)
+    writer.write(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(3) + bytes([4]) + bytes(5) + header + goaway)
+    writer.write(b"\\xff" * 100)  # and no frame at all, which ends the connection
+    await writer.drain()
+    await asyncio.wait_for(reader.read(), 20)  # until the server closes the connection
+    writer.close()
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_peer_writes_is_not_in_the_log() -> None:
+    run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], capture_output=True, timeout=60)
+    assert run.returncode == 0, run.stderr.decode(errors="replace")
+    assert b"words of the peer" not in run.stdout + run.stderr

@@ -1,5 +1,7 @@
 """Input processing: tokenization, truncation, and the limits of the engines."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.input import InputProcessor, ModelLimits
 from penstock_frontend.processing.request import GenerateRequest
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 from tests.fakes import small_tokenizers
 
 LIMITS = ModelLimits(max_model_len=10, vocab_size=400)
@@ -131,3 +133,55 @@ async def test_a_bad_word_without_tokens_is_refused() -> None:
         await process(inputs, prompt="x", sampling={"bad_words": ("a", " ")})
     tokenizer.close()
     assert e.value.field == "sampling_params.bad_words[1]"
+
+
+@pytest.mark.parametrize("params", [{}, {"truncate_prompt_tokens": 3}])
+async def test_a_text_far_beyond_the_engines_limit_is_refused_unread(
+    tokenizer: Tokenizer, params: dict[str, Any]
+) -> None:
+    inputs = InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig())
+    request = GenerateRequest(prompt="x" * 641, sampling=params)
+    with pytest.raises(InvalidArgument, match="text has 641 characters; for max_model_len 10") as e:
+        await inputs.process(request, "r", LIMITS)
+    assert (e.value.field, e.value.reason) == ("text", "PROMPT_TOO_LONG")
+    assert await inputs.process(GenerateRequest(prompt="x" * 640), "r", LIMITS)
+
+
+async def test_token_ids_beyond_the_engines_limit_are_refused_unless_they_are_cut(inputs: InputProcessor) -> None:
+    with pytest.raises(InvalidArgument, match="prompt is 11 tokens; max_model_len is 10"):
+        await inputs.process(GenerateRequest(prompt=(1,) * 11), "r", LIMITS)
+    cut = GenerateRequest(prompt=(1,) * 11, sampling={"truncate_prompt_tokens": 3})
+    assert len((await inputs.process(cut, "r", LIMITS)).prompt_token_ids) == 3
+
+
+async def test_a_long_text_does_not_keep_short_ones_waiting(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    encode = tokenizer._encode
+
+    def slow_when_long(text: str, *options: bool) -> Encoded:
+        if len(text) > 100_000:
+            assert held.wait(20)
+        return encode(text, *options)
+
+    monkeypatch.setattr(tokenizer, "_encode", slow_when_long)
+    long = [asyncio.create_task(tokenizer.encode("a" * 100_001)) for _ in range(3)]
+    short = await asyncio.wait_for(tokenizer.encode("a"), 20)
+    assert short.ids
+    assert not any(task.done() for task in long)
+    held.set()
+    await asyncio.gather(*long)
+
+
+async def test_tokens_are_written_as_the_vocabulary_has_them_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
+    plain, shown = await tokenizer.encode("hi you"), await tokenizer.encode("hi you", with_tokens=True)
+    assert plain.ids == shown.ids
+    assert plain.tokens == ()
+    assert list(shown.tokens) == tokenizer._backend.encode("hi you").tokens
+
+
+def test_an_endless_model_name_is_not_compared_with_the_known_ones(inputs: InputProcessor) -> None:
+    with pytest.raises(NotFound) as e:
+        inputs.check_model("demo" * 100)
+    assert "did you mean" not in e.value.message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.errors import DeadlineExceeded, Unavailable, Unimplemented
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, Unavailable, Unimplemented
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import EngineCoreRequest
@@ -29,6 +29,7 @@ class SilentEngines:
     """Takes requests and answers when told to."""
 
     capabilities = ("embed", "token_embed")
+    limits = ModelLimits(max_model_len=64, vocab_size=1000)
 
     def __init__(self) -> None:
         self.added: list[EngineCoreRequest] = []
@@ -37,7 +38,7 @@ class SilentEngines:
         self.refuses_from = 100
 
     async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
-        return ModelLimits(max_model_len=64, vocab_size=1000)
+        return self.limits
 
     def add(self, request: EngineCoreRequest) -> None:
         if len(self.added) >= self.refuses_from:
@@ -178,3 +179,10 @@ def test_a_model_that_only_embeds_does_not_generate() -> None:
 def test_labels_are_in_the_order_of_the_classes(config: str, labels: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     assert load_labels(ModelConfig(path=str(tmp_path))) == labels
+
+
+async def test_a_text_far_beyond_the_engines_limit_is_refused_unread() -> None:
+    rig = Rig()
+    with pytest.raises(InvalidArgument, match=r"inputs\[1\].text has 4097 characters; for max_model_len 64"):
+        await rig.calls.run(rig.request("a", "x" * 4097), "r")
+    assert rig.engines.added == []

@@ -6,7 +6,7 @@
 {{/* The coordinator's config file: what the user set, then what the chart alone knows. */}}
 {{- define "penstock.coordinator.config" -}}
 {{- $own := dict
-      "server" (dict "port" 50050)
+      "server" (merge (dict "port" 50050) (include "penstock.tls.server" (dict "secret" .Values.coordinator.tls.secretName) | fromYaml))
       "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "coordinator") | fromYaml) -}}

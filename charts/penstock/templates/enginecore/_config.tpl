@@ -8,8 +8,8 @@
 {{- $_ := set $model "device" (include "penstock.enginecore.device" .) -}}
 {{- $own := dict
       "model" $model
-      "coordinator" (dict "address" (include "penstock.coordinator.address" .))
-      "server" (dict "port" 50052)
+      "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
+      "server" (merge (dict "port" 50052) (include "penstock.tls.server" (dict "secret" .Values.enginecore.tls.secretName) | fromYaml))
       "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)

@@ -2,11 +2,24 @@
 {{- define "penstock.frontend.config" -}}
 {{- $own := dict
       "model" (include "penstock.model.config" . | fromYaml)
-      "coordinator" (dict "address" (include "penstock.coordinator.address" .))
-      "server" (dict "port" 50051)
-      "http" (dict "port" 8000 "engine_metrics" (not .Values.metrics.enabled))
+      "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
+      "server" (merge (dict "port" 50051) (include "penstock.tls.edge" . | fromYaml))
+      "http" (merge (dict "port" 8000 "engine_metrics" (not .Values.metrics.enabled)) (omit (include "penstock.tls.edge" . | fromYaml) "health_port"))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "frontend") | fromYaml)
       "drain_timeout" .Values.frontend.drainTimeoutSeconds -}}
+{{- with .Values.frontend.tls.secretName }}
+{{- $_ := set $own "engine_tls" (dict "ca" "/etc/penstock-tls/ca.crt" "certificate" "/etc/penstock-tls/tls.crt" "key" "/etc/penstock-tls/tls.key" "server_name" "penstock-enginecore") }}
+{{- end }}
+{{- $auth := dict }}
+{{- with .Values.frontend.edge.apiKeysSecretName }}
+{{- $_ := set $auth "api_keys" "/etc/penstock-keys/api-keys" }}
+{{- end }}
+{{- with .Values.frontend.edge.jwksSecretName }}
+{{- $_ := set $auth "jwt" (dict "jwks" "/etc/penstock-jwks/jwks.json") }}
+{{- end }}
+{{- if $auth }}
+{{- $_ := set $own "auth" $auth }}
+{{- end }}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.frontend.config)) $own | toYaml -}}
 {{- end -}}

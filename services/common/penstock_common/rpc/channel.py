@@ -1,13 +1,23 @@
 """The gRPC channel every client inside Penstock is built on."""
 
+from collections.abc import Sequence
+
 import grpc
 
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 
-def make_channel(address: str, *, max_message_bytes: int = 64 * 1024 * 1024) -> grpc.aio.Channel:
+
+def make_channel(
+    address: str,
+    *,
+    credentials: ClientCredentials = NO_TLS,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    max_message_bytes: int = 64 * 1024 * 1024,
+) -> grpc.aio.Channel:
     """A channel to ``host:port`` that notices a dead peer within 20 s and reconnects within a second."""
-    return grpc.aio.insecure_channel(
+    return credentials.channel(
         address,
-        options=[
+        [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),
@@ -20,4 +30,5 @@ def make_channel(address: str, *, max_message_bytes: int = 64 * 1024 * 1024) -> 
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         ],
+        interceptors,
     )

@@ -1,5 +1,6 @@
 """The one place where exceptions of a servicer become gRPC statuses, and where calls are seen to begin and end."""
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -8,6 +9,7 @@ import grpc
 from penstock_common.errors import Internal, RequestFailed, Unimplemented
 from penstock_common.logging import get_logger
 from penstock_common.rpc.status import abort
+from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -34,7 +36,11 @@ class Unobserved:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """RequestFailed becomes its status with details; anything else is logged and becomes INTERNAL without its text."""
+    """RequestFailed becomes its status with details; anything else is logged and becomes INTERNAL without its text.
+
+    A message that cannot be read is its sender's fault: INVALID_ARGUMENT. That, and the mapping, hold for gRPC's own services
+    (health, reflection) as well, whose calls no observer sees.
+    """
 
     def __init__(self, observer: CallObserver | None = None) -> None:
         self._observer = observer or Unobserved()
@@ -47,25 +53,31 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Wrap the handler of the called method."""
         handler: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if handler is None or method.startswith("/grpc."):
-            return handler  # type: ignore[no-any-return]
-        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler is None:
+            return None
+        codecs = (reader(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, "unary"), *codecs)
         if handler.stream_unary:
             single = self._single(handler.stream_unary, method, "client_stream")
             return grpc.stream_unary_rpc_method_handler(single, *codecs)
         if handler.unary_stream:
-            stream = self._stream(handler.unary_stream, method, "server_stream")
+            # A servicer may also be a coroutine that writes to its context, as that of gRPC's health service is.
+            wrap = self._single if inspect.iscoroutinefunction(handler.unary_stream) else self._stream
+            stream = wrap(handler.unary_stream, method, "server_stream")
             return grpc.unary_stream_rpc_method_handler(stream, *codecs)
         stream = self._stream(handler.stream_stream, method, "bidi_stream")
         return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
+    def _started(self, method: str, kind: str, request: Any, context: Context) -> CallEnd:
+        observer = Unobserved() if method.startswith("/grpc.") else self._observer
+        return observer.started(method, kind, request, context)
+
     def _single(self, behaviour: Any, method: str, kind: str) -> Any:
         async def call(request: Any, context: Context) -> Any:
-            ended, code = self._observer.started(method, kind, request, context), ""
+            ended, code = self._started(method, kind, request, context), ""
             try:
-                response = await behaviour(request, context)
+                response = await behaviour(_readable(request, kind), context)
                 code = "OK"
                 return response
             except (grpc.aio.AbortError, grpc.aio.BaseError):
@@ -82,9 +94,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _stream(self, behaviour: Any, method: str, kind: str) -> Any:
         async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-            ended, code = self._observer.started(method, kind, request, context), ""
+            ended, code = self._started(method, kind, request, context), ""
             try:
-                async for response in behaviour(request, context):
+                async for response in behaviour(_readable(request, kind), context):
                     yield response
                 code = "OK"
             except (grpc.aio.AbortError, grpc.aio.BaseError):
@@ -98,6 +110,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 ended(code or _cut_short(context))
 
         return call
+
+
+def _readable(request: Any, kind: str) -> Any:
+    """The message, or the messages. Raises InvalidArgument, now or later."""
+    return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 
 
 def _failed(error: Exception, method: str) -> RequestFailed:

@@ -8,6 +8,7 @@ import grpc
 from penstock_common.errors import RequestFailed
 from penstock_common.logging import get_logger
 from penstock_common.rpc.backoff import Backoff
+from penstock_common.rpc.credentials import advised
 
 INITIAL_DELAY = 0.05
 
@@ -79,9 +80,9 @@ class Reconnector:
             async with asyncio.timeout(None) as self._limit:
                 await self._session()
         except grpc.aio.AioRpcError as e:
-            return f"{e.code().name}: {e.details()}"
+            return f"{e.code().name}: {advised(e.details() or '')}"
         except RequestFailed as e:
-            return f"{e.code}: {e.message}"
+            return f"{e.code}: {advised(e.message)}"
         except TimeoutError:
             return "no answer"
         except Exception as e:

@@ -82,6 +82,15 @@ def _add_constraint(message: sampling_pb2.SamplingParams, value: StructuredOutpu
         setattr(message.structured_output, kind, constraint)
 
 
+def _output_kind(value: int) -> OutputKind:
+    try:
+        return OutputKind(value)
+    except ValueError:
+        field = "sampling_params.output_kind"
+        known = ", ".join(kind.name for kind in OutputKind)
+        raise InvalidArgument(f"{field} is {value}; known: {known}", field=field) from None
+
+
 def _repetition(message: sampling_pb2.RepetitionDetection) -> RepetitionDetection:
     return RepetitionDetection(
         max_pattern_size=message.max_pattern_size,
@@ -100,7 +109,7 @@ def _add_bad_words(message: sampling_pb2.SamplingParams, value: Iterable[tuple[i
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "output_kind": OutputKind,
+    "output_kind": _output_kind,
     "top_k": lambda value: max(value, 0) if value >= -1 else value,
     "logit_bias": dict,
     "structured_output": _constraint,

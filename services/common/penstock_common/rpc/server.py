@@ -12,6 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.config import ServerConfig
 from penstock_common.errors import ConfigError
+from penstock_common.listening import warn_of_plaintext
+from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
 
@@ -58,7 +60,7 @@ class RpcServer:
 
     Lifecycle: add servicers to ``server``, then ``start``, ``set_serving`` as the service's state changes, ``stop``.
     The empty health name and those of the services say whether requests are accepted, ``liveness`` whether the process
-    is well: a draining one is.
+    is well: a draining one is. ``field``: what the configuration calls this listener.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class RpcServer:
         service_names: Sequence[str],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         observer: CallObserver | None = None,
+        field: str = "server",
         keepalive: Keepalive = CLIENTS,
     ) -> None:
         self._config = config
+        self._field = field
         self._service_names = tuple(service_names)
         self._calls = RunningCalls()
         self.server = grpc.aio.server(
@@ -81,18 +85,22 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
+        self._health_server: grpc.aio.Server | None = None
         self.port = 0
+        self.health_port = -1
 
     async def start(self) -> int:
-        """Bind and serve, NOT_SERVING at first. Returns the port. Raises ConfigError if it is taken."""
-        address = f"{self._config.host}:{self._config.port}"
-        taken = f"cannot listen on {address}: {{}}; is another server running? Choose a free port"
-        if (problem := _why_taken(self._config.host, self._config.port)) is not None:
-            raise ConfigError(taken.format(problem))
-        try:
-            self.port = self.server.add_insecure_port(address)
-        except RuntimeError as e:
-            raise ConfigError(taken.format(e)) from None
+        """Bind and serve, NOT_SERVING at first. Returns the port. Raises ConfigError if it is taken, or for a certificate."""
+        tls = self._config.tls
+        credentials = server_credentials(tls, field=f"{self._field}.tls") if tls.enabled else None
+        if credentials is None:
+            warn_of_plaintext(self._config.host, field=self._field)
+        self.port = self._bind(self.server, self._config.port, credentials)
+        if self._config.health_port >= 0:
+            self._health_server = grpc.aio.server(options=server_options(self._config))
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_server)
+            self.health_port = self._bind(self._health_server, self._config.health_port, None)
+            await self._health_server.start()
         await self.set_serving(False)
         await self.set_serving(True, LIVENESS)
         await self.server.start()
@@ -113,6 +121,20 @@ class RpcServer:
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace)
         await self._calls.ended(CLEANUP_TIMEOUT)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
+
+    def _bind(self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None) -> int:
+        address = f"{self._config.host}:{port}"
+        taken = f"cannot listen on {address}: {{}}; is another server running? Choose a free port"
+        if (problem := _why_taken(self._config.host, port)) is not None:
+            raise ConfigError(taken.format(problem))
+        try:
+            if credentials is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, credentials)
+        except RuntimeError as e:
+            raise ConfigError(taken.format(e)) from None
 
 
 def _why_taken(host: str, port: int) -> str | None:

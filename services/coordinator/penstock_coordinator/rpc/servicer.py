@@ -9,6 +9,7 @@ import grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
+from penstock_common.config import PeersConfig
 from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
 from penstock_common.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
@@ -142,6 +143,17 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             return working.result() if working.done() else stopped.result()
         finally:
             await _cancel(working, stopped)
+
+
+def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
+    """Who may call what, by the names in certificates: an engine can not pass for a frontend, nor either for an operator."""
+    methods = {
+        "EngineSession": peers.engines,
+        "FrontendSession": peers.frontends,
+        "GetCluster": peers.frontends + peers.operators,
+        "Scale": peers.operators,
+    }
+    return {f"/{SERVICE_NAME}/{method}": names for method, names in methods.items()}
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:

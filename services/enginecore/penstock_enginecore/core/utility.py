@@ -62,6 +62,8 @@ class UtilityRegistry:
             values = msgspec.msgpack.decode(arguments, type=list) if arguments else []
         except msgspec.MsgspecError as e:
             raise InvalidArgument(f"{name}: arguments are not a msgpack array: {e}", field="arguments") from None
+        except RecursionError:
+            raise InvalidArgument(f"{name}: arguments nest too deeply", field="arguments") from None
         return self.invoke(name, values)
 
     def invoke(self, name: str, values: Sequence[Any]) -> Any:

@@ -16,6 +16,7 @@ from penstock_common.errors import Internal
 from penstock_common.rpc import sampling
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
@@ -47,12 +48,14 @@ class CoordinatorClient:
         stats: Callable[[], SchedulerStats | None],
         seconds_since_last_step: Callable[[], float],
         on_command: Callable[[DrainCommand], None],
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self._config = config
         self._registration = registration
         self._stats = stats
         self._seconds_since_last_step = seconds_since_last_step
         self._on_command = on_command
+        self._credentials = credentials
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=config.reconnect_max)
         self._wake = asyncio.Event()
         self._drain_deadline: float | None = None
@@ -80,7 +83,7 @@ class CoordinatorClient:
         await self._reconnector.close(grace=CLOSE_TIMEOUT)
 
     async def _session(self) -> None:
-        async with make_channel(self._config.address) as channel:
+        async with make_channel(self._config.address, credentials=self._credentials) as channel:
             call = service_pb2_grpc.CoordinatorServiceStub(channel).EngineSession()
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 registered = await self._register(call)

@@ -8,9 +8,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.config import PeersConfig
 from penstock_common.logging import get_logger
-from penstock_common.metrics import service_registry
+from penstock_common.metrics import count_tasks, service_registry
 from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
@@ -47,10 +50,12 @@ class IoThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
         self.registry = service_registry("enginecore")
         """What the process tells of itself and its calls, for others to add to."""
+        count_tasks(self.registry, self._loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(self._loop, on_draining=self._on_draining, traces=traces)
         self._servicer = EngineCoreServicer(self.sessions)
+        self._coordinator_credentials = ClientCredentials(config.coordinator.tls, field="coordinator.tls")
         self._tasks: list[asyncio.Task[None]] = []
         self._coordinator: CoordinatorClient | None = None
         self._server: RpcServer
@@ -83,6 +88,7 @@ class IoThread:
         self._server = RpcServer(
             self._config.server,
             service_names=(SERVICE_NAME,),
+            interceptors=[PeerGuard(_allowed(self._config.peers))] if self._config.server.tls.ca else [],
             observer=CallTelemetry(self.registry, self._tracer),
             keepalive=SERVICES,
         )
@@ -114,6 +120,7 @@ class IoThread:
             stats=busy_loop.stats,
             seconds_since_last_step=busy_loop.seconds_since_last_step,
             on_command=lambda command: busy_loop.request_shutdown(command.timeout),
+            credentials=self._coordinator_credentials,
         )
 
     def _on_draining(self, deadline: float) -> None:
@@ -150,3 +157,11 @@ class IoThread:
         self.sessions.close_all()
         await self._server.stop(FLUSH_TIMEOUT)
         log.info("stopped")
+
+
+def _allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
+    """Requests come from frontends alone; operators may look."""
+    return {
+        f"/{SERVICE_NAME}/Session": peers.frontends,
+        f"/{SERVICE_NAME}/GetEngineInfo": peers.frontends + peers.operators,
+    }

@@ -18,6 +18,7 @@ from penstock_frontend.engine.base import EngineClient
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name
+METHODS = tuple(f"/{SERVICE_NAME}/{method.name}" for method in _SERVICE.methods)
 
 _PAUSE_MODES: dict[int, str] = {
     control_pb2.PAUSE_MODE_ABORT: "abort",
@@ -190,3 +191,5 @@ def _arguments(packed: bytes) -> Sequence[object]:
         return msgspec.msgpack.decode(packed, type=list[Any])
     except msgspec.DecodeError as e:  # ValidationError is one
         raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
+    except RecursionError:
+        raise InvalidArgument("arguments nest too deeply", field="arguments") from None

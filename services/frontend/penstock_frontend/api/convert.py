@@ -10,13 +10,12 @@ from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_proto
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.sampling import OutputKind
+from penstock_frontend.auth.principal import tenant_of_caller
 from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
 from penstock_frontend.processing.request import Finish, GenerateRequest, RequestOutput, Usage
 
 _INT32 = range(-(2**31), 2**31)
 _TRACE_HEADERS = ("traceparent", "tracestate")
-_OUTPUT_KINDS = frozenset(int(kind) for kind in OutputKind)
 
 
 def generate_request(
@@ -68,13 +67,7 @@ def _part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
 
 
 def sampling(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    """The sampling parameters that are set, by the domain's names. Raises InvalidArgument for an unknown output kind."""
-    kind = params.output_kind
-    if kind != sampling_pb2.OUTPUT_KIND_UNSPECIFIED and kind not in _OUTPUT_KINDS:
-        raise InvalidArgument(
-            f"sampling_params.output_kind is {kind}; known: {', '.join(k.name for k in OutputKind)}",
-            field="sampling_params.output_kind",
-        )
+    """The sampling parameters that are set, by the domain's names. Raises InvalidArgument."""
     return set_fields(params)
 
 
@@ -92,7 +85,7 @@ def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, An
         "priority": hints.priority
         if hints.HasField("priority")
         else _integer(metadata, "x-penstock-priority", _INT32) or 0,
-        "tenant": hints.tenant or metadata.get("x-penstock-tenant", ""),
+        "tenant": tenant_of_caller(hints.tenant or metadata.get("x-penstock-tenant", "")),
         "trace_context": dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
     }
 

@@ -1,4 +1,4 @@
-"""The HTTP listener: ``/health``, ``/metrics`` and the routes it is given."""
+"""The HTTP listener: ``/health``, ``/metrics``, the routes it is given, and ``/openapi.json`` about all of them."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock_common.errors import ConfigError
+from penstock_common.listening import warn_of_plaintext
 from penstock_common.logging import get_logger
+from penstock_common.tls import server_context
+from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
 
 _KEEP_ALIVE = 75
@@ -29,14 +32,15 @@ _CLOSE_GRACE = 2
 def make_app(
     registry: CollectorRegistry,
     serving: Callable[[], bool],
-    routes: Sequence[BaseRoute] = (),
+    routes: Sequence[Route] = (),
     *,
     exception_handlers: Mapping[Any, Any] | None = None,
     allowed_origins: Sequence[str] = (),
+    middleware: Sequence[Middleware] = (),
 ) -> Starlette:
-    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves.
+    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves, and describes.
 
-    ``allowed_origins``: web pages from elsewhere that may call it.
+    ``allowed_origins``: web pages from elsewhere that may call it. ``middleware``: what requests pass, after those pages'.
     """
 
     async def health(_: Request) -> Response:
@@ -46,9 +50,10 @@ def make_app(
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     cors = Middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    served = [Route("/health", health), Route("/metrics", metrics), *routes]
     return Starlette(
-        routes=[Route("/health", health), Route("/metrics", metrics), *routes],
-        middleware=[cors] if allowed_origins else [],
+        routes=[*served, document.route(served)],
+        middleware=[*([cors] if allowed_origins else []), *middleware],
         exception_handlers=exception_handlers,
     )
 
@@ -74,9 +79,14 @@ class HttpServer:
         self.port = -1
 
     async def start(self) -> int:
-        """Listen. Returns the port. Raises ConfigError when it is taken."""
+        """Listen. Returns the port. Raises ConfigError when it is taken, or for a certificate."""
         if self._config.port < 0:
             return -1
+        if self._config.tls.enabled:
+            context = server_context(self._config.tls, field="http.tls")
+            self._server.config.ssl_context_factory = lambda *_: context
+        else:
+            warn_of_plaintext(self._config.host, field="http")
         listener = _listen(self._config)
         self.port = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")

@@ -90,7 +90,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         """Text to token ids."""
         self._llm.inputs.check_model(request.model)
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        encoded = await self._llm.encode(request.text, add_special_tokens=add)
+        encoded = await self._llm.encode(request.text, add_special_tokens=add, with_tokens=True)
         limits = self._llm.engines.limits
         return pb.TokenizeResponse(
             token_ids=encoded.ids, tokens=encoded.tokens, max_model_len=limits.max_model_len if limits else 0

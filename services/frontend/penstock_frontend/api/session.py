@@ -79,9 +79,11 @@ class GenerateSession:
                         await self._take(message, tasks)
                     except RequestFailed as e:
                         await self._fail(message.generate.request_id, e)
-        except Exception:  # reaches the call's end through ``responses``
+        except (
+            ExceptionGroup
+        ) as e:  # the stream's own failure, no request's; reaches the call's end through ``responses``
             await self._out.put(None)
-            raise
+            raise e.exceptions[0] from None
         await self._out.put(None)
 
     async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from penstock_common.errors import Unavailable
 from penstock_common.logging import get_logger
+from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
@@ -42,7 +43,15 @@ class EngineConnection:
     ``status`` is what the coordinator says of the engine; its state counts only for the incarnation it speaks of.
     """
 
-    def __init__(self, address: str, config: FrontendConfig, *, incarnation: str, listener: ConnectionListener) -> None:
+    def __init__(
+        self,
+        address: str,
+        config: FrontendConfig,
+        *,
+        incarnation: str,
+        listener: ConnectionListener,
+        credentials: ClientCredentials,
+    ) -> None:
         self.address = address
         self.status: EngineStatus | None = None
         self.ready: EngineReady | None = None
@@ -58,6 +67,7 @@ class EngineConnection:
         self._watchdog = Watchdog(config.detection, _now())
         self._incarnation = incarnation
         self._listener = listener
+        self._credentials = credentials
         self._reconnector = Reconnector(self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY)
         self._task = asyncio.create_task(self._reconnector.run(), name=f"engine {address}")
 
@@ -109,6 +119,7 @@ class EngineConnection:
             incarnation=self._incarnation,
             on_outputs=self._on_outputs,
             on_draining=self._on_draining,
+            credentials=self._credentials,
         )
         reason = "the session was closed"
         try:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
+from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_frontend.config import FrontendConfig
@@ -18,6 +19,7 @@ class EnginePool:
 
     def __init__(self, config: FrontendConfig, *, incarnation: str, listener: ConnectionListener) -> None:
         self._config = config
+        self._credentials = ClientCredentials(config.engine_tls, field="engine_tls")
         self._incarnation = incarnation
         self._listener = listener
         self._connections: dict[str, EngineConnection] = {}
@@ -41,7 +43,11 @@ class EnginePool:
         self._wanted = frozenset(addresses)
         for address in sorted(self._wanted - self._connections.keys()):
             self._connections[address] = EngineConnection(
-                address, self._config, incarnation=self._incarnation, listener=self
+                address,
+                self._config,
+                incarnation=self._incarnation,
+                listener=self,
+                credentials=self._credentials,
             )
         for connection in self:
             self._give_up_unwanted(connection)

@@ -18,6 +18,9 @@ from penstock_frontend.processing.mixed_prompt import Assembled, MixedPrompt, as
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Tokenizer
 
+MAX_CHARS_PER_TOKEN = 64
+"""A text with more characters for each token that fits is refused unread."""
+
 
 class ModelLimits(NamedTuple):
     """What engines can take: tokens of prompt and output together, and the number of token ids."""
@@ -69,8 +72,12 @@ class InputProcessor:
                 f"routing.tenant has {size} bytes; the limit is {self._limits.max_tenant_bytes}", field="routing.tenant"
             )
 
-    async def process(self, request: GenerateRequest, request_id: str) -> EngineCoreRequest:
-        """Everything that can be said without an engine. ``request_id``: as from ``request_id()``."""
+    async def process(
+        self, request: GenerateRequest, request_id: str, limits: ModelLimits | None = None
+    ) -> EngineCoreRequest:
+        """Everything that can be said without an engine. ``request_id``: as from ``request_id()``. ``limits``: of the engines
+        where they are known: a prompt far beyond them is refused before it is tokenized.
+        """
         self.check_model(request.model)
         self.check_tenant(request.tenant)
         params = sampling.resolve(request.sampling, self._defaults, self._limits)
@@ -83,6 +90,8 @@ class InputProcessor:
         if params.bad_words:
             params = await self._with_bad_words(params)
         arrival_time = time.time()
+        if limits is not None:
+            _check_early(request.prompt, limits.max_model_len, truncated=params.truncate_prompt_tokens is not None)
         prompt = await self._prompt(request)
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
@@ -109,12 +118,7 @@ class InputProcessor:
         check_token_ids(prompt, limits.vocab_size, field="token_ids.ids")
         sampling.check_vocabulary(params, limits.vocab_size)
         if len(prompt) >= limits.max_model_len:
-            room = " and leaves no room for output" if len(prompt) == limits.max_model_len else ""
-            raise InvalidArgument(
-                f"prompt is {len(prompt)} tokens; max_model_len is {limits.max_model_len}{room}",
-                field="prompt",
-                reason="PROMPT_TOO_LONG",
-            )
+            raise _too_long(len(prompt), limits.max_model_len)
         room_left = limits.max_model_len - len(prompt)
         if params.min_tokens > room_left:
             raise InvalidArgument(
@@ -168,6 +172,35 @@ class InputProcessor:
             return (await self._tokenizer.encode(text, add_special_tokens=add_special_tokens and is_first)).ids
 
         return await assemble(prompt, encode)
+
+
+def check_size(text: str, max_model_len: int, *, field: str) -> None:
+    """Raise InvalidArgument for a text that is far too long for the model however it is tokenized, which may take seconds."""
+    longest = max_model_len * MAX_CHARS_PER_TOKEN
+    if len(text) > longest:
+        raise InvalidArgument(
+            f"{field} has {len(text)} characters; for max_model_len {max_model_len}, at {MAX_CHARS_PER_TOKEN} characters "
+            f"a token, the limit is {longest}",
+            field=field,
+            reason="PROMPT_TOO_LONG",
+        )
+
+
+def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, *, truncated: bool) -> None:
+    """What can be said of a prompt's length before it is tokenized, or copied."""
+    if isinstance(prompt, str):
+        check_size(prompt, max_model_len, field="text")
+    elif not truncated and not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
+        raise _too_long(len(prompt), max_model_len)
+
+
+def _too_long(num_tokens: int, max_model_len: int) -> InvalidArgument:
+    room = " and leaves no room for output" if num_tokens == max_model_len else ""
+    return InvalidArgument(
+        f"prompt is {num_tokens} tokens; max_model_len is {max_model_len}{room}",
+        field="prompt",
+        reason="PROMPT_TOO_LONG",
+    )
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:

@@ -1,6 +1,5 @@
 """Pooling requests on their way in: inputs and pairs to token ids, one engine request per input."""
 
-import asyncio
 import itertools
 import json
 import time
@@ -14,7 +13,7 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.processing.input import InputProcessor, ModelLimits, check_token_ids
+from penstock_frontend.processing.input import InputProcessor, ModelLimits, check_size, check_token_ids
 from penstock_frontend.processing.tokenizer import Tokenizer, resolve
 
 Prompt = str | Sequence[int]
@@ -69,12 +68,18 @@ class PoolingInputs:
                 field=field,
             )
 
-    async def process(self, request: PoolingRequest, request_id: str) -> list[EngineCoreRequest]:
-        """Everything that can be said without an engine: one request per input."""
+    async def process(
+        self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
+    ) -> list[EngineCoreRequest]:
+        """Everything that can be said without an engine: one request per input. ``limits``: of the engines where they are
+        known: texts far beyond them are refused before they are tokenized.
+        """
         self._inputs.check_model(request.model)
         self._inputs.check_tenant(request.tenant)
         arrival_time = time.time()
-        tokenized = await asyncio.gather(*(self._tokens(request, index) for index in range(len(request.inputs))))
+        for index in range(len(request.inputs)):
+            self._check_input(request, index, limits)
+        tokenized = await (self._pairs(request) if request.seconds else self._singles(request))
         return [
             EngineCoreRequest(
                 # Unique even where a client uses an id again.
@@ -113,23 +118,33 @@ class PoolingInputs:
                     reason="PROMPT_TOO_LONG",
                 )
 
-    async def _tokens(self, request: PoolingRequest, index: int) -> tuple[list[int], int | None]:
-        """Token ids of one input, and where the second text of a pair begins."""
+    def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
         prompt, field = request.inputs[index], request.fields[index]
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
         self._inputs.check_length(prompt, field=field)
+        if limits is not None and isinstance(prompt, str):
+            check_size(prompt, limits.max_model_len, field=field)
         if request.seconds:
             if not isinstance(prompt, str):
                 raise InvalidArgument(f"{field}: a pair is read as texts, not as token ids", field=field)
-            second = request.seconds[index]
-            self._inputs.check_length(second, field=field)
-            pair = await self._tokenizer.encode_pair(prompt, second)
-            return pair.ids, pair.second_text_start
-        ids = (await self._tokenizer.encode(prompt)).ids if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
-        return ids, None
+            self._inputs.check_length(request.seconds[index], field=field)
+
+    async def _singles(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
+        """Token ids of the inputs. All texts go to one thread at once: a task for each would hold the loop up."""
+        texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
+        of_texts = iter(await self._tokenizer.encode_all(texts, add_special_tokens=True) if texts else ())
+        ids = [next(of_texts) if isinstance(prompt, str) else list(prompt) for prompt in request.inputs]
+        for each, field in zip(ids, request.fields, strict=True):
+            if not each:
+                raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
+        return [(each, None) for each in ids]
+
+    async def _pairs(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
+        """Token ids of the pairs, and where the second text of each begins."""
+        pairs = zip(request.inputs, request.seconds, strict=True)
+        encoded = await self._tokenizer.encode_pairs([(str(first), second) for first, second in pairs])
+        return [(pair.ids, pair.second_text_start) for pair in encoded]
 
 
 def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:

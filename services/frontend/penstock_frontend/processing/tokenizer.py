@@ -20,11 +20,15 @@ _FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHT_INDEXES = ("*.index.json",)
 
 
+_LONG_TEXT = 64 * 1024
+"""Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and others do not wait."""
+
+
 class Encoded(NamedTuple):
-    """Token ids, and the tokens as the vocabulary writes them."""
+    """Token ids, and the tokens as the vocabulary writes them where they were asked for."""
 
     ids: list[int]
-    tokens: list[str]
+    tokens: Sequence[str] = ()
 
 
 class EncodedPair(NamedTuple):
@@ -45,18 +49,27 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._texts: dict[int, str] = {}
         self._anchor = self._find_anchor()
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
-        """Tokenize ``text``."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool = True, with_tokens: bool = False) -> Encoded:
+        """Tokenize ``text``. Without ``with_tokens`` there are only ids."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool_for(len(text)), self._encode, text, add_special_tokens, with_tokens
+        )
 
-    async def encode_pair(self, text: str, second: str) -> EncodedPair:
-        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_pair, text, second)
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[EncodedPair]:
+        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair."""
+
+        def encode() -> list[EncodedPair]:
+            return [self._encode_pair(text, second) for text, second in pairs]
+
+        pool = self._pool_for(sum(len(text) + len(second) for text, second in pairs))
+        return await asyncio.get_running_loop().run_in_executor(pool, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
@@ -78,18 +91,24 @@ class Tokenizer:
             self._texts[token_id] = text
         return text
 
-    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens around it."""
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        """Token ids of each text, ``add_special_tokens`` around it."""
 
         def encode() -> list[list[int]]:
-            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+            return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        pool = self._pool_for(sum(map(len, texts)))
+        return await asyncio.get_running_loop().run_in_executor(pool, encode)
 
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole sequence, decoded off the event loop."""
-        kept = [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.decode, kept)
+
+        def decode() -> str:
+            return self.decode(
+                [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool_for(len(token_ids)), decode)
 
     async def in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``function`` returns, called in a thread of the pool: for work on texts that would hold the loop up."""
@@ -98,8 +117,9 @@ class Tokenizer:
         )
 
     def close(self) -> None:
-        """End the thread pool; texts not begun yet are dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the thread pools; texts not begun yet are dropped."""
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _find_anchor(self) -> list[int]:
         """A token to put before others: a letter or digit of its own, so that nothing joins with it; or no token."""
@@ -109,9 +129,13 @@ class Tokenizer:
                 return [token_id]
         return []
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Encoded:
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return Encoded(encoding.ids, encoding.tokens)
+    def _pool_for(self, size: int) -> ThreadPoolExecutor:
+        return self._pool if size <= _LONG_TEXT else self._long_pool
+
+    def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
+        return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
     def _encode_pair(self, text: str, second: str) -> EncodedPair:
         encoding = self._backend.encode(text, second)

@@ -9,6 +9,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.rpc import cluster
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import ClusterView
 
@@ -30,11 +31,13 @@ class CoordinatorClient:
         incarnation: str,
         on_view: Callable[[ClusterView], None],
         reconnect_max: float = 2.0,
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         """``reconnect_max``: seconds between two attempts at most."""
         self._address = address
         self._hello = pb.FrontendHello(frontend_id=frontend_id, incarnation=incarnation)
         self._on_view = on_view
+        self._credentials = credentials
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
         self._num_held = 0
@@ -64,7 +67,7 @@ class CoordinatorClient:
         self._demand_changed.set()
 
     async def _session(self) -> None:
-        async with make_channel(self._address) as channel:
+        async with make_channel(self._address, credentials=self._credentials) as channel:
             call = service_pb2_grpc.CoordinatorServiceStub(channel).FrontendSession()
             await call.write(pb.FrontendReport(hello=self._hello))
             demand = asyncio.create_task(self._report_demand(call))

@@ -12,6 +12,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.request import EngineCoreRequest
@@ -38,12 +39,13 @@ class EngineSession:
         incarnation: str,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_draining: Callable[[], None],
+        credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self.address = address
         hello = pb.Hello(protocol_revision=PROTOCOL_REVISION, frontend_id=frontend_id, incarnation=incarnation)
         self._on_outputs = on_outputs
         self._on_draining = on_draining
-        self._channel = make_channel(address)
+        self._channel = make_channel(address, credentials=credentials)
         self._to_send: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         self._to_send.put_nowait(pb.SessionRequest(hello=hello))
         self._stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
@@ -121,6 +123,10 @@ class EngineSession:
         self._to_send.put_nowait(
             None
         )  # or the task that feeds the stream would wait until it is collected, and complain
+        # gRPC ends that task only with a call that still runs: where none could begin, it would wait for ever.
+        feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
+        if feeding is not None:
+            feeding.cancel()
         await self._channel.close()
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:

@@ -7,11 +7,11 @@ import grpc
 import msgspec
 
 from penstock.admin.v1 import messages_pb2, service_pb2_grpc
-from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.cluster import engine_from_proto
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import EngineStatus
 from penstock_local.rpc.client import call_failure
+from penstock_local.rpc.connect import ADMIN, connect
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class AdminClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = make_channel(address)
+        self._channel = connect(address, prefix=ADMIN)
         self._stub = service_pb2_grpc.AdminServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

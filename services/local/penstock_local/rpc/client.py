@@ -9,11 +9,11 @@ import msgspec
 from penstock.common.v1 import finish_pb2, logprobs_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.errors import PenstockError
-from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
+from penstock_local.rpc.connect import connect
 
 
 class ServerUnreachableError(PenstockError):
@@ -78,7 +78,7 @@ class InferenceClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = make_channel(address)
+        self._channel = connect(address)
         self._stub = service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

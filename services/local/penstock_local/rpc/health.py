@@ -6,13 +6,17 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.rpc.channel import make_channel
+from penstock_local.rpc.connect import connect
 
 _RETRY_SECONDS = 0.05
 
 
-async def wait_until_serving(address: str) -> None:
-    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process. Waits for a server to appear, too."""
-    async with make_channel(address) as channel:
+async def wait_until_serving(address: str, *, secured: bool = False) -> None:
+    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process. Waits for a server to appear, too.
+
+    ``secured``: with what the environment says of TLS.
+    """
+    async with connect(address) if secured else make_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)  # type: ignore[attr-defined]
@@ -30,7 +34,7 @@ async def wait_until_serving(address: str) -> None:
 
 async def serving(address: str, *, deadline: float) -> bool | None:
     """Whether ``grpc.health.v1`` at ``address`` reports SERVING for the process; None when nothing answers in time."""
-    async with make_channel(address) as channel:
+    async with connect(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=deadline)  # type: ignore[attr-defined]

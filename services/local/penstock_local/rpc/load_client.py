@@ -8,8 +8,8 @@ import grpc
 
 from penstock.common.v1 import finish_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
-from penstock_common.rpc.channel import make_channel
 from penstock_local.rpc.client import call_failure
+from penstock_local.rpc.connect import connect
 
 
 class Received(NamedTuple):
@@ -26,7 +26,7 @@ class LoadClient:
 
     def __init__(self, address: str, *, channels: int) -> None:
         self._address = address
-        self._channels = [make_channel(address) for _ in range(channels)]
+        self._channels = [connect(address) for _ in range(channels)]
         self._stubs = itertools.cycle([service_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
 
     async def __aenter__(self) -> Self:

@@ -79,3 +79,8 @@ def test_a_registered_function_gets_the_owner():
         registry.register("double", double)
     with pytest.raises(ValueError, match="parameter 'value' has no type"):
         registry.register("untyped", lambda owner, value: value)
+
+
+def test_arguments_that_nest_without_end_are_refused():
+    with pytest.raises(InvalidArgument, match="scale: arguments nest too deeply"):
+        UtilityRegistry(Owner()).call("scale", b"\x91" * 5000 + b"\xc0")

@@ -51,6 +51,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise undecodable(e) from None
+    except RecursionError:
+        raise InvalidArgument("the body nests too deeply", reason="INVALID_JSON") from None
 
 
 def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:

@@ -11,6 +11,8 @@ from penstock_common.logging import get_logger
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "UNIMPLEMENTED": 400,  # not 501: clients would try again
     "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
@@ -20,6 +22,8 @@ _STATUS = {
 }
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -34,6 +38,8 @@ _CODES = {
     "TENANT_QUOTA": "rate_limit_exceeded",
     "INVALID_FIELD": "invalid_value",
     "NOT_SERVED_YET": "unsupported",
+    "CREDENTIALS_MISSING": "invalid_api_key",
+    "CREDENTIALS_WRONG": "invalid_api_key",
 }
 """Reasons for which OpenAI has a word; the others are written in lower case."""
 _PLACE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>[^`]*)`$")
@@ -67,7 +73,7 @@ class HttpError(Exception):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """An error as it is sent. ``headers`` has Retry-After where a retry may succeed."""
+    """An error as it is sent. ``headers`` has Retry-After where a retry may succeed, WWW-Authenticate where credentials would."""
 
     status: int
     body: bytes
@@ -125,4 +131,6 @@ def _answer(
 ) -> ErrorAnswer:
     details = ErrorDetails(message, _TYPES.get(status, "server_error"), param, code)
     headers = {} if retry_after is None else {"retry-after": str(max(1, math.ceil(retry_after)))}
+    if status == 401:
+        headers["www-authenticate"] = 'Bearer realm="penstock"'
     return ErrorAnswer(status, msgspec.json.encode(ErrorBody(details)), headers)

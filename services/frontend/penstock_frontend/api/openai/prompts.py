@@ -30,9 +30,8 @@ def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Giv
         return [prompt]
     if not prompt:
         raise InvalidArgument("prompt is empty: there is no prompt", field="prompt")
-    ids = [each for each in prompt if isinstance(each, int)]
-    if len(ids) == len(prompt):
-        return [ids]
+    if set(map(type, prompt)) == {int}:  # there may be a million, and the event loop waits
+        return [prompt]  # type: ignore[list-item]
     if len(prompt) > limit:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; limits.max_prompts is {limit}", field="prompt")
     prompts: list[Given] = []

@@ -71,11 +71,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class StructuredOutputs(msgspec.Struct, frozen=True):
     """A constraint in vLLM's form. Exactly one field is set."""
 
-    json: msgspec.Raw = msgspec.Raw()
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    structural_tag: msgspec.Raw = msgspec.Raw()
+    structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
 
 
@@ -117,7 +117,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

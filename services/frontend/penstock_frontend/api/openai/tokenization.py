@@ -68,7 +68,7 @@ class Tokenization:
         if body.add_special_tokens is not None:
             special = body.add_special_tokens
         try:
-            encoded = await self._llm.encode(text, add_special_tokens=special)
+            encoded = await self._llm.encode(text, add_special_tokens=special, with_tokens=bool(body.return_token_strs))
         except RequestFailed as e:
             raise renamed(e, {"text": "prompt"}) from e
         limits = self._llm.engines.limits

@@ -1,0 +1,78 @@
+"""TLS for gRPC's servers and channels."""
+
+from collections.abc import Sequence
+
+import grpc
+
+from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_common.tls import TlsMaterial, watched_material
+
+_ADVICE = {
+    "certificate has expired": "the server's certificate has expired",
+    "certificate is not yet valid": "the server's certificate is not valid yet",
+    "CERTIFICATE_VERIFY_FAILED": "tls.ca has not issued the server's certificate",
+    "Hostname Verification": "the server's certificate is for other names; see tls.server_name",
+    "WRONG_VERSION_NUMBER": "the server speaks no TLS; give it a certificate, or leave tls.ca empty",
+}
+
+
+def server_credentials(config: TlsConfig, *, field: str) -> grpc.ServerCredentials:
+    """Credentials that go by the files as they are at each handshake; open connections stay. Raises ConfigError."""
+    watched = watched_material(config, field=field)
+    used = watched.current()
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC is to use from now on, None for what it has; it asks before each handshake, on a thread of its own."""
+        nonlocal used
+        material = watched.current()
+        if material is used:
+            return None
+        used = material
+        return _configuration(material)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used),
+        newer,  # type: ignore[arg-type]  # the stub knows nothing of None, gRPC's documentation does
+        require_client_authentication=bool(config.ca),
+    )
+
+
+class ClientCredentials:
+    """What the channels of one hop are made with: TLS by the files as they are when the channel is made, or none."""
+
+    def __init__(self, config: ClientTlsConfig, *, field: str) -> None:
+        """Raises ConfigError."""
+        self._watched = watched_material(config, field=field) if config.enabled else None
+        self._server_name = config.server_name
+
+    def channel(
+        self,
+        address: str,
+        options: Sequence[tuple[str, int | str]] = (),
+        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    ) -> grpc.aio.Channel:
+        """A new channel with these options."""
+        if self._watched is None:
+            return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
+        material = self._watched.current()
+        credentials = grpc.ssl_channel_credentials(material.ca, material.key or None, material.certificate or None)
+        if self._server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self._server_name)]
+        return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
+
+
+NO_TLS = ClientCredentials(ClientTlsConfig(), field="tls")
+
+
+def advised(details: str) -> str:
+    """The details of a failed call, with what they mean where TLS is the cause."""
+    for sign, meaning in _ADVICE.items():
+        if sign in details:
+            return f"{details} ({meaning})"
+    return details
+
+
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(material.key, material.certificate)], root_certificates=material.ca or None
+    )

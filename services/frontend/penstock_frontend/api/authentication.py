@@ -1,0 +1,60 @@
+"""Credentials at the edge: of gRPC calls and of HTTP requests."""
+
+from collections.abc import Callable, Collection, Mapping
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock_common.errors import PermissionDenied, Unauthenticated
+from penstock_frontend.api.openai.endpoint import REQUEST_ID, send_error
+from penstock_frontend.auth import principal
+from penstock_frontend.auth.authenticator import Authenticator
+from penstock_frontend.auth.principal import current_principal
+
+_HEALTH = "/grpc.health."
+_VLLM = "/vllm.grpc.engine.VllmEngine/"
+OPERATORS_METHODS = frozenset(
+    # Each reaches beyond the caller's own requests: the last one tells what others' prompts are.
+    _VLLM + name
+    for name in ("Abort", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
+)
+"""Methods of the public server that only callers with the scope admin may use."""
+
+
+def grpc_check(
+    authenticator: Authenticator, *, scope: principal.Scope, operators: Collection[str] = ()
+) -> Callable[[str, Mapping[str, str]], None]:
+    """For CallerGuard: every method but those of the health service is for callers with the scope; ``operators``, methods for
+    those with the scope admin.
+    """
+
+    def check(method: str, metadata: Mapping[str, str]) -> None:
+        if not method.startswith(_HEALTH):
+            needed: principal.Scope = "admin" if method in operators else scope
+            current_principal.set(authenticator.principal(metadata, scope=needed))
+
+    return check
+
+
+class HttpAuthentication:
+    """Wraps an application: requests for all but the ``open_paths`` need credentials."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, *, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        headers = HTTPConnection(scope).headers
+        try:
+            caller = self._authenticator.principal(headers, scope="inference")
+        except (Unauthenticated, PermissionDenied) as e:
+            request_id = headers.get(REQUEST_ID)
+            await send_error(send, e, {REQUEST_ID: request_id} if request_id else {})
+            return
+        current_principal.set(caller)
+        await self._app(scope, receive, send)

@@ -1,0 +1,138 @@
+"""``/openapi.json``: what the HTTP API takes and answers, made from the structs that it is made of."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock_frontend.api.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from penstock_frontend.api.openai.completions import Completion, CompletionRequest
+from penstock_frontend.api.openai.embeddings import EmbeddingList, EmbeddingRequest
+from penstock_frontend.api.openai.errors import ErrorBody
+from penstock_frontend.api.openai.models import Model, ModelList
+from penstock_frontend.api.openai.sampling import ResponseFormat
+from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from penstock_frontend.api.page import ClusterState
+
+PATH = "/openapi.json"
+_ERRORS = {
+    "400": "A field is wrong, or not served.",
+    "404": "No such model.",
+    "413": "The body is larger than http.max_body_bytes.",
+    "429": "A limit of requests at once is reached.",
+    "503": "No engine takes requests.",
+    "504": "The time that x-request-timeout gives is over.",
+}
+_REF = "#/components/schemas/{name}"
+_UNTYPED = {"default": None}
+"""The schema of a field that is refused whatever it is: it is left out."""
+
+
+class _Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path. ``chunk``: of a streamed answer. ``text``: media type of an answer that is not JSON."""
+
+    summary: str
+    body: type | None = None
+    answer: type | None = None
+    chunk: type | None = None
+    text: str = ""
+    errors: tuple[str, ...] = ()
+
+
+_CALL = ("400", "404", "413", "429", "503", "504")
+_LOOK = ("400", "413", "429")
+_POSTS: Mapping[str, _Operation] = {
+    "/v1/completions": _Operation(
+        summary="Continues prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
+    ),
+    "/v1/chat/completions": _Operation(
+        summary="Answers conversations",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        chunk=ChatCompletionChunk,
+        errors=_CALL,
+    ),
+    "/v1/embeddings": _Operation(
+        summary="Vectors of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
+    ),
+    "/tokenize": _Operation(summary="Text to token ids", body=TokenizeRequest, answer=Tokens, errors=_CALL),
+    "/detokenize": _Operation(summary="Token ids to text", body=DetokenizeRequest, answer=Text, errors=_CALL),
+}
+_GETS: Mapping[str, _Operation] = {
+    "/v1/models": _Operation(summary="What is served", answer=ModelList, errors=_LOOK),
+    "/v1/models/{name}": _Operation(summary="One model", answer=Model, errors=("404", *_LOOK)),
+    "/health": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
+    "/metrics": _Operation(summary="For Prometheus", text="text/plain"),
+    "/": _Operation(summary="A page for people", text="text/html"),
+    "/cluster": _Operation(summary="What the page shows of the engines", answer=ClusterState),
+    PATH: _Operation(summary="This document", text="application/json"),
+}
+
+
+def document(paths: frozenset[str]) -> dict[str, Any]:
+    """The OpenAPI document of those of ``paths`` that it knows: others are not served."""
+    operations = [("post", path, each) for path, each in _POSTS.items()]
+    operations += [("get", path, each) for path, each in _GETS.items()]
+    described: dict[str, dict[str, Any]] = {}
+    for method, path, each in operations:
+        if path in paths:
+            described.setdefault(path, {})[method] = _operation(path, each)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": importlib.metadata.version("penstock-frontend")},
+        "paths": described,
+        "components": {"schemas": _schemas()},
+    }
+
+
+def route(routes: list[Route]) -> Route:
+    """Serves the document of ``routes`` and itself."""
+    paths = frozenset(each.path.replace(":path}", "}") for each in routes) | {PATH}
+    content = msgspec.json.encode(document(paths))
+
+    async def answer(_: Request) -> Response:
+        return Response(content, media_type="application/json")
+
+    return Route(PATH, answer)
+
+
+def _operation(path: str, each: _Operation) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"} if each.text.startswith("text/") else {}
+    content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _ref(each.answer)}}
+    if each.chunk is not None:
+        # Each event is a chunk as JSON, or an error; the last one is [DONE].
+        events = {"type": "string", "description": f"Events whose data is a {each.chunk.__name__}; the last is [DONE]."}
+        content["text/event-stream"] = {"schema": events}
+    errors = {"application/json": {"schema": _ref(ErrorBody)}} if each.text != "text/plain" else content
+    responses = {code: {"description": _ERRORS[code], "content": errors} for code in each.errors}
+    described: dict[str, Any] = {
+        "summary": each.summary,
+        "responses": {"200": {"description": each.summary + ".", "content": content}, **responses},
+    }
+    if each.body is not None:
+        body = {"application/json": {"schema": _ref(each.body)}}
+        described["requestBody"] = {"required": True, "content": body}
+    if "{name}" in path:
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
+
+
+def _ref(kind: type | None) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__ if kind else "")}
+
+
+def _schemas() -> dict[str, Any]:
+    kinds: list[type] = [ErrorBody, ResponseFormat]
+    for each in (*_POSTS.values(), *_GETS.values()):
+        kinds += [kind for kind in (each.body, each.answer, each.chunk) if kind is not None]
+    _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
+    for kind in (CompletionRequest, ChatCompletionRequest):
+        properties = schemas[kind.__name__]["properties"]
+        for name in [name for name, schema in properties.items() if schema == _UNTYPED]:
+            del properties[name]
+        properties["response_format"] = {"anyOf": [_ref(ResponseFormat), {"type": "null"}]}
+    return schemas

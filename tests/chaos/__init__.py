@@ -1,0 +1,1 @@
+"""Services killed, stopped and restarted under load: the requests, who sends them, and what came of them."""

@@ -1,0 +1,161 @@
+"""Engines killed while requests run, at given shares of the work, and started again on their ports."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from tests.chaos.client import Address, Client, send_all
+from tests.chaos.outcome import Outcome
+from tests.chaos.requests import Request
+from tests.fakes.cluster import Cluster
+from tests.fakes.processes import Service
+
+Order = Literal["in turn", "random"]
+RESTART_AFTER = 1.0
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """``moment`` in monotonic seconds, ``at`` in seconds of the load. ``running``: sequences that the engine had then."""
+
+    engine: str
+    moment: float
+    at: float
+    running: int
+    seconds_away: float
+
+    def waits(self, outcomes: Sequence[Outcome]) -> list[float]:
+        """The longest waits for a message across the kill: as many as there were streamed sequences on the engine, as far as a
+        client can know that.
+        """
+        outputs = [output for outcome in outcomes for output in outcome.outputs.values()]
+        waits = sorted((wait for output in outputs if (wait := output.wait_across(self.moment))), reverse=True)
+        at_once = sum(o.began <= self.moment <= o.began + o.seconds for o in outcomes for _ in o.outputs)
+        return waits[: round(self.running * len(waits) / at_once)] if at_once else []
+
+
+class Run(msgspec.Struct):
+    """What came of a load. ``outcomes`` by stream."""
+
+    outcomes: list[list[Outcome]]
+    seconds: float
+    kills: list[Kill] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all requests."""
+        return sum(outcome.num_tokens for stream in self.outcomes for outcome in stream)
+
+    @property
+    def finished(self) -> int:
+        """Streams in which no request failed."""
+        return sum(not any(outcome.error for outcome in stream) for stream in self.outcomes)
+
+
+def address(frontend: Service) -> Address:
+    """Where clients find it."""
+    return Address(frontend.address, frontend.metrics_port)
+
+
+async def undisturbed(cluster: Cluster, load: Sequence[Sequence[Request]]) -> Run:
+    """The load, and nothing happens."""
+    async with Client(*map(address, cluster.frontends)) as client:
+        began = time.monotonic()
+        outcomes = await send_all(client, load)
+        return Run(outcomes, time.monotonic() - began)
+
+
+class Killer:
+    """Kills ``count`` engines, one at a time: the next one when the load has come as much further and all of them serve again.
+
+    The moments are shares of the load's tokens, so that they come at the same points of it on slow and on fast machines.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        count: int,
+        num_tokens: int,
+        order: Order = "in turn",
+        log: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._cluster = cluster
+        self._marks = [num_tokens * (number + 1) / (count + 1) for number in range(count)]
+        self._order = order
+        self._log = log
+        self._tokens = 0
+        self._moved = asyncio.Event()
+        self._began = time.monotonic()
+        self.begun = 0
+        self.kills: list[Kill] = []
+
+    def on_tokens(self, count: int) -> None:
+        """Tokens arrived at a client."""
+        self._tokens += count
+        if self.begun < len(self._marks) and self._tokens >= self._marks[self.begun]:
+            self._moved.set()
+
+    async def run(self) -> None:
+        """Until the last engine that was killed serves again."""
+        rng = random.Random(0)
+        for number, mark in enumerate(self._marks):
+            while self._tokens < mark:
+                self._moved.clear()
+                await self._moved.wait()
+            engines = self._cluster.engines
+            which = number % len(engines) if self._order == "in turn" else rng.randrange(len(engines))
+            self.begun += 1
+            await self._kill(which)
+
+    async def _kill(self, which: int) -> None:
+        engine = self._cluster.engines[which]
+        running = (await self._cluster.stats())[which].num_running_reqs
+        await engine.kill()
+        killed = time.monotonic()
+        self._log(f"{killed - self._began:5.1f} s: engine-{which} killed with {running} sequences running")
+        await asyncio.sleep(RESTART_AFTER)
+        await engine.start()
+        await engine.serving()
+        await self._cluster.until_engines_are_seen(len(self._cluster.engines))
+        away = time.monotonic() - killed
+        self.kills.append(Kill(f"engine-{which}", killed, killed - self._began, running, away))
+
+
+async def with_kills(
+    cluster: Cluster,
+    load: Sequence[Sequence[Request]],
+    expected: Run,
+    *,
+    kills: int,
+    order: Order = "in turn",
+    log: Callable[[str], object] = lambda line: None,
+) -> Run:
+    """The load while engines are killed. ``expected``: the same load undisturbed.
+
+    RuntimeError when it is over before the last kill: there was not enough of it.
+    """
+    killer = Killer(cluster, count=kills, num_tokens=expected.num_tokens, order=order, log=log)
+
+    def ended(stream: int, number: int, outcome: Outcome) -> None:
+        killer.on_tokens(
+            max(0, expected.outcomes[stream][number].num_tokens - outcome.num_tokens)
+        )  # of those that failed
+
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client(*map(address, cluster.frontends), on_tokens=killer.on_tokens))
+        killing = asyncio.create_task(killer.run())
+        stack.callback(killing.cancel)
+        began = time.monotonic()
+        outcomes = await send_all(client, load, on_end=ended)
+        seconds = time.monotonic() - began
+        if killer.begun < kills:
+            raise RuntimeError(
+                f"the load was over within {seconds:.0f} s, after {killer.begun} of {kills} kills: send more"
+            )
+        await killing
+    return Run(outcomes, seconds, killer.kills)

@@ -1,0 +1,77 @@
+"""Certificates, keys and key sets of given Secrets: in the pods and in the config files, or in neither."""
+
+from pathlib import Path
+
+import pytest
+
+from charts import lint
+from penstock_common import config as common_config
+from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_frontend.config import FrontendConfig
+from tests.chart.rendering import HUB, SERVICES, release
+from tests.chart.test_config import load
+
+BETWEEN = tuple(f"{component}.tls.secretName=of-{component}" for component in SERVICES)
+EDGE = (
+    "frontend.edge.tlsSecretName=edge-cert",
+    "frontend.edge.apiKeysSecretName=keys",
+    "frontend.edge.jwksSecretName=idp",
+    "frontend.config.auth.jwt.issuer=https://issuer.test",
+    "frontend.config.auth.jwt.audience=penstock",
+)
+OWN = {"ca": "/etc/penstock-tls/ca.crt", "certificate": "/etc/penstock-tls/tls.crt", "key": "/etc/penstock-tls/tls.key"}
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_without_secrets_there_is_no_tls_and_nothing_is_mounted(component: str, tmp_path: Path):
+    rendered = release(HUB)
+    config = load(rendered, component, tmp_path)
+    assert not any(getattr(config, name).tls.enabled for name in ("server", "coordinator") if hasattr(config, name))
+    assert not {"tls", "edge", "keys", "jwks"} & rendered.volumes(component).keys()
+    assert rendered.container(component)["livenessProbe"]["grpc"]["port"] != 50049
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_services_show_each_other_the_certificates_of_their_secrets(component: str, tmp_path: Path):
+    rendered = release(HUB, *BETWEEN)
+    config = load(rendered, component, tmp_path)
+    assert rendered.volumes(component)["tls"]["secret"]["secretName"] == f"of-{component}"
+    assert "subPath" not in rendered.mounts(component)["/etc/penstock-tls"]  # it would never see a new certificate
+    if component == "frontend":
+        assert isinstance(config, FrontendConfig)
+        assert config.engine_tls == ClientTlsConfig(**OWN, server_name="penstock-enginecore")
+        assert not config.server.tls.enabled
+    else:
+        assert config.server.tls == TlsConfig(**OWN)
+        assert rendered.container(component)["readinessProbe"]["grpc"]["port"] == config.server.health_port == 50049
+    if component != "coordinator":
+        assert config.coordinator.tls == ClientTlsConfig(**OWN, server_name="penstock-coordinator")
+
+
+def test_clients_meet_the_edges_certificate_and_are_asked_for_keys_and_tokens(tmp_path: Path):
+    rendered = release(HUB, *EDGE)
+    config = load(rendered, "frontend", tmp_path)
+    assert isinstance(config, FrontendConfig)
+    own = TlsConfig(certificate="/etc/penstock-edge/tls.crt", key="/etc/penstock-edge/tls.key")
+    assert (config.server.tls, config.http.tls) == (own, own)
+    assert (config.auth.api_keys, config.auth.jwt.jwks) == (
+        "/etc/penstock-keys/api-keys",
+        "/etc/penstock-jwks/jwks.json",
+    )
+    mounted = {
+        name: volume["secret"]["secretName"]
+        for name, volume in rendered.volumes("frontend").items()
+        if "secret" in volume
+    }
+    assert mounted == {"edge": "edge-cert", "keys": "keys", "jwks": "idp"}
+    assert rendered.container("frontend")["livenessProbe"]["grpc"]["port"] == config.server.health_port == 50049
+
+
+def test_certificates_for_some_of_the_services_are_refused():
+    with pytest.raises(lint.ChartError, match=r"tls.secretName must be set for frontend, enginecore and coordinator"):
+        release(HUB, *BETWEEN[:2])
+
+
+def test_every_tls_setting_of_a_service_is_one_that_the_chart_knows():
+    hops = {key.rpartition(".")[0] for key, _ in common_config.fields(FrontendConfig) if key.endswith(".certificate")}
+    assert hops == {"server.tls", "admin.tls", "http.tls", "engine_tls", "coordinator.tls"}

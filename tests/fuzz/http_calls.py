@@ -1,0 +1,286 @@
+"""Hostile calls over HTTP: bodies that are nearly right, and requests that are hardly HTTP."""
+
+import asyncio
+import contextlib
+import json
+from random import Random
+from typing import Any, NamedTuple
+
+from tests.fuzz import values
+from tests.fuzz.rpc_calls import End
+from tests.fuzz.seeds import MODEL, SCHEMA
+
+_HI = {"role": "user", "content": "hi"}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": json.loads(SCHEMA)}}
+SEEDS: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"prompt": "Once", "max_tokens": 2, "model": MODEL},
+        {
+            "prompt": ["a", "b"],
+            "max_tokens": 2,
+            "n": 2,
+            "logprobs": 1,
+            "echo": True,
+            "stop": ["x"],
+            "seed": 1,
+            "top_p": 0.9,
+        },
+        {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
+        {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[ab]+"}, "logit_bias": {"5": 1.0}},
+        {
+            "prompt": "a",
+            "max_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": json.loads(SCHEMA)}},
+        },
+        {
+            "prompt": "a",
+            "max_tokens": 2,
+            "repetition_detection": {"max_pattern_size": 4},
+            "bad_words": ["q"],
+            "min_tokens": 1,
+        },
+    ],
+    "/v1/chat/completions": [
+        {"messages": [_HI], "max_tokens": 2},
+        {"messages": [_HI], "max_tokens": 2, "stream": True, "tools": [_TOOL], "tool_choice": "auto", "n": 2},
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+        {
+            "messages": [
+                _HI,
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "content": "7", "tool_call_id": "1"},
+            ],
+            "tools": [_TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "max_completion_tokens": 2,
+            "chat_template_kwargs": {"enable_thinking": True},
+        },
+    ],
+    "/v1/embeddings": [
+        {"input": "a", "model": MODEL},
+        {"input": [[5, 6], [7]], "encoding_format": "base64", "dimensions": 4},
+    ],
+    "/tokenize": [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL], "return_token_strs": True}],
+    "/detokenize": [{"tokens": [5, 6, 7]}],
+}
+_KEYS = (
+    "model",
+    "n",
+    "stop",
+    "stream",
+    "prompt",
+    "messages",
+    "temperature",
+    "response_format",
+    "structured_outputs",
+    "json",
+)
+_HEADERS: tuple[tuple[str, str], ...] = (
+    ("content-type", "text/plain"),
+    ("content-type", "application/x-www-form-urlencoded"),
+    ("content-type", "multipart/form-data; boundary=x"),
+    ("content-type", "application/json; charset=utf-16"),
+    ("content-encoding", "gzip"),
+    ("x-request-timeout", "0.05"),
+    ("x-request-timeout", "nan"),
+    ("x-request-timeout", "1e400"),
+    ("x-request-timeout", "-1"),
+    ("x-request-id", "i" * 300),
+    ("x-request-id", "\xff\xfe"),
+    ("x-penstock-priority", "9" * 5000),
+    ("x-penstock-data-parallel-rank", "7"),
+    ("authorization", "Basic " + "=" * 2000),
+    ("accept", "application/xml"),
+    ("expect", "100-continue"),
+    ("host", "évil"),
+    ("traceparent", "00-zz"),
+    ("cookie", "a=b; " * 500),
+)
+_PATHS = (
+    "/",
+    "/v1",
+    "/v1/nothing",
+    "/v1/models/",
+    "/v1/models/none",
+    "/v1/models/%ff%00",
+    "//",
+    "/..%2f..%2fetc/passwd",
+    "/metrics",
+    "/health",
+    "/cluster",
+    "/openapi.json",
+    "/" + "p" * 5000,
+)
+_METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "BREW")
+_MAX_DEPTH = 6
+TIMEOUT = 20.0
+
+
+class HttpCase(NamedTuple):
+    """A request as it is sent. ``cancel``: seconds until its client goes away. ``slow``: seconds between pieces of it."""
+
+    path: str
+    raw: bytes
+    may_time_out: bool = False
+    cancel: float | None = None
+    slow: float = 0.0
+    valid: bool = False
+
+
+def request(method: str, path: str, body: bytes, headers: list[tuple[str, str]]) -> bytes:
+    """A request of HTTP/1.1, whose connection ends with it."""
+    given = {name for name, _ in headers}
+    lines = [f"{method} {path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    lines += [] if "host" in given else ["host: x"]
+    lines += [] if "content-type" in given else ["content-type: application/json"]
+    lines += [f"content-length: {len(body)}", "connection: close", "", ""]
+    return "\r\n".join(lines).encode("latin-1", "replace") + body
+
+
+def make_case(rng: Random) -> HttpCase:
+    """A hostile request."""
+    how = rng.random()
+    if how < 0.06:
+        path = rng.choice(_PATHS)
+        return HttpCase("(paths)", request(rng.choice(_METHODS), path, b"", []))
+    path = rng.choice(list(SEEDS))
+    body: Any = json.loads(json.dumps(rng.choice(SEEDS[path])))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        body = _changed(body, rng)
+    data = json.dumps(body).encode()
+    if rng.random() < 0.12:
+        data = _damaged(data, rng)
+    headers = [rng.choice(_HEADERS)] if rng.random() < 0.12 else []
+    may = any(name == "x-request-timeout" for name, _ in headers)
+    raw = request("POST", path, data, headers)
+    if rng.random() < 0.03:
+        raw = _chunked(path, data, rng)
+        return HttpCase(path, raw, may, cancel=0.3)
+    cancel = rng.choice((0.0, 0.005, 0.05)) if rng.random() < 0.06 else None
+    return HttpCase(path, raw, may, cancel)
+
+
+def _changed(body: Any, rng: Random, depth: int = 0) -> Any:
+    """The body with one thing in it changed."""
+    if depth < _MAX_DEPTH and isinstance(body, dict) and body and rng.random() < 0.9:
+        body = dict(body)
+        how = rng.random()
+        if how < 0.08:
+            del body[rng.choice(list(body))]
+        elif how < 0.25:
+            body[rng.choice((*_KEYS, "unknown", ""))] = _value(rng)
+        else:
+            key = rng.choice(list(body))
+            body[key] = _changed(body[key], rng, depth + 1)
+        return body
+    if depth < _MAX_DEPTH and isinstance(body, list) and body and rng.random() < 0.6:
+        index = rng.randrange(len(body))
+        if rng.random() < 0.2:
+            return body * rng.choice((0, 2, 65, 1025))
+        return [*body[:index], _changed(body[index], rng, depth + 1), *body[index + 1 :]]
+    return _value(rng)
+
+
+def _value(rng: Random) -> Any:
+    return values.json_schema(rng) if rng.random() < 0.1 else values.json_value(rng)
+
+
+def _damaged(data: bytes, rng: Random) -> bytes:
+    how = rng.randrange(8)
+    if how == 0:
+        return data[: rng.randrange(len(data) + 1)]
+    if how == 1:
+        return data.replace(b'"', b'"\xff\xfe', 1)
+    if how == 2:
+        return b"[" * rng.choice((10, 1000, 100_000))
+    if how == 3:
+        return b'{"prompt":' * 5000
+    if how == 4:
+        return data.decode().encode("utf-16")
+    if how == 5:
+        return data.replace(b"2", b"NaN").replace(b"1", b"1e999999")
+    if how == 6:
+        return rng.randbytes(200)
+    return b'{"prompt":"' + b"a" * rng.choice((100_000, 1_000_000)) + b'"}'
+
+
+def _chunked(path: str, data: bytes, rng: Random) -> bytes:
+    """A body in chunks that never end, or end in the middle of one."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n"
+    return head + rng.choice((chunk, chunk * 50, b"zz\r\n", b"fffffffff\r\nabc", chunk[: len(chunk) // 2], b""))
+
+
+def special_cases(rng: Random) -> list[HttpCase]:
+    """What costs more, each once: too large, too many headers, slow, not HTTP."""
+    big = b'{"prompt":"' + b"a" * (33 * 1024 * 1024) + b'"}'
+    ids = b'{"prompt":[' + b"5," * 1_000_000 + b"5]}"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    return [
+        HttpCase("(too large)", request("POST", "/v1/completions", big, [])),
+        HttpCase("(many ids)", request("POST", "/v1/completions", ids, [])),
+        HttpCase("(many ids)", request("POST", "/detokenize", ids.replace(b"prompt", b"tokens"), [])),
+        HttpCase("(headers)", request("GET", "/health", b"", [(f"x-{i}", "v" * 50) for i in range(2000)])),
+        HttpCase("(headers)", request("GET", "/health", b"", [("x-long", "v" * 200_000)])),
+        HttpCase("(slow)", head, cancel=1.0),
+        HttpCase("(slow)", request("GET", "/health", b"", []), slow=0.01),
+        HttpCase("(slow)", head + b"content-length: 1000\r\n\r\n{", cancel=1.0),
+        HttpCase("(not http)", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200)),
+        HttpCase("(not http)", b"GET / HTTP/9.9\r\n\r\n", cancel=1.0),
+        HttpCase("(not http)", b"\r\n" * 1000, cancel=1.0),
+        HttpCase("(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n"),
+        HttpCase(
+            "(not http)", b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}"
+        ),
+        HttpCase("(not http)", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(100)),
+    ]
+
+
+async def call(port: int, case: HttpCase) -> End:
+    """Send it and read the answer to the end."""
+    try:
+        async with asyncio.timeout(case.cancel if case.cancel is not None else TIMEOUT):
+            return _judged(await _exchange(port, case), case)
+    except TimeoutError:
+        return End("(cancelled)") if case.cancel is not None else End("(no answer)", f"no answer within {TIMEOUT} s")
+    except (ConnectionError, asyncio.IncompleteReadError) as e:
+        return End("(closed)", "" if case.path.startswith("(") else f"the connection broke: {e!r}")
+
+
+async def _exchange(port: int, case: HttpCase) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for start in range(0, len(case.raw), 4 if case.slow else 2**16):
+            writer.write(case.raw[start : start + (4 if case.slow else 2**16)])
+            await writer.drain()
+            if case.slow:
+                await asyncio.sleep(case.slow)
+        return await reader.read()
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def _judged(answer: bytes, case: HttpCase) -> End:
+    if answer.startswith(b"HTTP/1.1 100"):  # the client asked whether it may go on
+        answer = answer.partition(b"\r\n\r\n")[2]
+    head, _, body = answer.partition(b"\r\n\r\n")
+    words = head.split(b" ", 2)
+    if len(words) < 3 or not words[1].isdigit():
+        return End("(closed)", "" if case.path.startswith("(") else f"no answer but {answer[:100]!r}")
+    status = int(words[1])
+    code = str(status)
+    if status >= 500 and not (status == 504 and case.may_time_out):
+        return End(code, f"{status}: {body[:300]!r}")
+    if case.valid and status != 200:
+        return End(code, f"a valid request was answered {status}: {body[:300]!r}")
+    if b"text/event-stream" in head and b'"error"' in body and (b'"server_error"' in body or b'"internal"' in body):
+        return End(code, f"a stream ended with an error of ours: {body[-300:]!r}")
+    return End(code)

@@ -1,0 +1,73 @@
+"""schemathesis, driven by what ``/openapi.json`` says."""
+
+import asyncio
+from typing import Any
+
+import hypothesis
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from schemathesis.config import SchemathesisConfig
+from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.generation.modes import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from tests.fuzz.rpc_calls import End
+from tests.fuzz.tally import Tally
+
+_CHECKS = (
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.response_headers_conformance,
+)
+_SHORT = {"max_tokens": 2, "max_completion_tokens": 2}
+
+
+async def schema_storm(port: int, tally: Tally, *, examples: int, seed: int) -> list[str]:
+    """Requests that the document allows and requests that it does not, so many of each operation. Returns what is wrong."""
+    return await asyncio.to_thread(_storm, f"http://127.0.0.1:{port}", tally, examples, seed)
+
+
+def _storm(url: str, tally: Tally, examples: int, seed: int) -> list[str]:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", config=SchemathesisConfig())
+    wrong: list[str] = []
+    for found in schema.get_all_operations():
+        operation: Any = found.ok()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            wrong += _check(operation, mode, tally, url=url, examples=examples // 2, seed=seed)
+    return wrong
+
+
+def _check(operation: Any, mode: GenerationMode, tally: Tally, *, url: str, examples: int, seed: int) -> list[str]:
+    wrong: list[str] = []
+    target = f"schemathesis {operation.method} {operation.path}"
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        if isinstance(case.body, dict):
+            case.body = {**case.body, **{name: 2 for name in _SHORT if case.body.get(name) is None and name in _known}}
+        response = case.call(base_url=url, timeout=20)
+        problem = ""
+        try:
+            case.validate_response(response, checks=_CHECKS)
+        except (Failure, FailureGroup) as e:
+            problem = "; ".join(str(each) for each in getattr(e, "exceptions", [e]))
+        tally.add(target, End(str(response.status_code), problem), case.as_curl_command()[:1500], 0)
+
+    _known = ("max_tokens", "max_completion_tokens") if "completions" in operation.path else ()
+    try:
+        check()
+    except hypothesis.errors.Unsatisfiable:
+        pass  # a GET without parameters cannot be asked for wrongly
+    except Exception as e:
+        wrong.append(f"{target}: {type(e).__name__}: {e}")
+    return wrong

@@ -1,0 +1,119 @@
+"""``python -m tests.fuzz.probe penstock_frontend --flags``: the service as it is, and beside it a look at its event loop.
+
+Once a second a line of JSON goes to the file that ``FUZZ_PROBE`` names, with ``{pid}`` in it: the tasks of the loop, and the
+longest time that one callback held it. What held it for long is in ``blocks``, with the stack of the loop's thread.
+"""
+
+import asyncio
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+FILE = "FUZZ_PROBE"
+_BEAT = 0.002
+_LONG = 0.02
+"""Seconds of the loop thread's own computing that count as holding the loop up."""
+
+_STARVED = 0.15
+"""Seconds without a beat although there was a processor: another thread keeps the interpreter."""
+
+
+class Probe:
+    """A beat in the loop, and a thread that watches it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat = 0.0
+        self._cpu_clock = 0
+        self._thread_id = 0
+        self._longest = self._longest_wall = 0.0
+        self._blocks: list[dict[str, Any]] = []
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Called in the thread that is about to run the loop. The first loop is the service's."""
+        if self._loop is not None:
+            return
+        self._loop = loop
+        self._thread_id = threading.get_ident()
+        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._mark(loop)
+        threading.Thread(target=self._look, name="probe", daemon=True).start()
+
+    def _mark(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._beat = time.monotonic()
+        loop.call_later(_BEAT, self._mark, loop)
+
+    def _look(self) -> None:
+        written = time.monotonic()
+        beat, cpu, delay = self._beat, time.clock_gettime(self._cpu_clock), self._run_delay()
+        stack: list[str] = []
+        while self._loop is not None and not self._loop.is_closed():
+            time.sleep(_BEAT)
+            now = time.monotonic()
+            if self._beat == beat and now - beat > _LONG and not stack:
+                stack = self._stack()
+            elif self._beat != beat:
+                used, waited = time.clock_gettime(self._cpu_clock) - cpu, self._beat - beat
+                queued = self._run_delay() - delay
+                if stack and (used > _LONG or waited - queued > _STARVED) and len(self._blocks) < 50:
+                    times = {"cpu_ms": used, "wall_ms": waited, "queue_ms": queued}
+                    self._blocks.append({name: round(1e3 * value) for name, value in times.items()} | {"stack": stack})
+                if stack:
+                    self._longest, self._longest_wall = (
+                        max(self._longest, used),
+                        max(self._longest_wall, waited - queued),
+                    )
+                beat, cpu, delay, stack = self._beat, time.clock_gettime(self._cpu_clock), self._run_delay(), []
+            if now - written > 1.0:
+                written = now
+                self._write()
+
+    def _run_delay(self) -> float:
+        """Seconds for which the loop's thread could have run and other programs had the processors."""
+        return int(self._schedstat.read_text().split()[1]) / 1e9
+
+    def _stack(self) -> list[str]:
+        """Of the loop's thread last; before it the tops of the others, which may keep it from the interpreter."""
+        frames = sys._current_frames()
+        own = traceback.extract_stack(frames.get(self._thread_id))[-6:]
+        ours = (threading.get_ident(), self._thread_id)
+        tops = [traceback.extract_stack(frame)[-2:] for thread, frame in frames.items() if thread not in ours]
+        return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for part in (*tops, own) for f in part]
+
+    def _write(self) -> None:
+        assert self._loop is not None
+        line = {
+            "tasks": len(asyncio.all_tasks(self._loop)),
+            "longest_ms": round(1e3 * self._longest),
+            "longest_wall_ms": round(1e3 * self._longest_wall),
+            "blocks": self._blocks,
+        }
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._blocks = []
+
+
+def install(file: Path) -> None:
+    """Watch the first loop that this process runs."""
+    probe = Probe(file)
+    run_forever = asyncio.BaseEventLoop.run_forever
+
+    def watched(self: asyncio.BaseEventLoop) -> None:
+        probe.watch(self)
+        run_forever(self)
+
+    asyncio.BaseEventLoop.run_forever = watched  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    install(Path(os.environ[FILE].format(pid=os.getpid())))
+    module = sys.argv.pop(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,141 @@
+"""One hostile call over gRPC, and how it ended."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf import message_factory
+
+from tests.fuzz.rpcs import Rpc, messages
+
+Metadata = Sequence[tuple[str, str | bytes]]
+_HOSTILE_METADATA: tuple[tuple[str, str | bytes], ...] = (
+    ("x-penstock-priority", "high"),
+    ("x-penstock-priority", "9" * 5000),
+    ("x-penstock-priority", "-2147483649"),
+    ("x-penstock-data-parallel-rank", "-1"),
+    ("x-penstock-data-parallel-rank", "1e3"),
+    ("x-penstock-tenant", "t" * 4000),
+    ("traceparent", "00-" + "0" * 32 + "-zz-99"),
+    ("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
+    ("tracestate", "=" * 2000),
+    ("authorization", "Bearer " + "." * 3000),
+    ("x-bin", b"\x00\xff"),
+    ("grpc-status-details-bin", b"\xff" * 100),
+    ("x-long", "l" * 20_000),
+    ("x-huge", "h" * 80_000),
+)
+_SERVERS_FAULT = (
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.UNAVAILABLE,
+)
+
+_OF_THE_CLIENT = "Internal error from Core"
+"""What gRPC's client calls its own failure to write to a call that its server has ended meanwhile."""
+
+
+class Case(NamedTuple):
+    """A call to make. ``cancel``: seconds until its client goes away; ``half``: it never says that it has sent all."""
+
+    rpc: Rpc
+    sent: list[bytes]
+    metadata: Metadata = ()
+    timeout: float = 10.0
+    cancel: float | None = None
+    half: bool = False
+    valid: bool = False
+
+
+class End(NamedTuple):
+    """How a call ended: ``code`` is the name of its status. ``problem``: why that must not be, or empty."""
+
+    code: str
+    problem: str = ""
+
+
+def make_case(rpc: Rpc, rng: Random) -> Case:
+    """A hostile call of ``rpc``."""
+    metadata: list[tuple[str, str | bytes]] = []
+    if rng.random() < 0.1:
+        metadata = [rng.choice(_HOSTILE_METADATA) for _ in range(rng.choice((1, 1, 2)))]
+    elif rng.random() < 0.005:
+        metadata = [(f"x-many-{i}", "v" * 20) for i in range(500)]
+    endless = rpc.method in ("FrontendSession", "Watch", "SubscribeKvEvents")
+    half = rpc.client_stream and rng.random() < 0.3
+    cancel = None
+    if endless or half:
+        cancel = rng.choice((0.0, 0.005, 0.05, 0.3))
+    elif rng.random() < 0.08:
+        cancel = rng.choice((0.0, 0.001, 0.01, 0.05))
+    timeout = rng.choice((0.001, 0.02, 0.5)) if rng.random() < 0.03 else 10.0
+    return Case(rpc, messages(rpc, rng), metadata, timeout, cancel, half)
+
+
+async def call(channel: grpc.aio.Channel, case: Case) -> End:
+    """Make the call and read its answer to the end."""
+    rpc = case.rpc
+    kind = ("stream" if rpc.client_stream else "unary") + "_" + ("stream" if rpc.server_stream else "unary")
+    started: Any = getattr(channel, kind)(rpc.path)
+    given: Any = _stream(case) if rpc.client_stream else case.sent[0]
+    try:
+        running = started(given, metadata=tuple(case.metadata), timeout=case.timeout)
+        async with asyncio.timeout(case.cancel):
+            problem = await _read(running, rpc)
+            code = await running.code()
+    except TimeoutError:
+        running.cancel()
+        return End("(cancelled)")
+    except asyncio.CancelledError:
+        return End("(cancelled)")
+    except grpc.aio.AioRpcError as e:
+        code, problem = e.code(), ""
+        if e.details() == _OF_THE_CLIENT:
+            return End("(ended while sending)")
+        if code in _SERVERS_FAULT and "register again" not in (e.details() or ""):  # another took the engine's name
+            return End(code.name, f"{code.name}: {e.details()}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5 and rpc.method != "FlushCache":  # it may wait
+            return End(code.name, f"no answer within {case.timeout} s: {e.details()}")
+    except (UnicodeError, ValueError, grpc.aio.UsageError, TypeError) as e:
+        return End("(unsendable)", "" if case.metadata else repr(e))
+    if not problem and case.valid and code is not grpc.StatusCode.OK:
+        problem = f"a valid request ended as {code.name}"
+    return End(code.name, problem)
+
+
+async def _read(running: Any, rpc: Rpc) -> str:
+    """What must not be in the answer."""
+    problem = ""
+    if not rpc.server_stream:
+        message_factory.GetMessageClass(rpc.response).FromString(await running)
+        return ""
+    kind = message_factory.GetMessageClass(rpc.response)
+    async for raw in running:
+        for error in _errors(kind.FromString(raw)):
+            if error.code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):
+                problem = f"a request of the stream failed as {error.code}: {error.message}"
+    return problem
+
+
+def _errors(message: Any) -> Iterable[Any]:
+    """Errors of single requests inside an answer."""
+    name = message.DESCRIPTOR.full_name
+    if name == "penstock.inference.v1.GenerateSessionResponse" and message.HasField("error"):
+        yield message.error.error
+    elif name == "penstock.enginecore.v1.SessionResponse" and message.HasField("outputs"):
+        yield from (output.error for output in message.outputs.outputs if output.HasField("error"))
+        if message.outputs.utility_output.HasField("error"):
+            yield message.outputs.utility_output.error
+
+
+async def _stream(case: Case) -> AsyncIterator[bytes]:
+    for message in case.sent:
+        yield message
+        await asyncio.sleep(0)
+    if case.half:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(case.timeout)

@@ -1,0 +1,129 @@
+"""Every RPC of the system, and what is sent to it."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2
+
+from penstock.admin.v1 import service_pb2 as admin
+from penstock.coordinator.v1 import service_pb2 as coordinator
+from penstock.enginecore.v1 import service_pb2 as enginecore
+from penstock.inference.v1 import service_pb2 as inference
+from tests.fuzz.mutate import mutated
+from tests.fuzz.seeds import SEEDS, VLLM_SEEDS
+from tests.fuzz.wire import decode
+
+CONTROL = ("Pause", "Resume", "Sleep", "WakeUp", "StartProfile", "StopProfile", "CollectiveRpc")
+"""What puts the system to sleep for everybody: sent when nobody else is there, and undone."""
+_CONTROL_UTILITIES = (b"pause", b"resume", b"sleep", b"wake_up", b"profile", b"collective_rpc", b"shutdown")
+_OURS = (b"engine-0", b"penstock-tiny")
+"""No peer that pretends to be the engine that serves: identities are what certificates are for."""
+
+
+class Rpc(NamedTuple):
+    """A method. ``port``: whose: frontend, admin, engine or coordinator. ``weight``: how often it is called."""
+
+    port: str
+    path: str
+    request: Descriptor
+    response: Descriptor
+    client_stream: bool
+    server_stream: bool
+    seeds: Sequence[bytes]
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """Service and method, for tables."""
+        service, method = self.path.strip("/").split("/")
+        return f"{'.'.join(service.split('.')[:-1]).removeprefix('penstock.')}.{method}"
+
+    @property
+    def method(self) -> str:
+        """The method alone."""
+        return self.path.rpartition("/")[2]
+
+
+def rpcs() -> list[Rpc]:
+    """All of them."""
+    health, reflection = health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR
+    asks = {
+        "Check": (health_pb2.HealthCheckRequest(service="liveness"),),
+        "Watch": (health_pb2.HealthCheckRequest(service="liveness"),),
+        "ServerReflectionInfo": (
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="penstock.inference.v1.InferenceService"),
+            reflection_pb2.ServerReflectionRequest(file_by_filename="no/such.proto"),
+        ),
+    }
+    found = [
+        *_of("frontend", inference.DESCRIPTOR.services_by_name["InferenceService"], SEEDS, 6.0),
+        *_of("frontend", vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"], VLLM_SEEDS, 2.0),
+        *_of("admin", admin.DESCRIPTOR.services_by_name["AdminService"], {}, 0.7),
+        *_of("engine", enginecore.DESCRIPTOR.services_by_name["EngineCoreService"], SEEDS, 5.0),
+        *_of("coordinator", coordinator.DESCRIPTOR.services_by_name["CoordinatorService"], SEEDS, 4.0),
+    ]
+    for port in ("frontend", "admin", "engine", "coordinator"):
+        found += _of(port, health.services_by_name["Health"], asks, 0.5)
+        found += _of(port, reflection.services_by_name["ServerReflection"], asks, 0.5)
+    return found
+
+
+def _of(port: str, service: ServiceDescriptor, seeds: dict[str, Any], weight: float) -> list[Rpc]:
+    return [
+        Rpc(
+            port=port,
+            path=f"/{service.full_name}/{method.name}",
+            request=method.input_type,
+            response=method.output_type,
+            client_stream=method.client_streaming,
+            server_stream=method.server_streaming,
+            seeds=[message.SerializeToString() for message in seeds.get(method.name, ())] or [b""],
+            weight=weight if method.name in seeds else weight / 4,
+        )
+        for method in service.methods
+    ]
+
+
+def messages(rpc: Rpc, rng: Random) -> list[bytes]:
+    """What a call sends: one message, or a stream that begins well, or not."""
+    if not rpc.client_stream:
+        return [_allowed(rpc, rng)]
+    sent: list[bytes] = []
+    if rng.random() < 0.75:
+        sent.append(rpc.seeds[0])  # a hello
+    for _ in range(rng.choice((0, 1, 1, 2, 4, 8))):
+        sent.append(_allowed(rpc, rng))
+    if sent and rng.random() < 0.2:
+        sent.append(sent[-1])
+    return sent
+
+
+def _allowed(rpc: Rpc, rng: Random) -> bytes:
+    while True:
+        message = mutated(rng.choice(rpc.seeds), rpc.request, rng)
+        if rpc.port == "coordinator" and any(name in message for name in _OURS):
+            continue
+        if rpc.method == "Session" and any(name in message for name in _CONTROL_UTILITIES):
+            continue
+        return message
+
+
+def cheap(rpc: Rpc) -> list[bytes]:
+    """A valid call."""
+    return [rpc.seeds[0]]
+
+
+def readable(rpc: Rpc, sent: Sequence[bytes]) -> str:
+    """The messages in words where they can be read."""
+    lines = []
+    for message in sent:
+        try:
+            lines.append(str(decode(message, rpc.request))[:2000])
+        except (IndexError, ValueError):
+            lines.append("(not readable)")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Random requests, cancels and kills for minutes: ``python -m tests.soak``."""

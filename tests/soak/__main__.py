@@ -1,0 +1,199 @@
+"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed and frozen.
+
+Every completed answer is compared with what its request gave undisturbed. At the end, when nothing is asked any more, every KV
+block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.client import Client
+from tests.chaos.flow import catalogue
+from tests.chaos.killing import address
+from tests.chaos.outages import Known
+from tests.chaos.requests import short_ones
+from tests.fakes.cluster import Cluster
+from tests.soak.havoc import Havoc
+from tests.soak.plot import plot
+from tests.soak.traffic import Traffic, known_kinds
+from tests.soak.watch import IDLE, TOLERANCES, Growth, Watch, gauge, metrics
+
+DEMO_MODEL = Path("examples/demo_model/penstock-tiny")
+SAMPLE_EVERY, SAY_EVERY = 2.0, 10.0
+SETTLE = 3.0
+IDLE_TIMEOUT = 60.0
+WARM_UP = 0.25
+console = Console()
+
+
+class Soak:
+    """One run. ``problems``: everything that is wrong, in words; ``growth``: start and end of what processes hold."""
+
+    def __init__(self, cluster: Cluster, args: argparse.Namespace) -> None:
+        self._cluster = cluster
+        self._args = args
+        self._rng = random.Random(args.seed)
+        names = ["coordinator", *(f"engine-{n}" for n in range(args.engines)), "frontend"]
+        self.watch = Watch(dict(zip(names, cluster.services, strict=True)))
+        self.problems: list[str] = []
+        self.growth: list[Growth] = []
+        self.counts: dict[str, dict[str, int]] = {}
+
+    async def run(self) -> None:
+        """Warm up, look, go on for the rest of the time, look again."""
+        seconds = self._args.minutes * 60
+        async with Client(*map(address, self._cluster.frontends)) as client:
+            known = await catalogue(client, short_ones(120, self._args.tokens), streams=16)
+        console.log(f"{len(known)} requests of {known_kinds(known)} shapes; seed {self._args.seed}")
+        async with _cancelled_at_end(self.watch.run(SAMPLE_EVERY)):
+            await self._phase("warm-up", known, seconds * WARM_UP)
+            await self._idle()
+            await self._phase("soak", known, seconds * (1 - WARM_UP))
+            await self._idle()
+        self.growth = self.watch.growth(busy="soak")
+        self.problems += [
+            f"{g.service}: {g.what} grew from {g.start:g} to {g.end:g}" for g in self.growth if not g.allowed
+        ]
+
+    async def _phase(self, name: str, known: Known, seconds: float) -> None:
+        log = console.log if self._args.verbose else lambda line: None
+        havoc = Havoc(self._cluster, self._rng, pause=self._args.pause, log=log)
+        async with (
+            Client(*map(address, self._cluster.frontends)) as client,
+            Traffic(client, known, streams=self._args.streams, rng=self._rng) as traffic,
+        ):
+            self.watch.phase = name
+            raging = asyncio.create_task(havoc.run())
+            began = said = time.monotonic()
+            while (now := time.monotonic()) - began < seconds and not raging.done():
+                await asyncio.sleep(min(1.0, began + seconds - now))
+                if now - said >= SAY_EVERY:
+                    said = now
+                    console.log(self._line(name, now - began, seconds, traffic, havoc))
+            havoc.end()
+            await raging
+            self.watch.phase = ""
+        console.log(self._line(name, seconds, seconds, traffic, havoc))
+        self.counts[name] = {**traffic.counts, **havoc.counts}
+        self.problems += traffic.examples
+        if traffic.counts["harmed"]:
+            self.problems.append(f"{name}: {traffic.counts['harmed']} of {traffic.counts['completed']} requests harmed")
+
+    def _line(self, name: str, at: float, of: float, traffic: Traffic, havoc: Havoc) -> str:
+        counts = traffic.counts
+        parts = ", ".join(f"{counts[key]} {key}" for key in ("completed", "cancelled", "expired", "harmed"))
+        accidents = ", ".join(f"{count} x {what}" for what, count in havoc.counts.items())
+        return f"{name} {at / 60:.1f} of {of / 60:.1f} min: {parts}; {accidents or 'no accident yet'}"
+
+    async def _idle(self) -> None:
+        """Wait until nothing is left of any request, and sample what is held then. Problems are written down."""
+        try:
+            async with asyncio.timeout(IDLE_TIMEOUT):
+                while left := await self._left():
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            self.problems.append(f"still there {IDLE_TIMEOUT:.0f} s after the last request: {left}")
+        await asyncio.sleep(SETTLE)
+        self.watch.phase = IDLE
+        await self.watch.sample()
+
+    async def _left(self) -> str:
+        """What requests still hold, in words; empty when that is nothing."""
+        for number, stats in enumerate(await self._cluster.stats()):
+            if stats.num_running_reqs or stats.num_waiting_reqs or stats.kv_cache_usage:
+                return f"engine-{number}: {stats}"
+        async with httpx.AsyncClient(verify=False, trust_env=False) as http:
+            for frontend in self._cluster.frontends:
+                if live := gauge(await metrics(http, frontend), "penstock:requests_in_flight"):
+                    return f"frontend: {live:.0f} requests in flight"
+        return ""
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_at_end(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def table(growth: list[Growth]) -> Table:
+    """One row per process and quantity."""
+    made = Table(title="held when idle, after the warm-up and at the end")
+    for column in ("service", "", "start", "end", "slope per minute while busy", "allowed more", ""):
+        made.add_column(column, justify="left" if column in ("service", "") else "right")
+    for g in growth:
+        tolerance = TOLERANCES[g.what]
+        more = f"{max(tolerance.most, tolerance.share * g.start):.0f}"
+        verdict = "" if g.allowed else "GREW"
+        made.add_row(g.service, g.what, f"{g.start:.0f}", f"{g.end:.0f}", f"{g.per_minute:+.2f}", more, verdict)
+    return made
+
+
+async def soak(args: argparse.Namespace) -> Soak:
+    """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with Cluster(
+        args.model,
+        engines=args.engines,
+        lease_seconds=3,
+        kv_cache_memory="128MiB",
+        drain_timeout=2.0,
+    ) as cluster:
+        made = Soak(cluster, args)
+        try:
+            await made.run()
+        finally:
+            args.out.mkdir(parents=True, exist_ok=True)
+            for name, service in made.watch.services.items():
+                (args.out / f"{name}.log").write_text(service.log())
+    return made
+
+
+def main() -> int:
+    """Print what was held and what went wrong. Returns 1 when something did."""
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0, help="how long requests are sent")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint to serve")
+    parser.add_argument("--streams", type=int, default=24, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=80, help="output length, give or take")
+    parser.add_argument("--engines", type=int, default=3, help="engines; the first is never ended")
+    parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two accidents")
+    parser.add_argument("--seed", type=int, default=None, help="of everything random; a new one by default")
+    parser.add_argument("--verbose", action="store_true", help="a line for every accident")
+    parser.add_argument("--out", type=Path, default=Path("build/soak"), help="for the plot, the samples and the logs")
+    args = parser.parse_args()
+    args.seed = random.randrange(2**32) if args.seed is None else args.seed
+    done = asyncio.run(soak(args))
+    plot(args.out / "soak.png", done.watch.samples)
+    results = {"seed": args.seed, "counts": done.counts, "growth": done.growth, "problems": done.problems}
+    (args.out / "soak.json").write_text(
+        json.dumps(msgspec.to_builtins(results | {"samples": done.watch.samples}), indent=1)
+    )
+    console.print(table(done.growth))
+    console.print(f"plot, samples and logs are in {args.out}")
+    for problem in done.problems:
+        console.print(problem, style="red", markup=False)
+    console.print("failed" if done.problems else "every answer was right, and nothing has grown")
+    return 1 if done.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

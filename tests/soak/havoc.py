@@ -1,0 +1,93 @@
+"""Services killed, frozen and stopped at random, one accident at a time."""
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+
+from tests.fakes.cluster import Cluster
+from tests.fakes.processes import Service
+
+
+class Havoc:
+    """Accidents for as long as ``run`` runs; ``mended`` waits until the one under way is over. ``counts``: by their names.
+
+    The first engine and all frontends are never ended, only frozen: what they hold is watched from beginning to end. While the
+    first engine is frozen, the others run.
+    """
+
+    def __init__(self, cluster: Cluster, rng: random.Random, *, pause: float, log: Callable[[str], object]) -> None:
+        """``pause``: mean seconds between two accidents."""
+        self._cluster = cluster
+        self._rng = rng
+        self._pause = pause
+        self._log = log
+        self._over = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """One accident after the other, until ``end``."""
+        accidents = {
+            "engine killed": (3, self._kill_engine),
+            "two engines killed": (1, self._kill_two),
+            "engine frozen": (2, self._freeze_engine),
+            "engine stopped": (2, self._stop_engine),
+            "coordinator killed": (1, self._kill_coordinator),
+            "coordinator frozen": (1, self._freeze_coordinator),
+        }
+        weights = [weight for weight, _ in accidents.values()]
+        while not await self._ended_within(self._rng.uniform(0.5, 1.5) * self._pause):
+            name = self._rng.choices(list(accidents), weights)[0]
+            self._log(name)
+            await accidents[name][1]()
+            self.counts[name] += 1
+            await self._cluster.until_engines_are_seen(len(self._cluster.engines))
+
+    def end(self) -> None:
+        """No more accidents after the one under way."""
+        self._over.set()
+
+    async def _ended_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _kill_engine(self) -> None:
+        await self._killed(self._rng.choice(self._cluster.engines[1:]))
+
+    async def _kill_two(self) -> None:
+        await asyncio.gather(*(self._killed(engine) for engine in self._cluster.engines[1:3]))
+
+    async def _stop_engine(self) -> None:
+        engine = self._rng.choice(self._cluster.engines[1:])
+        if (code := await engine.stop()) != 0:
+            raise RuntimeError(f"an engine that was told to stop ended with {code}:\n{engine.log()}")
+        await engine.start()
+        await engine.serving()
+
+    async def _freeze_engine(self) -> None:
+        await self._frozen(self._rng.choice(self._cluster.engines))
+
+    async def _kill_coordinator(self) -> None:
+        await self._killed(self._cluster.coordinator)
+
+    async def _freeze_coordinator(self) -> None:
+        await self._frozen(self._cluster.coordinator)
+
+    async def _killed(self, service: Service) -> None:
+        await service.kill()
+        await asyncio.sleep(self._rng.uniform(0, 3))
+        await service.start()
+        await service.serving()
+
+    async def _frozen(self, service: Service) -> None:
+        service.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(self._rng.uniform(0.5, 8))
+        finally:
+            service.send_signal(signal.SIGCONT)
+        await service.serving()

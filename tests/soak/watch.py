@@ -1,0 +1,140 @@
+"""What the processes hold, sampled from outside, and whether it has grown."""
+
+import asyncio
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fakes.processes import Service
+
+IDLE = "idle"
+
+
+class Held(msgspec.Struct, frozen=True):
+    """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``phase``: what the run was doing."""
+
+    at: float
+    service: str
+    pid: int
+    rss_mib: float
+    fds: int
+    threads: int
+    tasks: int
+    phase: str
+
+
+class Tolerance(msgspec.Struct, frozen=True):
+    """How much more a process may hold at the end than after the warm-up, both times idle: so much, or this share."""
+
+    most: float
+    share: float = 0.0
+
+    def allows(self, start: float, end: float) -> bool:
+        """Whether ``end`` is within it."""
+        return end - start <= max(self.most, self.share * start)
+
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    "rss_mib": Tolerance(16, 0.08),  # allocators keep what the busiest moment took
+    "fds": Tolerance(4),  # connections that close later
+    "threads": Tolerance(4),  # pools start their threads when these are first needed
+    "tasks": Tolerance(3),
+}
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Of one quantity of one process that lived throughout. ``per_minute``: its slope while it was busy, by least squares."""
+
+    service: str
+    what: str
+    start: float
+    end: float
+    per_minute: float
+    allowed: bool
+
+
+class Watch:
+    """Samples of named services. ``phase``: what the run is doing, for the samples; IDLE when nothing is asked."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self.services = services
+        self._began = time.monotonic()
+        self.phase = ""
+        self.samples: list[Held] = []
+
+    async def run(self, interval: float) -> None:
+        """Sample until cancelled."""
+        while True:
+            await self.sample()
+            await asyncio.sleep(interval)
+
+    async def sample(self) -> None:
+        """One of each that runs. A service that does not answer, because it is frozen or on its way up, is passed over."""
+        async with httpx.AsyncClient(timeout=1, verify=False, trust_env=False) as http:
+            found = await asyncio.gather(*(self._sample(http, name) for name in self.services))
+        self.samples += [held for held in found if held is not None]
+
+    async def _sample(self, http: httpx.AsyncClient, name: str) -> Held | None:
+        service = self.services[name]
+        try:
+            tasks = gauge(await metrics(http, service), "penstock:asyncio_tasks")
+            status, fds = process(service.pid)
+        except (httpx.HTTPError, FileNotFoundError):
+            return None
+        rss, threads = (int(re.findall(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[0]) for key in ("VmRSS", "Threads"))
+        at = time.monotonic() - self._began
+        return Held(at, name, service.pid, rss / 1024, fds, threads, int(tasks), self.phase)
+
+    def growth(self, busy: str) -> list[Growth]:
+        """Of the processes that were there, idle, before and after the phase ``busy``. RuntimeError when there is none."""
+        by_process: dict[tuple[str, int], list[Held]] = defaultdict(list)
+        for held in self.samples:
+            by_process[held.service, held.pid].append(held)
+        found = []
+        for (service, _), samples in by_process.items():
+            working = [held for held in samples if held.phase == busy]
+            idle = [held for held in samples if held.phase == IDLE]
+            if not working or not idle or not idle[0].at < working[0].at < idle[-1].at:
+                continue
+            before = [held for held in idle if held.at < working[0].at]
+            for what, tolerance in TOLERANCES.items():
+                start, end = getattr(before[-1], what), getattr(idle[-1], what)
+                slope = per_minute([(held.at, getattr(held, what)) for held in working])
+                found.append(Growth(service, what, start, end, slope, tolerance.allows(start, end)))
+        if not found:
+            raise RuntimeError("no process lived throughout")
+        return found
+
+
+def process(pid: int) -> tuple[str, int]:
+    """Its status as the system writes it, and how many files it has open. FileNotFoundError when it has ended."""
+    folder = Path(f"/proc/{pid}")
+    return (folder / "status").read_text(), len(list((folder / "fd").iterdir()))
+
+
+def per_minute(points: Sequence[tuple[float, float]]) -> float:
+    """Slope of the straight line through (seconds, value); 0 of fewer than two."""
+    if len(points) < 2:
+        return 0.0
+    return statistics.linear_regression(*zip(*points, strict=True)).slope * 60
+
+
+async def metrics(http: httpx.AsyncClient, service: Service) -> str:
+    """The text of its ``/metrics``."""
+    response = await http.get(f"http://127.0.0.1:{service.metrics_port}/metrics")
+    return response.raise_for_status().text
+
+
+def gauge(text: str, name: str) -> float:
+    """Sum over the labels. KeyError when there is no such metric."""
+    for family in text_string_to_metric_families(text):
+        if family.name == name:
+            return sum(sample.value for sample in family.samples)
+    raise KeyError(name)
