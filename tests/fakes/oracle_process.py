@@ -49,11 +49,11 @@ class OracleProcess(Service):
 
     def stop_running(self) -> None:
         """SIGSTOP."""
-        self.signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """SIGCONT."""
-        self.signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
     async def restart(self) -> None:
         """A new incarnation on the same port, that serves."""

@@ -90,11 +90,6 @@ class Service:
                         return self
                 await asyncio.sleep(0.05)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send the process a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
     def remove_log(self) -> None:
         """Forget what the processes have printed."""
         self._folder.cleanup()
