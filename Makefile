@@ -72,6 +72,12 @@ test-integration: setup ## Services against each other and against transformers
 test-e2e: setup ## The whole system as separate processes
 	@$(PYTEST) tests/e2e -q
 
+.PHONY: matrix
+matrix: setup ## Every failure of an engine at every step, with every kind of stream; prints the table
+	@mkdir -p build && rm -f build/matrix.md
+	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=build/matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
+		status=$$?; cat build/matrix.md; exit $$status
+
 .PHONY: lint
 lint: setup ## ruff, and buf where npm is there
 	@$(BIN)/ruff check

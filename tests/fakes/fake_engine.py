@@ -7,8 +7,9 @@ set: then each call of ``step`` runs one.
 Its log-probability is ``logprob_of(token)``, so the likeliest tokens are 0, 1, ...: one position has the chosen token and as
 many of those as the request asks for.
 
-A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or with
-STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it.
+A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or, from
+``min_tokens`` on, with STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it. Prior output
+counts as output.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from penstock_common.config import ServerConfig, TlsConfig
 from penstock_common.rpc.server import RpcServer
 
 DEFAULT_MAX_TOKENS = 16
+FLUSH_SECONDS = 1.0
 UTILITIES: dict[str, Any] = {
     "pause": None,
     "resume": None,
@@ -83,9 +85,29 @@ class FakeRequest:
             return self.script[index]
         return token_at(self.message.sampling_params.seed, index, vocab_size=vocab_size)
 
+    def limit(self, max_model_len: int) -> int:
+        """How long the output can get, in tokens."""
+        params = self.message.sampling_params
+        room = max_model_len - len(self.message.prompt_token_ids)
+        asked = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+        return min(room, asked if self.script is None else min(asked, len(self.script)))
+
+    def end(self, token: int, limit: int, eos_token_id: int) -> pb.EngineCoreOutput | None:
+        """How the output ends behind ``token``, the last one sent; None if it goes on."""
+        params = self.message.sampling_params
+        stops = self.num_sent >= params.min_tokens
+        if stops and token in params.stop_token_ids:
+            reason = finish_pb2.StopReason(token_id=token)
+            return pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_STOP, stop_reason=reason)
+        if stops and token == eos_token_id and not params.ignore_eos:
+            return pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_STOP)
+        if self.num_sent >= limit:
+            return pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_LENGTH)
+        return None
+
 
 class FakeSession:
-    """One frontend's stream. ``None`` in the queue ends it, an exception breaks it."""
+    """One frontend's stream. ``None`` in the queue ends it, an exception breaks it; ``join`` waits until all is sent."""
 
     def __init__(self, hello: pb.Hello) -> None:
         self.hello = hello
@@ -175,17 +197,35 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start()
+        await self._server.set_serving(True)
         if not self._manual:
             self._steps = asyncio.create_task(self._run())
 
-    async def kill(self) -> None:
-        """Vanish: the connection is closed without a word. ``start(port)`` brings the engine back."""
+    async def refuse_by_health(self) -> None:
+        """Say on the health service that no new requests are taken."""
+        if self._server is not None:
+            await self._server.set_serving(False)
+
+    async def handed_over(self) -> None:
+        """Wait until gRPC has taken what the sessions are owed, for a while at most: a frontend may have stopped reading."""
+        joins = [asyncio.create_task(session.queue.join()) for session in self.sessions]
+        if joins:
+            _, late = await asyncio.wait(joins, timeout=FLUSH_SECONDS)
+            for task in late:
+                task.cancel()
+
+    async def kill(self, grace: float | None = None) -> None:
+        """Vanish: what was sent goes out, and the connection is closed without a word, or after ``grace`` seconds at most.
+
+        ``start(port)`` brings the engine back.
+        """
         if self._steps is not None:
             self._steps.cancel()
             await asyncio.gather(self._steps, return_exceptions=True)
             self._steps = None
+        await self.handed_over()
         if self._server is not None:
-            await self._server.server.stop(None)
+            await self._server.server.stop(grace)
             self._server = None
         self.running.clear()
         self.sessions.clear()
@@ -224,7 +264,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             if (output := self.mangle(self._advance(request))) is not None:
                 outputs.setdefault(request.session, []).append(output)
         for session, of_session in outputs.items():
-            session.send(outputs=pb.EngineCoreOutputs(outputs=of_session, scheduler_stats=self._stats()))
+            self._deliver(session, of_session)
         self._notify()
 
     async def until(self, condition: Callable[["FakeEngine"], object], limit: float = 10.0) -> None:
@@ -237,16 +277,20 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         first = await anext(aiter(request_iterator))
         session = FakeSession(first.hello)
+        self._reached("before_ready")
+        self._greet(session)
         self.sessions.append(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         self._notify()
         try:
-            yield pb.SessionResponse(ready=self.ready)
             while (message := await session.queue.get()) is not None:
                 if isinstance(message, Exception):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, str(message))
                 else:
                     yield message
+                session.queue.task_done()
+                if message.HasField("ready"):
+                    self._reached("after_ready")
         finally:
             reader.cancel()
             if session in self.sessions:
@@ -265,21 +309,41 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             if kind == "add":
                 self._add(message.add, session)
             elif kind == "abort":
+                self._reached("on_abort")
                 self.aborted.extend(message.abort.request_ids)
                 for request_id in message.abort.request_ids:
-                    self.running.pop(request_id, None)
+                    if self._runs(request_id, session):
+                        del self.running[request_id]
             elif kind == "utility":
                 self._answer(message.utility, session)
             self._wake.set()
             self._notify()
 
+    def _runs(self, request_id: str, session: FakeSession) -> bool:
+        """Whether a request of this session is running: a session that came later may have one with the same id."""
+        request = self.running.get(request_id)
+        return request is not None and request.session is session
+
     def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
         self.requests.append(message)
         request = FakeRequest(message, session, self.script(message))
         if self.refusal is not None:
-            self._send(request, pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_ERROR, error=self.refusal))
+            self._refuse(request, self.refusal)
+        elif (end := self._end_of_prior(request)) is not None:
+            self._send(request, end)
         else:
             self.running[message.request_id] = request
+            self._reached("on_add", request)
+
+    def _end_of_prior(self, request: FakeRequest) -> pb.EngineCoreOutput | None:
+        """How the prior output has ended the request already, if it has."""
+        prior = request.message.prior_output_token_ids
+        if not prior:
+            return None
+        return request.end(prior[-1], request.limit(self.ready.max_model_len), self.eos_token_id)
+
+    def _refuse(self, request: FakeRequest, error: finish_pb2.RequestError) -> None:
+        self._send(request, pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_ERROR, error=error))
 
     def _answer(self, call: pb.UtilityCall, session: FakeSession) -> None:
         output = pb.UtilityOutput(call_id=call.call_id)
@@ -294,11 +358,23 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             output.error.code, output.error.message = "NOT_FOUND", f"no utility {call.method!r}"
         session.send(outputs=pb.EngineCoreOutputs(utility_output=output))
 
+    def _greet(self, session: FakeSession) -> None:
+        """What a session begins with."""
+        session.send(ready=self.ready)
+
+    def _reached(self, point: str, request: FakeRequest | None = None) -> None:
+        """For engines that fail at a point of the protocol."""
+
+    def _deliver(self, session: FakeSession, outputs: Sequence[pb.EngineCoreOutput]) -> None:
+        """Send a step's outputs to a frontend."""
+        session.send(outputs=pb.EngineCoreOutputs(outputs=outputs, scheduler_stats=self._stats()))
+
     def _send(self, request: FakeRequest, output: pb.EngineCoreOutput) -> None:
+        """End a request with this output."""
         output.request_id, output.attempt = request.message.request_id, request.message.attempt
         output.offset = request.num_sent
         self.running.pop(output.request_id, None)
-        request.session.send(outputs=pb.EngineCoreOutputs(outputs=[output], scheduler_stats=self._stats()))
+        self._deliver(request.session, [output])
         self._notify()
 
     def _advance(self, request: FakeRequest) -> pb.EngineCoreOutput:
@@ -310,20 +386,13 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             if params.HasField("prompt_logprobs"):
                 prompt = logprobs_of(message.prompt_token_ids[1:], params.prompt_logprobs)
                 output.new_prompt_logprobs.CopyFrom(prompt)
-        room = self.ready.max_model_len - len(message.prompt_token_ids)
-        asked = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-        limit = min(room, asked if request.script is None else min(asked, len(request.script)))
+        limit = request.limit(self.ready.max_model_len)
         while len(output.new_token_ids) < self.tokens_per_step and not output.finish_reason:
             token = request.token(request.num_sent, self.ready.vocab_size)
             output.new_token_ids.append(token)
             request.num_sent += 1
-            if token in params.stop_token_ids:
-                output.finish_reason = finish_pb2.FINISH_REASON_STOP
-                output.stop_reason.token_id = token
-            elif token == self.eos_token_id:
-                output.finish_reason = finish_pb2.FINISH_REASON_STOP
-            elif request.num_sent >= limit:
-                output.finish_reason = finish_pb2.FINISH_REASON_LENGTH
+            if (end := request.end(token, limit, self.eos_token_id)) is not None:
+                output.MergeFrom(end)
         if params.HasField("logprobs"):
             output.new_logprobs.CopyFrom(logprobs_of(output.new_token_ids, params.logprobs))
         if output.finish_reason:

@@ -90,6 +90,15 @@ class Service:
                         return self
                 await asyncio.sleep(0.05)
 
+    def remove_log(self) -> None:
+        """Forget what the processes have printed."""
+        self._folder.cleanup()
+
+    async def ended(self) -> int:
+        """Wait until the process has ended by itself. Returns the exit code."""
+        assert self._process is not None
+        return await self._process.wait()
+
     async def kill(self) -> None:
         """SIGKILL, and wait until the process is gone."""
         assert self._process is not None
@@ -115,4 +124,4 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
-        self._folder.cleanup()
+        self.remove_log()

@@ -23,8 +23,9 @@ class SessionClient:
     ``outputs`` holds every output of a request, in order; ``tokens``, ``ends`` and ``events`` what they add up to.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+        self._call = stub.Session()
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[pb.UtilityOutput]] = {}
         self._changed = asyncio.Condition()
@@ -69,6 +70,10 @@ class SessionClient:
         assert not output.HasField("error"), f"{output.error.code}: {output.error.message}"
         return msgspec.msgpack.decode(output.result)
 
+    async def info(self) -> pb.GetEngineInfoResponse:
+        response: pb.GetEngineInfoResponse = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest())
+        return response
+
     async def _send(self, message: pb.SessionRequest) -> None:
         async with self._sending:
             await self._call.write(message)
@@ -109,7 +114,7 @@ class SessionClient:
 async def connected(address: str, frontend_id: str = "f") -> AsyncIterator[SessionClient]:
     """An open session."""
     async with make_channel(address) as channel:
-        client = SessionClient(service_pb2_grpc.EngineCoreServiceStub(channel).Session())
+        client = SessionClient(service_pb2_grpc.EngineCoreServiceStub(channel))
         await client.open(frontend_id)
         try:
             yield client

@@ -10,7 +10,7 @@ import pytest
 from penstock.common.v1 import finish_pb2, sampling_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_frontend.config import LimitsConfig
 from tests.fakes.fake_engine import FakeEngine, token_at
 from tests.fakes.frontend_server import FrontendServer, collect, failure
@@ -127,6 +127,7 @@ async def test_one_failed_sequence_fails_the_call_and_ends_the_others(manual: Fa
     def break_one(output: engine_pb.EngineCoreOutput) -> engine_pb.EngineCoreOutput:
         if output.request_id.endswith("-1"):
             output.finish_reason = finish_pb2.FINISH_REASON_ERROR
+            output.error.code, output.error.message = "INVALID_ARGUMENT", "this one cannot be"
         return output
 
     manual.mangle = break_one
@@ -134,7 +135,7 @@ async def test_one_failed_sequence_fails_the_call_and_ends_the_others(manual: Fa
         reader = asyncio.create_task(failure(frontend.generate(n=3, max_tokens=100)))
         await manual.until(lambda e: len(e.running) == 3)
         manual.step()
-        assert isinstance(await reader, Unavailable)
+        assert isinstance(await reader, InvalidArgument)
         await manual.until(lambda e: len(e.aborted) == 2)
         assert len(frontend.frontend._llm._outputs) == 0
         assert len(frontend.frontend._llm._live) == 0

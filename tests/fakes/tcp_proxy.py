@@ -1,0 +1,93 @@
+"""A cable between a client and a server on this machine: it can be cut, unplugged, and slow."""
+
+import asyncio
+import contextlib
+
+
+class TcpProxy:
+    """Passes bytes between those who connect to ``port`` and 127.0.0.1:``target``.
+
+    ``cut``: every connection is reset. ``unplug``: connections stay open and new ones are accepted, and nothing passes until
+    ``plug_in``; what was sent meanwhile arrives then. ``delay``: seconds that each piece of data takes longer.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.port = 0
+        self.delay = 0.0
+        self._target = target
+        self._plugged = asyncio.Event()
+        self._plugged.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen, on a free port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def unplug(self) -> None:
+        """Let nothing pass."""
+        self._plugged.clear()
+
+    def plug_in(self) -> None:
+        """Let everything pass again."""
+        self._plugged.set()
+
+    async def close(self) -> None:
+        """End all connections and listen no more."""
+        self._server.close()
+        self.cut()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        try:
+            await self._plugged.wait()
+            with contextlib.suppress(OSError):  # nobody listens there: a reset, as the caller would get it
+                to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target)
+                self._writers.add(to_writer)
+                try:
+                    await self._both_ways(reader, writer, to_reader, to_writer)
+                finally:
+                    self._writers.discard(to_writer)
+                    to_writer.transport.abort()
+        finally:
+            self._writers.discard(writer)
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _both_ways(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        to_reader: asyncio.StreamReader,
+        to_writer: asyncio.StreamWriter,
+    ) -> None:
+        """Until either side ends."""
+        ways = [asyncio.create_task(self._pass(reader, to_writer)), asyncio.create_task(self._pass(to_reader, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                await self._plugged.wait()
+                if self.delay:
+                    await asyncio.sleep(self.delay)
+                writer.write(data)
+                await writer.drain()

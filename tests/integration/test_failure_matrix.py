@@ -1,0 +1,50 @@
+"""Every failure of an engine, at every step of a request, on every kind of stream: nothing is lost, nothing comes twice.
+
+A cell puts requests of every shape on one engine, which fails when so many tokens of each are out. See ``tests/fakes/matrix``.
+With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell has every shape with every output kind and n, with one token per step
+and with several; else each shape has one of these, another in the next cell.
+"""
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from penstock_frontend.config import DetectionConfig
+from tests.fakes.matrix.failures import FAILURES, Failure
+from tests.fakes.matrix.report import Report
+from tests.fakes.matrix.rig import STEPS, WIDE_STEPS, Rig, Step
+from tests.fakes.matrix.shapes import KINDS, shapes
+from tests.fakes.small_tokenizers import save_model
+
+FULL = os.environ.get("PENSTOCK_MATRIX") == "full"
+VARIANTS = list(itertools.product(KINDS, (1, 3)))
+DETECTION = DetectionConfig(silence=0.2, probe_timeout=1.0, wedged_after=1.0)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Report]:
+    report = Report()
+    yield report
+    report.write(os.environ.get("PENSTOCK_MATRIX_REPORT", ""))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    model = save_model(tmp_path_factory.mktemp("matrix") / "model")
+    async with Rig(model, detection=DETECTION) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize("step", STEPS + WIDE_STEPS if FULL else STEPS, ids=str)
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
+async def test_every_stream_is_whole(rig: Rig, report: Report, failure: Failure, step: Step) -> None:
+    number = FAILURES.index(failure) * len(STEPS) + step.offset
+    variants = VARIANTS if FULL else itertools.islice(itertools.cycle(VARIANTS), number, number + len(VARIANTS))
+    cell = await rig.cell(failure, step, list(shapes(step.offset, variants, every=FULL, seed=number)))
+    report.add(cell)
+    assert not cell.wrong, "\n".join(cell.wrong[:20])
