@@ -251,10 +251,12 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         for session in self.sessions:
             session.send(draining=pb.Draining(deadline=deadline))
 
-    def finish_all(self, reason: "finish_pb2.FinishReason.ValueType") -> None:
+    def finish_all(
+        self, reason: "finish_pb2.FinishReason.ValueType", error: finish_pb2.RequestError | None = None
+    ) -> None:
         """End every running request without more tokens."""
         for request in list(self.running.values()):
-            self._send(request, pb.EngineCoreOutput(finish_reason=reason))
+            self._send(request, pb.EngineCoreOutput(finish_reason=reason, error=error))
 
     def step(self) -> None:
         """One step: tokens for every running request, one frame per session."""

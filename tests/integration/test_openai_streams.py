@@ -31,6 +31,12 @@ async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
         yield server
 
 
+TOO_SMALL = finish_pb2.RequestError(
+    code="RESOURCE_EXHAUSTED", message="it needs more than there is", reason="KV_CACHE_TOO_SMALL"
+)
+"""What no other engine could mend."""
+
+
 @pytest.fixture
 async def stepped(manual: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
     async with openai_server(model, engines=[manual.address]) as server:
@@ -59,9 +65,9 @@ async def test_an_error_in_the_middle_is_an_event_and_done_follows(stepped: Open
     await manual.until(lambda e: e.running)
     manual.step()
     await eventually(lambda: stepped.num_live == 1 and manual.num_steps == 1)
-    manual.finish_all(finish_pb2.FINISH_REASON_ERROR)
+    manual.finish_all(finish_pb2.FINISH_REASON_ERROR, TOO_SMALL)
     *_, error, last = await reading
-    assert json.loads(error)["error"]["type"] == "service_unavailable_error"
+    assert json.loads(error)["error"]["type"] == "rate_limit_error"
     assert last == "[DONE]"
     assert stepped.num_live == 0
 
@@ -73,8 +79,8 @@ async def test_the_client_raises_an_error_of_the_middle(stepped: OpenAIServer, m
     manual.step()
     stream = await starting
     assert (await anext(aiter(stream))).choices[0].text == "a"
-    manual.finish_all(finish_pb2.FINISH_REASON_ERROR)
-    with pytest.raises(openai.APIError, match="the engine failed on this request"):
+    manual.finish_all(finish_pb2.FINISH_REASON_ERROR, TOO_SMALL)
+    with pytest.raises(openai.APIError, match="needs more than there is"):
         [chunk async for chunk in stream]
 
 

@@ -39,10 +39,13 @@ class CheckedMessages:
     """A stream's messages. The first that cannot be read raises InvalidArgument."""
 
     def __init__(self, messages: AsyncIterable[Any]) -> None:
-        self._messages = aiter(messages)
+        self._messages = messages
+        self._iterator: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        return checked(await anext(self._messages))
+        if self._iterator is None:  # gRPC complains of an iterator that was made and never asked
+            self._iterator = aiter(self._messages)
+        return checked(await anext(self._iterator))
