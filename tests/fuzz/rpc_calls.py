@@ -35,6 +35,8 @@ _SERVERS_FAULT = (
     grpc.StatusCode.UNAVAILABLE,
 )
 
+_ANOTHER_TOOK_THE_NAME = ("register again", "has been replaced by")
+"""What the coordinator says to a peer that poses as an engine, when another one poses as the same."""
 _OF_THE_CLIENT = "Internal error from Core"
 """What gRPC's client calls its own failure to write to a call that its server has ended meanwhile."""
 
@@ -96,7 +98,7 @@ async def call(channel: grpc.aio.Channel, case: Case) -> End:
         code, problem = e.code(), ""
         if e.details() == _OF_THE_CLIENT:
             return End("(ended while sending)")
-        if code in _SERVERS_FAULT and "register again" not in (e.details() or ""):  # another took the engine's name
+        if code in _SERVERS_FAULT and not any(word in (e.details() or "") for word in _ANOTHER_TOOK_THE_NAME):
             return End(code.name, f"{code.name}: {e.details()}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5 and rpc.method != "FlushCache":  # it may wait
             return End(code.name, f"no answer within {case.timeout} s: {e.details()}")

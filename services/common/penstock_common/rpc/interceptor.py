@@ -1,5 +1,6 @@
 """The one place where exceptions of a servicer become gRPC statuses, and where calls are seen to begin and end."""
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
@@ -86,7 +87,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception as e:
                 failed = _failed(e, method)
                 code = failed.code
-                await abort(context, failed)
+                await _end(context, failed)
             finally:
                 ended(code or _cut_short(context))
 
@@ -105,7 +106,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception as e:
                 failed = _failed(e, method)
                 code = failed.code
-                await abort(context, failed)
+                await _end(context, failed)
             finally:
                 ended(code or _cut_short(context))
 
@@ -115,6 +116,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 def _readable(request: Any, kind: str) -> Any:
     """The message, or the messages. Raises InvalidArgument, now or later."""
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
+
+
+async def _end(context: Context, error: RequestFailed) -> None:
+    """End the call with the error. A client that has gone meanwhile cannot be told: gRPC would print a traceback."""
+    try:
+        await abort(context, error)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def _failed(error: Exception, method: str) -> RequestFailed:

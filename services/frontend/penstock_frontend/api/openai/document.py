@@ -105,8 +105,9 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
     content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _ref(each.answer)}}
     if each.chunk is not None:
         # Each event is a chunk as JSON, or an error; the last one is [DONE].
-        events = {"type": "string", "description": f"Events whose data is a {each.chunk.__name__}; the last is [DONE]."}
-        content["text/event-stream"] = {"schema": events}
+        about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
+        event: dict[str, Any] = {"type": "object", "description": about, "properties": {"data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event}
     errors = {"application/json": {"schema": _ref(ErrorBody)}} if each.text != "text/plain" else content
     responses = {code: {"description": _ERRORS[code], "content": errors} for code in each.errors}
     described: dict[str, Any] = {
