@@ -16,6 +16,7 @@ from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig
 from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.interceptor import ErrorInterceptor
 from penstock_common.rpc.server import RpcServer
 from penstock_common.rpc.status import from_rpc_error
 
@@ -165,6 +166,7 @@ async def test_a_method_of_health_that_is_not_served_is_unimplemented(channel: g
 
 _PEER_WITH_A_MESSAGE = """
 import asyncio, struct
+from penstock_common.rpc.interceptor import ErrorInterceptor
 from penstock_common.rpc.server import RpcServer
 from penstock_common.config import ServerConfig
 
@@ -189,3 +191,16 @@ def test_what_a_peer_writes_is_not_in_the_log() -> None:
     run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], capture_output=True, timeout=60)
     assert run.returncode == 0, run.stderr.decode(errors="replace")
     assert b"words of the peer" not in run.stdout + run.stderr
+
+
+async def test_an_error_for_a_client_that_has_gone_ends_the_call_without_a_traceback() -> None:
+    class Gone:
+        async def abort(self, *_: object, **__: object) -> None:
+            raise grpc.aio.InternalError("execute_batch")
+
+    async def refuse(request: object, context: object) -> None:
+        raise InvalidArgument("bad", field="text")
+
+    call = ErrorInterceptor()._single(refuse, "/service/Method", "unary")
+    with pytest.raises(asyncio.CancelledError):
+        await call(pb.GetModelRequest(), Gone())
