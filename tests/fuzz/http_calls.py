@@ -119,6 +119,8 @@ _PATHS = (
 _METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "BREW")
 _MAX_DEPTH = 6
 _MOST_SENT = 20_000_000
+_MOST_REPEATED = 100_000_000
+"""Bytes: what is repeated and repeated again would be more than this machine has."""
 _MOST_TAKEN = 32 * 1024 * 1024
 """The default of http.max_body_bytes: what sends more is answered, and cut off while it still sends."""
 TIMEOUT = 20.0
@@ -185,7 +187,8 @@ def _changed(body: Any, rng: Random, depth: int = 0) -> Any:
     if depth < _MAX_DEPTH and isinstance(body, list) and body and rng.random() < 0.6:
         index = rng.randrange(len(body))
         if rng.random() < 0.2:
-            return body * rng.choice((0, 2, 65, 1025))
+            times = rng.choice((0, 2, 65, 1025))
+            return body * times if len(repr(body)) * times < _MOST_REPEATED else body
         return [*body[:index], _changed(body[index], rng, depth + 1), *body[index + 1 :]]
     return _value(rng)
 
