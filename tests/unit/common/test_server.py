@@ -1,6 +1,7 @@
 """The server every service is built on: health, error details, ports."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -204,3 +205,13 @@ async def test_an_error_for_a_client_that_has_gone_ends_the_call_without_a_trace
     call = ErrorInterceptor()._single(refuse, "/service/Method", "unary")
     with pytest.raises(asyncio.CancelledError):
         await call(pb.GetModelRequest(), Gone())
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"), [(grpc.aio.InternalError("execute_batch"), False), (ValueError("x"), True)]
+)
+def test_grpcs_own_log_tells_of_defects_but_not_of_clients_that_have_gone(
+    error: Exception, shown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("grpc._cython.cygrpc").error("raised in core", exc_info=error)
+    assert ("raised in core" in caplog.text) is shown

@@ -1,6 +1,7 @@
 """The gRPC server every service is built on."""
 
 import contextlib
+import logging
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,6 +54,14 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
+
+
+def _of_the_gone(record: logging.LogRecord) -> bool:
+    """Not what gRPC says, with a traceback, when it cannot send an answer because its client has gone."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_of_the_gone)
 
 
 class RpcServer:
