@@ -1,6 +1,5 @@
 """The one place where exceptions of a servicer become gRPC statuses, and where calls are seen to begin and end."""
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
@@ -87,7 +86,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception as e:
                 failed = _failed(e, method)
                 code = failed.code
-                await _end(context, failed)
+                await abort(context, failed)
             finally:
                 ended(code or _cut_short(context))
 
@@ -106,7 +105,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception as e:
                 failed = _failed(e, method)
                 code = failed.code
-                await _end(context, failed)
+                await abort(context, failed)
             finally:
                 ended(code or _cut_short(context))
 
@@ -116,14 +115,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 def _readable(request: Any, kind: str) -> Any:
     """The message, or the messages. Raises InvalidArgument, now or later."""
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
-
-
-async def _end(context: Context, error: RequestFailed) -> None:
-    """End the call with the error. A client that has gone meanwhile cannot be told: gRPC would print a traceback."""
-    try:
-        await abort(context, error)
-    except grpc.aio.InternalError:
-        raise asyncio.CancelledError from None
 
 
 def _failed(error: Exception, method: str) -> RequestFailed:

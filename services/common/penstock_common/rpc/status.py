@@ -1,5 +1,6 @@
 """RequestFailed on the wire: a gRPC status with ``google.rpc`` details, and back."""
 
+import asyncio
 from typing import NoReturn
 
 import grpc
@@ -36,11 +37,13 @@ def to_status(error: RequestFailed) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: RequestFailed) -> NoReturn:
-    """End the call with the error's status and details."""
+    """End the call with the error's status and details. Raises CancelledError when its client has gone and cannot be told."""
     status = to_status(error)
-    await context.abort(
-        grpc.StatusCode[error.code], error.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
-    )
+    details = ((DETAILS_KEY, status.SerializeToString()),)
+    try:
+        await context.abort(grpc.StatusCode[error.code], error.message, trailing_metadata=details)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
     raise AssertionError("context.abort always raises")
 
 

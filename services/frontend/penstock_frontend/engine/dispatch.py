@@ -81,8 +81,8 @@ class Dispatch:
         for entry in self._journal.end(request_ids):
             if entry.engine:
                 by_engine.setdefault(entry.engine, []).append(entry.request_id)
-            else:
-                self._release(entry)
+            elif self._held.discard(entry):
+                self._on_held()
         for engine, ids in by_engine.items():
             self._engines.abort_on(engine, ids, reason)
         self._try_next()
@@ -202,10 +202,3 @@ class Dispatch:
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:
         self._journal.end([entry.request_id])
         self._outputs.fail([entry.request_id], error)
-
-    def _release(self, entry: JournalEntry) -> None:
-        """An entry that no engine has is over."""
-        before = len(self._held)
-        self._held.discard(entry)
-        if len(self._held) != before:
-            self._on_held()

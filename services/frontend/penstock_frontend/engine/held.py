@@ -21,10 +21,12 @@ class HeldRequests:
         """Hold an entry that is not held."""
         self._timers[entry] = asyncio.get_running_loop().call_later(self._timeout, self._give_up, entry)
 
-    def discard(self, entry: JournalEntry) -> None:
-        """Hold it no longer, if it is."""
-        if (timer := self._timers.pop(entry, None)) is not None:
+    def discard(self, entry: JournalEntry) -> bool:
+        """Hold it no longer. Returns whether it was held."""
+        timer = self._timers.pop(entry, None)
+        if timer is not None:
             timer.cancel()
+        return timer is not None
 
     def take_all(self) -> list[JournalEntry]:
         """Let go of all."""
