@@ -46,3 +46,31 @@ def test_without_autoscaling_there_is_no_rule(tmp_path: Path):
 )
 def test_risky_values_are_pointed_out(tmp_path: Path, name: str, settings: tuple[str, ...], warning: str):
     assert warning in notes(tmp_path, name, *settings)
+
+
+EDGE_TLS, EDGE_KEYS = "frontend.edge.tlsSecretName=edge-cert", "frontend.edge.apiKeysSecretName=keys"
+
+
+def test_the_first_call_uses_the_certificate_and_the_key_that_the_edge_asks_for(tmp_path: Path):
+    text = notes(tmp_path, HUB, EDGE_TLS, EDGE_KEYS)
+    assert "export PENSTOCK_TLS_CA=" in text
+    assert "export PENSTOCK_TLS_SERVER_NAME=" in text
+    assert "export PENSTOCK_API_KEY=" in text
+    assert '-cacert "$PENSTOCK_TLS_CA"' in text
+    assert "authorization: Bearer $PENSTOCK_API_KEY" in text
+    assert "-plaintext" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((EDGE_TLS, EDGE_KEYS), ""),
+        ((EDGE_TLS,), "its traffic is encrypted but not authenticated"),
+        ((EDGE_KEYS,), "its traffic is authenticated but not encrypted"),
+        ((), "its traffic is neither encrypted nor authenticated"),
+    ],
+)
+def test_what_a_service_outside_the_cluster_lacks_is_pointed_out(tmp_path: Path, settings: tuple[str, ...], said: str):
+    text = notes(tmp_path, BARE, *settings)
+    assert said in text
+    assert ("is a LoadBalancer Service" in text) == bool(said)

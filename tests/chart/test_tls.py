@@ -75,3 +75,21 @@ def test_certificates_for_some_of_the_services_are_refused():
 def test_every_tls_setting_of_a_service_is_one_that_the_chart_knows():
     hops = {key.rpartition(".")[0] for key, _ in common_config.fields(FrontendConfig) if key.endswith(".certificate")}
     assert hops == {"server.tls", "admin.tls", "http.tls", "engine_tls", "coordinator.tls"}
+
+
+@pytest.mark.parametrize("component", SERVICES)
+@pytest.mark.parametrize("secured", [False, True])
+def test_services_say_what_proxies_are_to_speak_to_them(component: str, secured: bool):
+    rendered = release(HUB, *(BETWEEN + EDGE if secured else ()))
+    services = [s for s in rendered.all("Service") if s["spec"]["selector"]["app.kubernetes.io/component"] == component]
+    expected = {"grpc": "https" if secured else "kubernetes.io/h2c", "http": "https" if secured else "http"}
+    told = {(port["name"], port["appProtocol"]) for s in services for port in s["spec"]["ports"]}
+    assert told == {(name, expected[name]) for name, _ in told}
+
+
+def test_metrics_behind_a_certificate_are_scraped_by_https():
+    def scheme(component: str, *settings: str) -> str | None:
+        return release(HUB, *settings).pod(component)["metadata"]["annotations"].get("prometheus.io/scheme")
+
+    assert [scheme(component) for component in SERVICES] == [None] * 3
+    assert [scheme(component, *BETWEEN, *EDGE) for component in SERVICES] == ["https", None, None]

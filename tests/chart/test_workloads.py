@@ -9,7 +9,7 @@ from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
 from penstock_common.config import ServerConfig
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.server import LIVENESS
+from penstock_common.rpc.server import LIVENESS, STARTUP
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
 from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, SERVICES, release
@@ -140,10 +140,9 @@ def test_readiness_is_asked_of_the_grpc_service(component: str):
     assert container["readinessProbe"]["grpc"] == {"port": port, "service": API[component].full_name}
 
 
-def test_an_engine_has_started_when_it_accepts_requests_and_is_alive_while_it_makes_progress():
-    container = release(HUB).container("enginecore")
-    assert container["startupProbe"]["grpc"] == container["readinessProbe"]["grpc"]
-    assert container["livenessProbe"]["grpc"] == {"port": 50052, "service": LIVENESS}
+@pytest.mark.parametrize("component", SERVICES)
+def test_a_service_has_started_when_it_says_that_it_has_loaded_what_it_needs(component: str):
+    assert release(HUB).container(component)["startupProbe"]["grpc"]["service"] == STARTUP
 
 
 async def test_the_coordinator_answers_all_its_probes():
@@ -163,10 +162,6 @@ async def test_the_coordinator_answers_all_its_probes():
 @pytest.mark.parametrize("component", SERVICES)
 def test_every_service_is_alive_whether_or_not_it_accepts_requests(component: str):
     assert release(HUB).container(component)["livenessProbe"]["grpc"]["service"] == LIVENESS
-
-
-def test_a_frontend_has_started_before_any_engine_has():
-    assert release(HUB).container("frontend")["startupProbe"]["grpc"]["service"] == LIVENESS
 
 
 @pytest.mark.parametrize("component", DRAINING)

@@ -60,6 +60,9 @@ annotations:
   prometheus.io/scrape: "true"
   prometheus.io/port: {{ .metricsPort | quote }}
   prometheus.io/path: /metrics
+  {{- if eq (include "penstock.metricsScheme" .) "https" }}
+  prometheus.io/scheme: https
+  {{- end }}
   {{- end }}
   {{- with $values.podAnnotations }}
   {{- toYaml . | nindent 2 }}
@@ -135,7 +138,7 @@ securityContext:
 {{- end -}}
 
 {{/* Takes also "port", and per probe the health service that it asks for. The name "liveness"
-     asks whether the process makes progress, whether or not it accepts requests. */}}
+     asks whether the process makes progress, whether or not it accepts requests, "startup" whether it has loaded what it needs. */}}
 {{- define "penstock.probes" -}}
 {{- $self := . -}}
 {{- range $i, $kind := list "startup" "readiness" "liveness" }}

@@ -75,3 +75,20 @@ jwks: {{ . }}
     secretName: {{ $secret }}
 {{- end }}
 {{- end -}}
+
+{{/* How /metrics of a component is asked for: the frontends' HTTP port has the edge's certificate, the others' serve it alone, in
+     plain text. Takes root and component. */}}
+{{- define "penstock.metricsScheme" -}}
+{{- if and (eq .component "frontend") .root.Values.frontend.edge.tlsSecretName -}}https{{- else -}}http{{- end -}}
+{{- end -}}
+
+{{/* What proxies are to speak to the gRPC ports of a component: HTTP/2 in plain text, or TLS, inside which gRPC negotiates HTTP/2. Takes
+     root and component. */}}
+{{- define "penstock.grpcProtocol" -}}
+{{- $values := index .root.Values .component -}}
+{{- $secret := $values.tls.secretName -}}
+{{- if eq .component "frontend" -}}
+{{- $secret = $values.edge.tlsSecretName -}}
+{{- end -}}
+{{- ternary "https" "kubernetes.io/h2c" (not (empty $secret)) -}}
+{{- end -}}

@@ -10,6 +10,7 @@ from penstock_common.logging import get_logger
 from penstock_common.metrics import MetricsServer, count_tasks, service_registry
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_coordinator.cluster import Clock, Cluster
@@ -58,15 +59,18 @@ class Coordinator:
         except ConfigError:
             self._metrics_server.stop()
             raise
-        self._ticking = asyncio.create_task(self._tick())
+        self._ticking = asyncio.create_task(self._tick(), name="tick")
+        liveness = Liveness(self._rpc, lambda: [self._ticking], clock=time.monotonic)
+        self._living = asyncio.create_task(liveness.run(), name="liveness")
         await self._rpc.set_serving(True)
         get_logger().info("coordinator is listening", address=f"{self._config.server.host}:{self.port}")
         return self.port
 
     async def stop(self) -> None:
         """End all streams and close the ports. Engines and frontends go on without."""
-        self._ticking.cancel()
-        await asyncio.gather(self._ticking, return_exceptions=True)
+        for task in (self._living, self._ticking):
+            task.cancel()
+        await asyncio.gather(self._living, self._ticking, return_exceptions=True)
         await self._rpc.set_serving(False)
         self._servicer.stop()
         await self._rpc.calls_ended(STREAMS_TIMEOUT)

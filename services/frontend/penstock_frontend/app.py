@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import time
 import uuid
 
 import grpc
@@ -13,6 +14,7 @@ from penstock_common.metrics import count_tasks
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
+from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_frontend.api import admin, inference, vllm_engine
@@ -103,6 +105,7 @@ class Frontend:
         self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
+        self._living: asyncio.Task[None] | None = None
         authenticator = Authenticator(config.auth) if config.auth.enabled else None
         self._server = RpcServer(
             config.server,
@@ -157,9 +160,17 @@ class Frontend:
             self._coordinator_task = asyncio.create_task(self._coordinator.run(), name="coordinator")
         else:
             self._engines.follow(self._config.engines)
+        self._living = asyncio.create_task(
+            Liveness(self._server, self._essential, clock=time.monotonic).run(), name="liveness"
+        )
         get_logger().info(
             "frontend started", model=self._config.model.name, grpc_port=self.port, admin_port=self.admin_port
         )
+
+    def _essential(self) -> list[asyncio.Task[None]]:
+        """The tasks without which the frontend is no use, whatever its health says."""
+        tasks = [self._coordinator_task, self._http.task]
+        return [task for task in tasks if task is not None]
 
     async def main_loop(self) -> None:
         """Keep the health service true until ``stop``."""
@@ -183,6 +194,9 @@ class Frontend:
 
     async def shutdown(self) -> None:
         """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
+        if self._living is not None:
+            self._living.cancel()
+            await asyncio.gather(self._living, return_exceptions=True)
         await self._server.set_serving(False)
         get_logger().info("draining", timeout=self._config.drain_timeout)
         if left := await self._llm.drain(self._config.drain_timeout):

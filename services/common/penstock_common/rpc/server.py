@@ -69,7 +69,8 @@ class RpcServer:
 
     Lifecycle: add servicers to ``server``, then ``start``, ``set_serving`` as the service's state changes, ``stop``.
     The empty health name and those of the services say whether requests are accepted, ``liveness`` whether the process
-    is well: a draining one is. ``field``: what the configuration calls this listener.
+    is well: a draining one is. ``startup`` says whether it has loaded what it needs: at once, unless it ``loads`` while it
+    listens and sets that name itself. ``field``: what the configuration calls this listener.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class RpcServer:
         observer: CallObserver | None = None,
         field: str = "server",
         keepalive: Keepalive = CLIENTS,
+        loads: bool = False,
     ) -> None:
         self._config = config
         self._field = field
+        self._loads = loads
         self._service_names = tuple(service_names)
         self._calls = RunningCalls()
         self.server = grpc.aio.server(
@@ -112,6 +115,7 @@ class RpcServer:
             await self._health_server.start()
         await self.set_serving(False)
         await self.set_serving(True, LIVENESS)
+        await self.set_serving(not self._loads, STARTUP)
         await self.server.start()
         return self.port
 

@@ -91,9 +91,9 @@ class IoThread:
             interceptors=[PeerGuard(_allowed(self._config.peers))] if self._config.server.tls.ca else [],
             observer=CallTelemetry(self.registry, self._tracer),
             keepalive=SERVICES,
+            loads=True,
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
-        await self._server.set_serving(False, STARTUP)
         self.port = await self._server.start()
         log.info("listening", address=f"{self._config.server.host}:{self.port}")
 

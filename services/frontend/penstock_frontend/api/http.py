@@ -75,7 +75,8 @@ class HttpServer:
                 timeout_graceful_shutdown=_CLOSE_GRACE,
             )
         )
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """Serves; ends only when it is stopped. None while nothing is served."""
         self.port = -1
 
     async def start(self) -> int:
@@ -89,16 +90,16 @@ class HttpServer:
             warn_of_plaintext(self._config.host, field="http")
         listener = _listen(self._config)
         self.port = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        self.task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         get_logger().info("http", address=f"{self._config.host}:{self.port}")
         return self.port
 
     async def stop(self) -> None:
         """Finish running requests and close the port. Idempotent."""
-        if self._task is not None:
+        if self.task is not None:
             self._server.should_exit = True
-            await self._task
-            self._task = None
+            await self.task
+            self.task = None
 
 
 class _Server(uvicorn.Server):
