@@ -1,6 +1,7 @@
 """The command with the real services and the demo model behind it."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,12 +126,22 @@ def test_a_stop_lets_running_requests_finish_and_frees_the_ports(own_server: Ser
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_by_the_engine(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    checkpoint = shutil.copytree(MODEL, tmp_path / "model")
+    (checkpoint / "config.json").write_text('{"model_type": "no-such-architecture"}')
     ports = [str(port) for port in free_ports(3)]
     flags = ("--grpc-port", ports[0], "--http-port", ports[1], "--admin-port", ports[2])
-    with Command("serve", str(tmp_path), *flags) as command:
+    with Command("serve", str(checkpoint), *flags) as command:
         assert command.wait_for_exit() == 1
         assert "exited with code" in command.output
+
+
+def test_what_the_files_of_a_model_show_is_said_once_before_anything_starts(tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(MODEL, tmp_path / "model")
+    (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with Command("serve", str(checkpoint)) as command:
+        assert command.wait_for_exit() == 2
+        assert command.output.count("is a git-LFS pointer") == 1
+        assert "starting" not in command.output
 
 
 def test_the_demo_shows_everything_and_stops() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,14 +15,13 @@ import pytest
 from penstock_local.ports import free_ports
 from tests.fakes.command import PATIENCE, PENSTOCK, Command, environment, eventually, listening
 
+MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """The directory of a model that only the up-front check looks at."""
-    folder = tmp_path / "fake-model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
+    return Path(shutil.copytree(MODEL, tmp_path / "fake-model"))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from penstock_common.errors import ConfigError, PenstockError
 from penstock_local import flags
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
+from penstock_local.parser import Parser
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock",
         usage="penstock COMMAND ...",
         description="Serve a language model on this machine over gRPC, and talk to it.",
@@ -97,6 +98,7 @@ def _add_serve(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_serve)
+    parser.suggest = _serve_flag
     parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint, or its id on the hub")
     model = parser.add_argument_group("model")
     model.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: end of MODEL)")
@@ -104,7 +106,9 @@ def _add_serve(commands: Any) -> None:
     model.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: what fits)")
     engines = parser.add_argument_group("engines")
     engines.add_argument("--engines", type=int, metavar="N", help="engine processes, each with the model (default: 1)")
-    engines.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where they compute (default: auto)")
+    engines.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="where they compute, a GPU each (default: auto)"
+    )
     engines.add_argument("--kv-cache-memory", metavar="SIZE", help="of each engine, e.g. 512MiB, 4GiB (default: auto)")
     engines.add_argument("--threads-per-engine", type=int, metavar="N", help="CPU threads (default: cores / engines)")
     network = parser.add_argument_group("network")
@@ -123,6 +127,16 @@ def _add_serve(commands: Any) -> None:
         help="any other setting of a service (coordinator, engine, frontend), e.g. engine.scheduler.policy=priority, "
         "frontend.log.requests=true; may be repeated",
     )
+
+
+def _serve_flag(flag: str) -> str:
+    """What a flag of another server is called here, or the setting of its name."""
+    from penstock_local.settings import named
+
+    if flag == "--port":
+        return "; --http-port is the OpenAI API's, --grpc-port the gRPC API's"
+    keys = named(flag.removeprefix("--").replace("-", "_"))
+    return f"; it is a setting: --set {' or '.join(f'{key}=VALUE' for key in keys)}" if keys else ""
 
 
 def _add_generate(commands: Any) -> None:

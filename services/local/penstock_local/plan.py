@@ -7,14 +7,19 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock_common import checkpoint
+from penstock_common.checkpoint import looks_like_a_path
 from penstock_common.config import check_range, require
 from penstock_common.errors import ConfigError, nearest
+from penstock_local.devices import assign
+from penstock_local.hub import check_hub
 from penstock_local.ports import LOOPBACK, check_free
 from penstock_local.process import ProcessSpec
 from penstock_local.settings import Settings, apply_settings
 
 DRAIN_SECONDS = 30.0
 _STOP_MARGIN = 10.0
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,34 +85,33 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def check(options: ServeOptions) -> None:
     """Find out before anything starts what would fail later. Raises ConfigError."""
-    check_model(options.model)
+    model = options.with_settings("engine", {}).get("model", {})
+    check_model(options.model, trust_remote_code=bool(model.get("trust_remote_code")))
+    if not Path(options.model).expanduser().is_dir():
+        check_hub(options.model, str(model.get("revision") or ""))
     for flag, port in options.public_ports.items():
         check_free(LOOPBACK if flag == "--admin-port" else options.host, port, flag=flag)
 
 
-def check_model(model: str) -> None:
-    """Raise ConfigError when ``model`` is a path without a model. A Hugging Face id passes: the engines look it up."""
-    try:
-        _check_directory(model, Path(model).expanduser())
-    except OSError as e:
-        raise ConfigError(f"model {model}: {e.strerror}") from None
-
-
-def _check_directory(model: str, path: Path) -> None:
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model {model}: the directory has no config.json; a Hugging Face checkpoint is expected")
-    elif path.exists():
-        raise ConfigError(f"model {model} is a file; the directory of a Hugging Face checkpoint is expected")
-    elif model.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+def check_model(model: str, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub passes: see ``check_hub``."""
+    if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
+        path = Path(model).expanduser()
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"model {model}: no such directory{nearest(path.name, siblings)}")
+    if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code):
+        raise ConfigError(f"model {problem}")
 
 
-def plan(options: ServeOptions, *, internal_ports: Sequence[int], cores: int) -> list[ProcessSpec]:
-    """The processes to run. ``internal_ports``: one for the coordinator, then one per engine, all on loopback."""
+def plan(
+    options: ServeOptions, *, internal_ports: Sequence[int], cores: int, gpus: Sequence[str] = ()
+) -> list[ProcessSpec]:
+    """The processes to run. ``internal_ports``: one for the coordinator, then one per engine, all on loopback. ``gpus``: those of
+    this machine, see ``devices``. Raises ConfigError for more engines than GPUs to compute on.
+    """
     coordinator_port, *engine_ports = internal_ports
     coordinator_address = f"{LOOPBACK}:{coordinator_port}"
+    devices = assign(options.engines, options.device, gpus)
     threads = options.threads_per_engine or max(1, cores // options.engines)
     coordinator = ProcessSpec(
         name="coordinator",
@@ -135,6 +139,7 @@ def plan(options: ServeOptions, *, internal_ports: Sequence[int], cores: int) ->
             stop_stage=1,
             stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
             env={"OMP_NUM_THREADS": str(threads)},
+            own_env=devices[i],
         )
         for i, port in enumerate(engine_ports)
     ]

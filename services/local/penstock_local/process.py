@@ -21,7 +21,8 @@ _LONGEST_LINE = 16 * 1024
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A service to run as ``python -m module --config FILE``, FILE holding ``config``.
 
-    ``address`` is where it serves ``grpc.health.v1``. ``env`` holds variables for where the user's environment says nothing.
+    ``address`` is where it serves ``grpc.health.v1``. ``env`` holds variables for where the user's environment says nothing,
+    ``own_env`` those that hold for this process whatever it says.
     Services with a lower ``stop_stage`` stop before those with a higher one. ``stop_timeout`` seconds after SIGTERM a service
     is killed.
     """
@@ -33,6 +34,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_stage: int
     stop_timeout: float
     env: dict[str, str] = {}
+    own_env: dict[str, str] = {}
 
     @property
     def secured(self) -> bool:
@@ -66,7 +68,7 @@ class ServiceProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                env={**self.spec.env, **environ},
+                env={**self.spec.env, **environ, **self.spec.own_env},
                 start_new_session=True,
             )
         finally:

@@ -1,6 +1,7 @@
 """``penstock serve``: coordinator, engines and frontend for one model on this machine."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -8,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
+from penstock_local.devices import visible_gpus
 from penstock_local.plan import ServeOptions, check, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.rpc.client import InferenceClient, ModelInfo
@@ -34,7 +36,9 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
     """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
     check(options)
     request = StopRequest()
-    specs = plan(options, internal_ports=free_ports(1 + options.engines), cores=usable_cores())
+    specs = plan(
+        options, internal_ports=free_ports(1 + options.engines), cores=usable_cores(), gpus=visible_gpus(os.environ)
+    )
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
 

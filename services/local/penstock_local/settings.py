@@ -36,6 +36,26 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     return settings
 
 
+_OTHERS = {
+    "api_key": "auth.api_keys",
+    "chat_template": "model.chat_template",
+    "gpu_memory_utilization": "memory_utilization",
+    "tool_call_parser": "tool_parser",
+}
+"""What other servers call a setting, and what it is called here, as the end of its key."""
+
+
+def named(name: str) -> list[str]:
+    """The settings, ``SERVICE.KEY``, whose key ends in ``name``, or in what other servers' ``name`` is called here."""
+    end = _OTHERS.get(name, name)
+    return [
+        f"{service}.{key}"
+        for service, struct in _structs().items()
+        for key, _ in common_config.fields(struct)
+        if f".{key}".endswith(f".{end}") and not _is_own(key)
+    ]
+
+
 def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` with the values at their dotted keys."""
     for key, value in settings.items():
@@ -47,6 +67,10 @@ def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[
     return config
 
 
+def _is_own(key: str) -> bool:
+    return key in _OWN_OF_MODEL or any(key == own or (own.endswith(".") and key.startswith(own)) for own in _OWN)
+
+
 def _check_key(text: str, service: str, key: str) -> None:
     structs = _structs()
     if service not in structs:
@@ -56,7 +80,7 @@ def _check_key(text: str, service: str, key: str) -> None:
     keys = [name for name, _ in common_config.fields(structs[service])]
     if key not in keys:
         raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{nearest(key, keys)}")
-    if key in _OWN_OF_MODEL or any(key == own or (own.endswith(".") and key.startswith(own)) for own in _OWN):
+    if _is_own(key):
         raise ConfigError(f"{FLAG} {text}: penstock serve decides {service}.{key} itself")
 
 

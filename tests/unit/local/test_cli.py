@@ -39,3 +39,27 @@ def test_the_library_is_imported_when_it_is_asked_for() -> None:
 def test_a_name_that_the_library_does_not_have_is_said_so() -> None:
     with pytest.raises(ImportError, match="cannot import name 'LLMs'"):
         from penstock_local import LLMs  # type: ignore[attr-defined]  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["serve", "m", "--engine", "2"], "did you mean '--engines'?"),
+        (["serve", "m", "--port", "80"], "--http-port is the OpenAI API's, --grpc-port the gRPC API's"),
+        (["serve", "m", "--max-num-seqs=8"], "it is a setting: --set engine.scheduler.max_num_seqs=VALUE"),
+        (["serve", "m", "--gpu-memory-utilization", "0.5"], "--set engine.cache.memory_utilization=VALUE"),
+        (["serve", "m", "--tool-call-parser", "hermes"], "--set frontend.model.tool_parser=VALUE"),
+        (["generate", "hi", "--max-token", "3"], "did you mean '--max-tokens'?"),
+        (["bench", "--concurency", "3"], "did you mean '--concurrency'?"),
+        (["serve", "m", "other"], "unrecognized arguments: other"),
+    ],
+)
+def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(command)
+    assert exit_info.value.code == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert f"usage: penstock {command[0]}" in told

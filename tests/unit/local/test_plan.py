@@ -1,5 +1,6 @@
 """What ``penstock serve`` runs, from its options alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,13 +15,14 @@ from penstock_frontend.config import FrontendConfig
 from penstock_local.plan import ServeOptions, check, check_model, plan
 from penstock_local.process import ProcessSpec
 
+DEMO_MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def specs(cores: int = 4, **options: Any) -> dict[str, ProcessSpec]:
+def specs(cores: int = 4, gpus: Sequence[str] = (), **options: Any) -> dict[str, ProcessSpec]:
     chosen = ServeOptions(**{"model": "org/name", **options})
     ports = range(20_001, 20_002 + chosen.engines)
-    return {spec.name: spec for spec in plan(chosen, internal_ports=ports, cores=cores)}
+    return {spec.name: spec for spec in plan(chosen, internal_ports=ports, cores=cores, gpus=gpus)}
 
 
 def read(config_type: type[T], spec: ProcessSpec, tmp_path: Path) -> T:
@@ -90,6 +92,12 @@ def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None
             assert spec.env["OMP_NUM_THREADS"] == str(threads)
 
 
+def test_each_engine_on_gpus_sees_its_own_whatever_the_environment_says() -> None:
+    planned = specs(engines=2, device="cuda", gpus=["2", "5"])
+    seen = {name: spec.own_env for name, spec in planned.items() if spec.own_env}
+    assert seen == {"engine-0": {"CUDA_VISIBLE_DEVICES": "2"}, "engine-1": {"CUDA_VISIBLE_DEVICES": "5"}}
+
+
 def test_threads_per_engine_overrides_the_share() -> None:
     assert specs(cores=8, threads_per_engine=3)["engine-0"].config["executor"]["num_threads"] == 3
 
@@ -129,17 +137,11 @@ def test_a_misspelt_path_gets_a_suggestion(tmp_path: Path) -> None:
         check_model(f"{tmp_path}/penstock-tyni")
 
 
-def test_a_directory_without_config_json_is_no_model(tmp_path: Path) -> None:
+def test_what_the_files_show_is_said_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_model(str(tmp_path))
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        check_model(f"{tmp_path}/model.safetensors")
-
-
 def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="port 50051 on 192.0.2.1 cannot be used"):
-        check(ServeOptions(model="org/name", host="192.0.2.1"))
+        check(ServeOptions(model=str(DEMO_MODEL), host="192.0.2.1"))

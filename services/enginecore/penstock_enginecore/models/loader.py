@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
+from penstock_common import checkpoint
+from penstock_common.checkpoint import WEIGHT_FILES
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
@@ -20,7 +22,6 @@ from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported
 
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_FEATURES = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
@@ -88,25 +89,6 @@ def _cpu_computes_in(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or any(capabilities.get(name, False) for name in _CPU_FEATURES[dtype])
 
 
-def check_directory(path: str) -> None:
-    """A path that exists, or looks like one, must hold a checkpoint; anything else is taken for a Hugging Face id."""
-    directory = Path(path).expanduser()
-    if not directory.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelLoadError(
-                f"model.path {path!r} does not exist; give a checkpoint directory or a Hugging Face model id"
-            )
-        return
-    if not directory.is_dir():
-        raise ModelLoadError(
-            f"model.path {path!r} is a file; give the directory that holds config.json and the weights"
-        )
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"model.path {path!r} has no config.json; it is not a Hugging Face checkpoint directory")
-    if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
-        raise ModelLoadError(f"model.path {path!r} has no weights; expected *.safetensors or pytorch_model*.bin files")
-
-
 def _source(config: ModelConfig) -> dict[str, Any]:
     return {
         "pretrained_model_name_or_path": config.path,
@@ -117,7 +99,8 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
     """The checkpoint's configuration. Raises ModelLoadError."""
-    check_directory(config.path)
+    if problem := checkpoint.problem(config.path, trust_remote_code=config.trust_remote_code, tokenizer=False):
+        raise ModelLoadError(f"model.path {problem}")
     try:
         hf_config = AutoConfig.from_pretrained(**_source(config))
     except (OSError, ValueError, KeyError) as e:
@@ -179,7 +162,7 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
 
 def weights_size(path: str) -> str:
     """``" of 1.2 GiB in 3 files"`` for a local checkpoint, ``""`` for one that is elsewhere."""
-    files = list(Path(path).expanduser().glob(_WEIGHT_FILES[0]))
+    files = list(Path(path).expanduser().glob(WEIGHT_FILES[0]))
     size = sum(file.stat().st_size for file in files)
     return f" of {size / 2**30:.1f} GiB in {len(files)} files" if files else ""
 

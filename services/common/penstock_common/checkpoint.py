@@ -1,0 +1,132 @@
+"""What the files of a checkpoint show before anything is loaded. Reads headers only: no weights, no torch, no network."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
+_LFS_POINTER = b"version https://git-lfs"
+_PARTS = ("vision_config", "audio_config", "text_config")
+"""Keys of config.json that composite models have."""
+
+
+def looks_like_a_path(model: str) -> bool:
+    """Whether a name can only be meant as a directory; anything else may be an id on the hub."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True) -> str:
+    """Why the model at ``path`` cannot be served, with what to do; ``""`` when its files show nothing against it, and for what
+    may be an id on the hub.
+
+    With ``trust_remote_code`` the checkpoint brings its own modeling code: nothing is said of its architecture. ``tokenizer``:
+    it must have one.
+    """
+    folder = Path(path).expanduser()
+    try:
+        if not folder.exists():
+            wrong = f"{path!r} does not exist; give a checkpoint directory or a Hugging Face model id"
+            return wrong if looks_like_a_path(path) else ""
+        if not folder.is_dir():
+            return f"{path!r} is a file; give the directory that holds config.json and the weights"
+        found = _configuration(path, folder, trust_remote_code) or _weights(path, folder)
+        return found or (_tokenizer(path, folder) if tokenizer else "")
+    except OSError as e:
+        return f"{path!r} cannot be read: {e.strerror}: {e.filename}"
+
+
+def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
+    file = folder / "config.json"
+    if not file.is_file():
+        if (folder / "adapter_config.json").is_file():
+            return f"{path!r} is a LoRA adapter, not a model: it has adapter_config.json and no config.json"
+        if any(folder.glob("*.gguf")):
+            return (
+                f"{path!r} holds GGUF files, which are not served; give the Hugging Face checkpoint they were made from"
+            )
+        return f"{path!r} has no config.json; it is not a Hugging Face checkpoint directory"
+    if _is_pointer(file):
+        return _pointer(path, file)
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as e:
+        return f"{path!r}: the configuration cannot be read: config.json: {e}"
+    if not isinstance(config, dict):
+        return f"{path!r}: the configuration cannot be read: config.json must hold an object"
+    return "" if trust_remote_code else _architecture(path, config)
+
+
+def _architecture(path: str, config: dict[str, Any]) -> str:
+    named = ", ".join(map(str, config.get("architectures") or ())) or str(config.get("model_type", "a model"))
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
+        return (
+            f"{path!r}: its checkpoint is quantized{method and f' ({method})'}, which is not served yet; give the one in "
+            "bfloat16, float16 or float32"
+        )
+    if config.get("is_encoder_decoder"):
+        return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only one"
+    if parts := [part for part in _PARTS if isinstance(config.get(part), dict)]:
+        return f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)})"
+    return ""
+
+
+def _weights(path: str, folder: Path) -> str:
+    files = sorted(file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
+    if missing := _missing_shards(folder):
+        return f"{path!r}: {len(missing)} weight files are missing, {missing[0]} among them; finish the download"
+    if not files:
+        return f"{path!r} has no weights; expected *.safetensors or pytorch_model*.bin files"
+    for file in files:
+        if _is_pointer(file):
+            return _pointer(path, file)
+        if file.suffix == ".safetensors" and (reason := _cut_off(file)):
+            return f"{path!r}: {file.name} {reason}; download it again"
+    return ""
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    names: set[str] = set()
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            content = json.loads(index.read_bytes())
+        except ValueError:
+            continue
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        names.update(map(str, weight_map.values()) if isinstance(weight_map, dict) else ())
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def _cut_off(file: Path) -> str:
+    """Whether a safetensors file is shorter than its header says: 8 bytes of length, JSON, then the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > size - 8:
+            return f"has {size} bytes and no whole header"
+        try:
+            header = json.loads(opened.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return "has a header that cannot be read"
+    return f"has {size} bytes; its header speaks of {8 + length + end}" if 8 + length + end > size else ""
+
+
+def _tokenizer(path: str, folder: Path) -> str:
+    files = sorted(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern))
+    for file in files:
+        if _is_pointer(file):
+            return _pointer(path, file)
+    if files:
+        return ""
+    return f"{path!r} has no tokenizer; expected tokenizer.json, tokenizer.model or a vocabulary beside the weights"
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
+def _pointer(path: str, file: Path) -> str:
+    return f"{path!r}: {file.name} is a git-LFS pointer, not the file itself; run 'git lfs pull' in that directory"

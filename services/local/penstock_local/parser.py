@@ -1,0 +1,29 @@
+"""The argument parser of the commands: what it does not know it answers with what may have been meant."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock_common.errors import nearest
+
+Suggest = Callable[[str], str]
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses unknown flags with the nearest known one. ``suggest``: what else a flag may mean here, as a sentence or ``""``."""
+
+    suggest: Suggest | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; a command's own parser refuses what is left over, with its own usage."""
+        parsed, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(self._unknown(left))
+        return parsed, left
+
+    def _unknown(self, left: Sequence[str]) -> str:
+        flags = [text.partition("=")[0] for text in left if text.startswith("-")]
+        hints = (self.suggest(flags[0]) if self.suggest else "") if flags else ""
+        if flags and not hints:
+            hints = nearest(flags[0], self._option_string_actions)
+        return f"unrecognized arguments: {' '.join(left)}{hints}"

@@ -1,0 +1,118 @@
+"""What the files of a checkpoint show is said at once, with what to do."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock_common.checkpoint import problem
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+def configure(checkpoint: Path, **changes: Any) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_whole_checkpoint_has_no_problem(checkpoint: Path) -> None:
+    assert problem(str(checkpoint)) == ""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "org/name"])
+def test_what_may_be_an_id_on_the_hub_has_none(model: str) -> None:
+    assert problem(model) == ""
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing-here", "~/nothing-here", "a/b/c"])
+def test_a_path_must_exist(path: str) -> None:
+    assert f"{path!r} does not exist; give a checkpoint directory" in problem(path)
+
+
+def test_a_file_is_no_model(checkpoint: Path) -> None:
+    assert "is a file; give the directory" in problem(f"{checkpoint}/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("adapter_config.json", "is a LoRA adapter, not a model"),
+        ("model-q4.gguf", "holds GGUF files, which are not served"),
+        ("notes.txt", "has no config.json"),
+    ],
+)
+def test_without_a_configuration_it_is_said_what_was_found_instead(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / file).write_text("{}")
+    assert said in problem(str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "config.json: "), ("[]", "config.json must hold an object")])
+def test_a_configuration_that_cannot_be_read(checkpoint: Path, text: str, said: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    assert said in problem(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "its checkpoint is quantized (awq), which is not served yet",
+        ),
+        ({"is_encoder_decoder": True}, "LlamaForCausalLM is not supported: it is an encoder-decoder model"),
+        ({"vision_config": {}}, "it is a multimodal or composite model (vision_config)"),
+    ],
+)
+def test_an_architecture_that_is_not_served(checkpoint: Path, changes: dict[str, Any], said: str) -> None:
+    configure(checkpoint, **changes)
+    assert said in problem(str(checkpoint))
+
+
+def test_a_checkpoint_that_brings_its_own_code_speaks_for_itself(checkpoint: Path) -> None:
+    configure(checkpoint, vision_config={})
+    assert problem(str(checkpoint), trust_remote_code=True) == ""
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_not_the_file(checkpoint: Path, file: str) -> None:
+    (checkpoint / file).write_text(POINTER)
+    assert f"{file} is a git-LFS pointer, not the file itself; run 'git lfs pull'" in problem(str(checkpoint))
+
+
+def test_weights_must_be_there(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert "has no weights; expected *.safetensors" in problem(str(checkpoint))
+
+
+def test_all_files_of_an_index_must_be_there(checkpoint: Path) -> None:
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "2 weight files are missing, model-00001-of-00002.safetensors among them" in problem(str(checkpoint))
+
+
+@pytest.mark.parametrize("size", [0, 4, 20, 100_000])
+def test_weights_that_were_not_downloaded_whole_are_noticed(checkpoint: Path, size: int) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert "model.safetensors has " in problem(str(checkpoint))
+    assert "download it again" in problem(str(checkpoint))
+
+
+def test_weights_that_are_something_else_are_noticed(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
+    assert "model.safetensors has a header that cannot be read" in problem(str(checkpoint))
+
+
+def test_a_tokenizer_must_be_there_for_those_who_need_one(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    assert "has no tokenizer; expected tokenizer.json" in problem(str(checkpoint))
+    assert problem(str(checkpoint), tokenizer=False) == ""
