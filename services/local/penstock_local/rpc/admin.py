@@ -59,7 +59,7 @@ class AdminClient:
         try:
             response = await self._stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
         except grpc.aio.AioRpcError as e:
-            raise call_failure(e, self.address) from None
+            raise await call_failure(e, self.address, prefix=ADMIN) from None
         engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
         return Cluster(engines=tuple(engines), coordinator_connected=response.coordinator_connected)
 
@@ -68,5 +68,5 @@ class AdminClient:
         try:
             response = await self._stub.GetEngineInfo(messages_pb2.GetEngineInfoRequest(), timeout=deadline)
         except grpc.aio.AioRpcError as e:
-            raise call_failure(e, self.address) from None
+            raise await call_failure(e, self.address, prefix=ADMIN) from None
         return {engine_id: json.loads(info) for engine_id, info in response.engines.items()}

@@ -13,11 +13,16 @@ from penstock_common.rpc.outputs import logprobs_from_proto
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
-from penstock_local.rpc.connect import connect
+from penstock_local.rpc.connect import PUBLIC, connect
+from penstock_local.rpc.tls_probe import mismatch
 
 
 class ServerUnreachableError(PenstockError):
     """Nothing answers at the address, or the connection broke."""
+
+
+class TlsMismatchError(PenstockError):
+    """A server is there; one side speaks TLS and the other does not. The message says what to set."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +78,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class InferenceClient:
     """Calls a running server. Use as an async context manager.
 
-    Every method raises RequestFailed for an error of the server and ServerUnreachableError when there is none.
+    Every method raises RequestFailed for an error of the server, ServerUnreachableError when there is none, and
+    TlsMismatchError.
     """
 
     def __init__(self, address: str) -> None:
@@ -104,7 +110,7 @@ class InferenceClient:
             async for response in call:
                 yield _piece(response, response.text)
         except grpc.aio.AioRpcError as e:
-            raise call_failure(e, self.address) from None
+            raise await call_failure(e, self.address) from None
         finally:
             call.cancel()
 
@@ -125,7 +131,7 @@ class InferenceClient:
                     _piece(response, response.content), reasoning=response.reasoning, tool_calls=calls
                 )
         except grpc.aio.AioRpcError as e:
-            raise call_failure(e, self.address) from None
+            raise await call_failure(e, self.address) from None
         finally:
             call.cancel()
 
@@ -134,17 +140,19 @@ class InferenceClient:
         try:
             response = await self._stub.ListModels(messages_pb2.ListModelsRequest())
         except grpc.aio.AioRpcError as e:
-            raise call_failure(e, self.address) from None
+            raise await call_failure(e, self.address) from None
         return [
             ModelInfo(name=m.name, max_model_len=m.max_model_len, num_engines=m.num_engines, vocab_size=m.vocab_size)
             for m in response.models
         ]
 
 
-def call_failure(error: grpc.aio.AioRpcError, address: str) -> PenstockError:
+async def call_failure(error: grpc.aio.AioRpcError, address: str, *, prefix: str = PUBLIC) -> PenstockError:
     """Errors of a Penstock server carry details; an UNAVAILABLE without them is the connection's."""
     has_details = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
     if error.code() is grpc.StatusCode.UNAVAILABLE and not has_details:
+        if why := await mismatch(address, prefix=prefix):
+            return TlsMismatchError(why)
         return ServerUnreachableError(f"no connection to {address}: {error.details()}")
     return from_rpc_error(error)
 

@@ -54,6 +54,6 @@ class LoadClient:
                     usage = response.usage
                     yield Received(len(response.token_ids), usage.prompt_tokens, usage.cached_tokens, ended=True)
         except grpc.aio.AioRpcError as e:
-            raise call_failure(e, self._address) from None
+            raise await call_failure(e, self._address) from None
         finally:
             call.cancel()

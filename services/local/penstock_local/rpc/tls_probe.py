@@ -1,0 +1,51 @@
+"""Why a connection did not come about: one side speaks TLS and the other does not."""
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import Mapping
+
+_TIMEOUT = 2.0
+"""Seconds for the connection and the handshake; a server that does not answer so soon is not explained."""
+
+
+async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What to set so that client and server agree on TLS; ``""`` when they do, and when nothing can be said.
+
+    ``address``: host:port. ``prefix``: how the variables of this connection begin.
+    """
+    encrypted = bool(environ.get(f"{prefix}_CA"))
+    speaks = await _speaks_tls(address)
+    if speaks is None or speaks == encrypted:
+        return ""
+    if speaks:
+        return f"the server at {address} wants TLS: set {prefix}_CA to the file of the authority that issued its certificate"
+    return f"the server at {address} does not speak TLS: unset {prefix}_CA"
+
+
+async def _speaks_tls(address: str) -> bool | None:
+    """Whether a server answers a handshake; None when nothing listens there. No certificate is looked at."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not host or "/" in host:
+        return None
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                await writer.start_tls(context)
+                return True
+            except ssl.SSLError as e:
+                return "WRONG_VERSION" not in str(e) and "RECORD_LAYER" not in str(e)
+            except ConnectionError:
+                return False  # it hung up on what it took for garbage
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return None
