@@ -39,7 +39,8 @@ class FakeInference:
     ``address`` is its host:port. ``requests`` holds what was asked, oldest first, ``keys`` the ``authorization`` of each, and
     ``tls`` is the pair of private key and certificate (PEM) of a server that encrypts. ``abandoned`` is set when a stream
     ended before its last message: the client cancelled, or its deadline passed. ``chats`` holds the conversations, and
-    ``chat_failure`` is what Chat fails with, if set.
+    ``chat_failure`` is what Chat fails with, if set. ``shuts_down_after``: so many calls of Generate are answered, the others
+    refused. ``capabilities``: what its model serves.
     """
 
     def __init__(self, *, tls: tuple[bytes, bytes] | None = None) -> None:
@@ -50,6 +51,8 @@ class FakeInference:
         self.chats: list[messages_pb2.ChatRequest] = []
         self.chat_failure: RequestFailed | None = None
         self.abandoned = asyncio.Event()
+        self.shuts_down_after: int | None = None
+        self.capabilities = ["generate"]
         self._server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[SERVICE])
         generate = grpc.unary_stream_rpc_method_handler(
             self._generate,
@@ -89,6 +92,8 @@ class FakeInference:
         # Of token ids the fake makes as many words as are asked for.
         words = request.text.split() or ["word"] * request.sampling_params.max_tokens
         check(request)
+        if self.shuts_down_after is not None and len(self.requests) > self.shuts_down_after:
+            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=RETRY_AFTER)
         if FLAKY in words and len(self.requests) == 1:
             raise Unavailable("the engine went away", reason="ENGINE_GONE", retry_after=RETRY_AFTER)
         try:
@@ -131,7 +136,9 @@ class FakeInference:
     async def _list_models(
         self, request: messages_pb2.ListModelsRequest, context: Context
     ) -> messages_pb2.ListModelsResponse:
-        return messages_pb2.ListModelsResponse(models=[MODEL])
+        model = messages_pb2.Model(capabilities=self.capabilities)
+        model.MergeFrom(MODEL)
+        return messages_pb2.ListModelsResponse(models=[model])
 
 
 def check(request: messages_pb2.GenerateRequest) -> None:

@@ -15,6 +15,7 @@ from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.rpc.client import InferenceClient, ModelInfo
 from penstock_local.supervisor import StopRequest, Supervisor, run
 
+SERVICE = "penstock.inference.v1.InferenceService"
 _POLL_SECONDS = 0.02
 
 Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Awaitable[None]]
@@ -69,20 +70,32 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
     elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
     engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
-    generate = paint(f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', BOLD, sys.stdout)
-    chat = paint(f"penstock chat{elsewhere}", BOLD, sys.stdout)
+    first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in _first_calls(options, model, host, elsewhere))
     return f"""
   {title}
 
-    gRPC    {address}   penstock.inference.v1.InferenceService
+    gRPC    {address}   {SERVICE}
     HTTP    http://{host}:{options.http_port}   a page to try it, OpenAI API at /v1, /health, /metrics
     admin   localhost:{options.admin_port}   penstock.admin.v1.AdminService
     model   {model.name}, {engines}, up to {model.max_model_len} tokens
 
   Try it in another terminal:
 
-    {generate}
-    {chat}
+    {first_call}
 
   or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
 """
+
+
+def _first_calls(options: ServeOptions, model: ModelInfo, host: str, elsewhere: str) -> list[str]:
+    """Commands that show what the model does. ``elsewhere``: the flag for an address that is not the default."""
+    if not model.pools:
+        return [f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', f"penstock chat{elsewhere}"]
+    if "embed" in model.capabilities:
+        body = f'{{"model": "{model.name}", "input": "Once upon a time"}}'
+        return [f"curl http://{host}:{options.http_port}/v1/embeddings -H 'content-type: application/json' -d '{body}'"]
+    if "score" in model.capabilities:
+        method, body = "Score", '{"query": {"text": "Who sleeps?"}, "documents": [{"text": "The cat sleeps."}]}'
+    else:
+        method, body = "Classify", '{"inputs": [{"text": "Once upon a time"}]}'
+    return [f"grpcurl -plaintext -d '{body}' {host}:{options.grpc_port} {SERVICE}/{method}"]

@@ -246,3 +246,20 @@ def test_a_report_leaves_failed_requests_out_of_latencies() -> None:
     assert report.cpu_share == 0.25
     assert report.e2e_ms is not None
     assert report.e2e_ms.max == 1000.0
+
+
+@pytest.mark.parametrize("load", [("--concurrency", "2"), ("--rate", "100")])
+async def test_a_server_that_shuts_down_is_not_sent_any_more(
+    server: FakeInference, load: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.shuts_down_after = 5
+    assert await bench(server, "--requests", "100000", "--warmup", "0", "--output-len", "2", *load) == 1
+    sent = len(server.requests)
+    assert 5 < sent < 100_000
+    assert f"the server is shutting down: nothing was sent any more after {sent} requests" in capsys.readouterr().err
+
+
+async def test_a_model_that_makes_no_text_is_refused(server: FakeInference, capsys: pytest.CaptureFixture[str]) -> None:
+    server.capabilities = ["embed"]
+    assert await bench(server) == 2
+    assert "does not generate text, which is what is measured; it serves embed" in capsys.readouterr().err

@@ -53,6 +53,8 @@ async def bench(options: BenchOptions) -> int:
         return EXIT_FAILED
     report = make_report(load.records, seconds=load.seconds, cpu_seconds=load.cpu_seconds)
     _show(report, load.records, options)
+    if load.stopped and not interrupted:
+        fail(f"{load.stopped}: nothing was sent any more after {len(load.records)} requests")
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if report.failures else 0
@@ -67,6 +69,11 @@ async def _model(options: BenchOptions) -> ModelInfo:
     name = options.model or next(iter(models))
     if name not in models:
         raise ConfigError(f"--model {name}: {options.address} serves {', '.join(models)}")
+    if models[name].pools:
+        serves = ", ".join(models[name].capabilities)
+        raise ConfigError(
+            f"{name} at {options.address} does not generate text, which is what is measured; it serves {serves}"
+        )
     return models[name]
 
 

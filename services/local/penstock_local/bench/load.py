@@ -15,11 +15,16 @@ from penstock_local.rpc.load_client import LoadClient
 
 UNREACHABLE = "UNREACHABLE"
 UNFINISHED = "CANCELLED"
+_GONE = "SHUTTING_DOWN"
+"""Reason with which a server refuses everything from now on."""
 _WINDOW = 8
 
 
 class Load:
-    """One run. ``records`` holds every request that was sent, in order; the counters are for the eye while it runs."""
+    """One run. ``records`` holds every request that was sent, in order; the counters are for the eye while it runs.
+
+    ``stopped``: why nothing is sent any more, before all was: the server is about to end, or gone; ``""``.
+    """
 
     def __init__(self, options: BenchOptions, client: LoadClient, prompts: Iterator[Prompt]) -> None:
         self.records: list[Record] = []
@@ -27,6 +32,7 @@ class Load:
         self.num_ended = 0
         self.num_failed = 0
         self.began = 0.0
+        self.stopped = ""
         self.seconds = 0.0
         self.cpu_seconds = 0.0
         self._options = options
@@ -96,6 +102,8 @@ class Load:
             if self._options.duration is not None and due > self._options.duration:
                 return
             await asyncio.sleep(max(due - self.elapsed(), 0.0))
+            if self.stopped:
+                return
             task = asyncio.create_task(self._request(next(self._prompts)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -104,7 +112,8 @@ class Load:
 
     def _may_send(self) -> bool:
         duration, limit = self._options.duration, self._options.limit
-        return (duration is None or self.elapsed() < duration) and (limit is None or len(self.records) < limit)
+        in_time = duration is None or self.elapsed() < duration
+        return not self.stopped and in_time and (limit is None or len(self.records) < limit)
 
     async def _request(self, prompt: Prompt) -> None:
         """One request, failed or not, noted."""
@@ -115,8 +124,11 @@ class Load:
             record.code = "OK"
         except RequestFailed as e:
             record.code, record.message = e.code, e.message
+            if e.reason == _GONE:
+                self.stopped = "the server is shutting down"
         except PenstockError as e:
             record.code, record.message = UNREACHABLE, str(e)
+            self.stopped = "the server has gone"
         except asyncio.CancelledError:
             record.code, record.message = UNFINISHED, "still running when the benchmark was ended"
             raise

@@ -67,12 +67,20 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model. ``max_model_len`` is in tokens, 0 while no engine is up; ``vocab_size`` the number of token ids."""
+    """A served model. ``max_model_len`` is in tokens, 0 while no engine is up; ``vocab_size`` the number of token ids.
+    ``capabilities``: what its engines serve, nothing while none is up.
+    """
 
     name: str
     max_model_len: int
     num_engines: int
     vocab_size: int = 0
+    capabilities: tuple[str, ...] = ()
+
+    @property
+    def pools(self) -> bool:
+        """Whether it makes vectors or scores, and no text."""
+        return bool(self.capabilities) and "generate" not in self.capabilities
 
 
 class InferenceClient:
@@ -142,7 +150,13 @@ class InferenceClient:
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self.address) from None
         return [
-            ModelInfo(name=m.name, max_model_len=m.max_model_len, num_engines=m.num_engines, vocab_size=m.vocab_size)
+            ModelInfo(
+                name=m.name,
+                max_model_len=m.max_model_len,
+                num_engines=m.num_engines,
+                vocab_size=m.vocab_size,
+                capabilities=tuple(m.capabilities),
+            )
             for m in response.models
         ]
 

@@ -1,0 +1,39 @@
+"""What a user reads when everything is up."""
+
+import json
+import re
+import shlex
+
+import pytest
+from google.protobuf import json_format
+
+from penstock.inference.v1 import messages_pb2
+from penstock_local.plan import ServeOptions
+from penstock_local.rpc.client import ModelInfo
+from penstock_local.serve import ready_block
+
+
+def block(*capabilities: str) -> str:
+    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=capabilities)
+    return ready_block(ServeOptions(model="org/m"), model, seconds=1.0)
+
+
+@pytest.mark.parametrize("capabilities", [(), ("generate", "prefix_caching")])
+def test_a_model_that_generates_is_tried_by_generating(capabilities: tuple[str, ...]) -> None:
+    assert 'penstock generate "Once upon a time"' in block(*capabilities)
+    assert "penstock chat" in block(*capabilities)
+
+
+def test_a_model_that_embeds_is_tried_by_embedding() -> None:
+    said = block("embed", "token_embed")
+    assert "penstock generate" not in said
+    command = shlex.split(re.search(r"curl .*", said)[0])  # type: ignore[index]
+    assert command[1] == "http://localhost:8000/v1/embeddings"
+    assert json.loads(command[-1]) == {"model": "m", "input": "Once upon a time"}
+
+
+@pytest.mark.parametrize(("capability", "method"), [("classify", "Classify"), ("score", "Score")])
+def test_other_models_are_tried_by_what_they_do(capability: str, method: str) -> None:
+    command = shlex.split(re.search(r"grpcurl .*", block(capability))[0])  # type: ignore[index]
+    assert command[-1] == f"penstock.inference.v1.InferenceService/{method}"
+    json_format.Parse(command[3], getattr(messages_pb2, f"{method}Request")())
