@@ -12,6 +12,9 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 PYTEST := $(BIN)/python -m pytest
+BUF := node_modules/.bin/buf
+# The contracts of the last release, as a descriptor set.
+RELEASED = $(shell cd protos && ls released/*.binpb | sort -V | tail -n 1)
 # Is there after a short soak that failed.
 SOAK_FAILED := build/soak-short.failed
 
@@ -79,12 +82,21 @@ matrix: setup ## Every failure of an engine at every step, with every kind of st
 		status=$$?; cat build/matrix.md; exit $$status
 
 .PHONY: lint
-lint: setup ## ruff, and buf where npm is there
+lint: setup proto-break ## ruff, and buf where npm is there
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@if command -v npm >/dev/null && { test -x node_modules/.bin/buf || npm install --silent --no-audit --no-fund 2>/dev/null; }; \
-	then cd protos && ../node_modules/.bin/buf lint && echo "buf lint passed"; \
-	else echo "buf lint skipped: it comes from npm, which is not here; tests/contract checks the conventions"; fi
+	@if test -x $(BUF); then cd protos && ../$(BUF) lint && echo "buf lint passed"; fi
+
+.PHONY: proto-break
+proto-break: ## Hold the contracts against those of the last release, where npm is there
+	@if command -v npm >/dev/null && { test -x $(BUF) || npm install --silent --no-audit --no-fund 2>/dev/null; }; \
+	then cd protos && ../$(BUF) breaking --against $(RELEASED) && echo "buf breaking passed against $(RELEASED)"; \
+	else echo "buf skipped: it comes from npm, which is not here; tests/contract checks the conventions"; fi
+
+.PHONY: proto-release
+proto-release: proto-break ## Keep the contracts as they are as those of release VERSION
+	@test -n "$(VERSION)" || { echo "usage: make proto-release VERSION=0.2.0" >&2; exit 1; }
+	@cd protos && ../$(BUF) build --exclude-source-info -o released/v$(VERSION).binpb && echo "wrote protos/released/v$(VERSION).binpb"
 
 .PHONY: format
 format: setup ## Format and fix what ruff can fix
