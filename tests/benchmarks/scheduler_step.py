@@ -50,6 +50,9 @@ class NullExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Nothing to allocate."""
 
+    def recover(self) -> None:
+        """No step fails."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Remember what to answer. Its own time is not the scheduler's."""
         began = time.perf_counter()

@@ -11,7 +11,7 @@ layers each has a block table and writes hashes of its own, and where a group ha
 queries see must hold them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -81,7 +81,9 @@ class _State:
 class FakeExecutor:
     """Implements ``Executor``. A broken contract is an AssertionError.
 
-    ``fail_at_step`` n raises RuntimeError in the n-th step, counting from 0. ``check_kv`` False skips the check of the
+    ``fail_at_step`` n raises RuntimeError in the n-th step, counting from 0, and from then on. ``fails``: says of each step,
+    before it is run, whether it raises RuntimeError; the executor can go on after ``recover``, and runs no step before it. With
+    ``fails_late`` that comes out of the step's future. ``check_kv`` False skips the check of the
     KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
     ``unhurried``: a step's results count as not there yet until somebody waits for them.
     ``windows``: the sliding window of each layer.
@@ -96,6 +98,8 @@ class FakeExecutor:
         block_size: int = 4,
         available_memory: int = 2**20,
         fail_at_step: int | None = None,
+        fails: Callable[[SchedulerOutput], bool] = lambda step: False,
+        fails_late: bool = False,
         check_kv: bool = True,
         unhurried: bool = False,
         windows: tuple[int | None, ...] = (None, None),
@@ -105,6 +109,10 @@ class FakeExecutor:
         self.hidden_size = 4
         self.model_max_len = model_max_len
         self.fail_at_step = fail_at_step
+        self.fails = fails
+        self.fails_late = fails_late
+        self.num_failures = 0
+        self._failed: Exception | None = None
         self.on_execute = lambda: None
         self.num_steps = 0
         self.steps: list[SchedulerOutput] = []
@@ -154,8 +162,15 @@ class FakeExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         assert self._config is not None, "initialize_kv_cache comes first"
         assert self._pending is None, "the previous step was not sampled"
-        if self.num_steps == self.fail_at_step:
-            raise RuntimeError("the fake device is gone")
+        self._check_device()
+        if self._failed is None and self.fails(scheduler_output):
+            self.num_failures += 1
+            self._failed = RuntimeError("the fake model cannot compute this")
+        if self._failed is not None:
+            if not self.fails_late:
+                raise self._failed
+            self._pending = scheduler_output
+            return
         self.num_steps += 1
         self.steps.append(scheduler_output)
         self._take_in(scheduler_output)
@@ -171,8 +186,20 @@ class FakeExecutor:
         assert self._pending is not None, "execute_model comes first"
         step, self._pending = self._pending, None
         future: Future[ModelRunnerOutput] = UnhurriedFuture() if self._unhurried else Future()
-        future.set_result(self._sample(step, grammar))
+        if self._failed is None:
+            future.set_result(self._sample(step, grammar))
+        else:
+            future.set_exception(self._failed)
         return future
+
+    def recover(self) -> None:
+        self._check_device()
+        self._states.clear()
+        self._pending = self._failed = None
+
+    def _check_device(self) -> None:
+        if self.num_steps == self.fail_at_step:
+            raise RuntimeError("the fake device is gone")
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """Notes the call; ``rpc_results`` says what comes back."""

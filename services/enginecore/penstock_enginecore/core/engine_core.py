@@ -5,18 +5,19 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 
 from penstock_common.errors import PenstockError, RequestFailed, Unimplemented
+from penstock_common.incidents import incident
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.error_dump import dump_step
+from penstock_enginecore.core.error_dump import dump_step, keep_step
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
@@ -37,6 +38,9 @@ from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.executor.base import Executor, Progress
 
 logger = logging.getLogger(__name__)
+
+MAX_UNEXPLAINED_FAILURES = 3
+"""So often in a row a step may fail although each of its requests passes alone; then the engine ends."""
 
 
 class EngineDeadError(PenstockError):
@@ -254,13 +258,15 @@ class EngineCore:
         try:
             self.executor.execute_model(scheduled)
             # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
-            if self._batches and self.scheduler.constrained(scheduled):
-                self.finish_batches(drain_aborts)
+            if self._batches and self.scheduler.constrained(scheduled) and not self.finish_batches(drain_aborts):
+                return True
             future = self.executor.sample_tokens(self._bitmask(scheduled))
         except EngineDeadError:
             raise
         except Exception as e:
-            raise self._dead(scheduled, e) from e
+            if self.finish_batches(drain_aborts):  # those before it are not concerned
+                self._recover(scheduled, e)
+            return True
         self._batches.append((scheduled, future))
         return True
 
@@ -274,21 +280,57 @@ class EngineCore:
                 request.grammar.fill(row)
         return GrammarBitmask([request.key for request in requests], bitmask)
 
-    def _finish_batch(self, drain_aborts: Callable[[], None]) -> None:
-        """Wait for the oldest step and take its results in."""
+    def _finish_batch(self, drain_aborts: Callable[[], None]) -> bool:
+        """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then."""
         scheduled, future = self._batches.popleft()
         try:
             results = future.result()
         except Exception as e:
-            raise self._dead(scheduled, e) from e
+            self._recover(scheduled, e)
+            return False
         drain_aborts()
         self.scheduler.update_from_output(scheduled, results)
         self.control.count_step(scheduled, results)
+        return True
 
-    def finish_batches(self, drain_aborts: Callable[[], None] = lambda: None) -> None:
-        """Take in the results of every step that was started."""
+    def finish_batches(self, drain_aborts: Callable[[], None] = lambda: None) -> bool:
+        """Take in the results of every step that was started. Returns False when one failed: those behind it are lost."""
         while self._batches:
-            self._finish_batch(drain_aborts)
+            if not self._finish_batch(drain_aborts):
+                return False
+        return True
+
+    def _recover(self, scheduled: SchedulerOutput, error: Exception) -> None:
+        """Go on after a failed step, the oldest in flight, without the request that failed it.
+
+        Every request is computed again, and the scheduler tries those of the step in ever smaller groups until one fails alone:
+        that one ends. Raises EngineDeadError when a step without requests failed, when the executor cannot compute any more,
+        and when a step fails again and again of no single request.
+        """
+        behind = [future for _, future in self._batches]
+        self._batches.clear()
+        wait(behind)
+        if not scheduled.num_scheduled_tokens:
+            raise self._dead(scheduled, error) from error
+        try:
+            self.executor.recover()
+        except Exception as e:
+            logger.warning("the executor does not compute any more: %s: %s", type(e).__name__, e)
+            raise self._dead(scheduled, error) from error
+        stats = self.scheduler.stats()
+        culprit = self.scheduler.step_failed(scheduled)
+        if culprit is not None:
+            keep_step(scheduled, error, stats, self.config.error_dump)
+            self._end_with_incident(culprit, error, doing="a step with this request alone", reason="STEP_FAILED")
+        elif self.scheduler.num_unexplained_failures >= MAX_UNEXPLAINED_FAILURES:
+            raise self._dead(scheduled, error) from error
+        else:
+            num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
+            logger.warning("a step of %d requests failed (%s); they are tried in smaller groups", num_requests, name)
+
+    def _end_with_incident(self, request: Request, error: Exception, *, doing: str, reason: str) -> None:
+        failure = incident(error, request=request.external_id or request.request_id, doing=doing, reason=reason)
+        self.scheduler.fail(request, RequestError.from_exception(failure))
 
     def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
         dump_step(scheduled, error, self.scheduler.stats(), self.config.error_dump)

@@ -18,11 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats, config: ErrorDumpConfig) -> None:
-    """Write what the failed step was told to do to the log, and as a JSON file where a directory is configured.
-
-    Ids, counts and blocks; no token of any user, unless ``include_tokens`` asks for it in the file.
-    """
+    """Write what the failed step was told to do to the log, and see ``keep_step``."""
     logger.error("the step failed; scheduler output, without its tokens: %s", describe(scheduled), exc_info=error)
+    keep_step(scheduled, error, stats, config)
+
+
+def keep_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats, config: ErrorDumpConfig) -> None:
+    """Write what the failed step was told to do as a JSON file, where a directory is configured.
+
+    Ids, counts and blocks; no token of any user, unless ``include_tokens`` asks for it.
+    """
     if not config.directory:
         return
     path = Path(config.directory) / f"step-{os.getpid()}-{time.time_ns()}.json"

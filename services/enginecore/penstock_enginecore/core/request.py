@@ -50,6 +50,8 @@ class Hold(enum.Flag):
     """Its constraint is being compiled."""
     PAUSE = enum.auto()
     """It came while the engine was pausing."""
+    TRIAL = enum.auto()
+    """A step with it failed: it waits to be tried with fewer others. See ``StepTrial``."""
 
 
 _serial = itertools.count(1)

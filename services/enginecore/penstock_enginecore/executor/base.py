@@ -63,7 +63,13 @@ class Executor(Protocol):
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         """Sample for the step that ``execute_model`` started. ``grammar``: the tokens that constrained requests may get.
 
-        The future raises what went wrong in either half of the step.
+        The future raises what went wrong in either half of the step. From then on no step is run before ``recover``: what was
+        started behind the one that failed raises as well.
+        """
+
+    def recover(self) -> None:
+        """Forget every request after a failed step, behind the steps that were started, and compute a token to see whether that
+        still works. What follows is a step in which all requests are new. Raises what is wrong when it does not work.
         """
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:

@@ -72,6 +72,7 @@ class ModelRunner:
         self._specs: dict[str, KVCacheSpec] = {}
         self._layers: LayerCaches = {}
         self._batch: InputBatch | None = None
+        self._kv_cache: KVCacheConfig | None = None
         self._embeds = PromptVectors(model.dtype, device)
         self._pending: _Pending | None = None
 
@@ -132,17 +133,29 @@ class ModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
         self._layers = self._memory(self._dtype).allocate(config)
-        self._batch = InputBatch(
+        self._batch = self._empty_batch(config)
+        self._kv_cache = config
+
+    def _empty_batch(self, config: KVCacheConfig) -> InputBatch:
+        return InputBatch(
             max_model_len=config.max_model_len,
             block_size=config.block_size,
             num_groups=len(config.groups),
             eos_token_ids=self._model.eos_token_ids,
         )
 
+    def recover(self) -> None:
+        """See ``Executor.recover``."""
+        self._pending = None
+        self._embeds = PromptVectors(self._model.dtype, self._device)
+        if self._kv_cache is not None:
+            self._batch = self._empty_batch(self._kv_cache)
+        self.profile(1, 1)
+
     def drop_kv_cache(self) -> None:
         """Free the pool and forget the requests, until ``initialize_kv_cache``."""
         self._layers = {}
-        self._batch = None
+        self._batch = self._kv_cache = None
         self._embeds = PromptVectors(self._model.dtype, self._device)
 
     @property

@@ -111,6 +111,13 @@ class PoolRunner:
         self._layers = {}
         self._batch = PoolBatch()
 
+    @torch.inference_mode()
+    def recover(self) -> None:
+        """See ``Executor.recover``."""
+        self._batch = PoolBatch()
+        self._done = ModelRunnerOutput()
+        self._probe_states()
+
     @property
     def acceleration(self) -> str:
         """See ``describe``."""

@@ -1,9 +1,9 @@
 """The executor of one device: its worker lives in a thread of this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.extensions import extend
@@ -15,6 +15,8 @@ from penstock_enginecore.executor.base import Progress
 from penstock_enginecore.executor.device_thread import DeviceThread
 from penstock_enginecore.executor.worker import Worker
 
+T = TypeVar("T")
+
 
 class UniprocExecutor:
     """See ``Executor``. Everything that touches the device runs on one thread, in the order of the calls."""
@@ -24,6 +26,7 @@ class UniprocExecutor:
         self._worker = self._thread.call(partial(Worker, config))
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
+        self._failed = False  # belongs to the device thread
         self._shut_down = False
 
     def load_model(self, progress: Progress) -> None:
@@ -74,7 +77,9 @@ class UniprocExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """See ``Executor.execute_model``."""
-        self._forward = self._thread.submit(partial(self._worker.runner.execute, scheduler_output))
+        self._forward = self._thread.submit(
+            partial(self._compute, partial(self._worker.runner.execute, scheduler_output))
+        )
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         """See ``Executor.sample_tokens``."""
@@ -86,7 +91,27 @@ class UniprocExecutor:
             forward.result()  # done: it ran before this on the same thread
             return self._worker.runner.sample(grammar)
 
-        return self._thread.submit(sample)
+        return self._thread.submit(partial(self._compute, sample))
+
+    def _compute(self, call: Callable[[], T]) -> T:
+        """Half a step. None follows a failed one: the requests' rows may be half written, and their blocks another's."""
+        if self._failed:
+            raise RuntimeError("a step before this one failed")
+        try:
+            return call()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def recover(self) -> None:
+        """See ``Executor.recover``."""
+
+        def recover() -> None:
+            self._worker.recover()
+            self._failed = False
+
+        self._forward = None
+        self._thread.call(recover)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """See ``Executor.collective_rpc``."""

@@ -106,6 +106,16 @@ class Worker:
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
 
+    def recover(self) -> None:
+        """See ``Executor.recover``. Memory that a step could not get is given back first; what a device has failed at is told
+        when it has finished.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.runner.recover()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     # What operators may call; see EngineControl.
 
     @utility

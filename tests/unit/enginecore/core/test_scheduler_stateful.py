@@ -27,9 +27,17 @@ VOCAB = 50
 EOS = frozenset({7})
 
 
+def poisoned(scheduled):
+    """A step fails that computes token n, or one behind it, of a request poison-n-..."""
+    return any(
+        key.startswith("poison") and count >= int(key.split("-")[1])
+        for key, count in scheduled.num_tokens_after.items()
+    )
+
+
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, aborts, steps, pauses, resets and passing time on pools of a few blocks, with one or several steps in flight. The
-    fake executor checks each step's contract.
+    """Adds, aborts, steps, pauses, resets and passing time on pools of a few blocks, with one or several steps in flight, and
+    requests that steps fail of. The fake executor checks each step's contract.
     """
 
     requests = Bundle("requests")
@@ -43,7 +51,8 @@ class EngineMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.25]),
         prefix_caching=st.sampled_from([True, True, False]),
         chunked=st.sampled_from([True, True, False]),
-        windows=st.sampled_from([(None, None), (None, 1), (6, None, None), (5, 5), (3, 9)]),
+        windows=st.sampled_from([(None, None), (None, 1), (6, None, None), (5, 5), (3, 9), (1, 1)]),
+        fails_late=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         async_scheduling=st.booleans(),
         max_concurrent_batches=st.integers(1, 3),
@@ -59,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching,
         chunked,
         windows,
+        fails_late,
         **config,
     ):
         self.clock = FakeClock()
@@ -72,6 +82,8 @@ class EngineMachine(RuleBasedStateMachine):
             available_memory=0,
             unhurried=True,
             windows=windows,
+            fails=poisoned,
+            fails_late=fails_late,
         )
         self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
         self.engine = make_engine(
@@ -109,14 +121,27 @@ class EngineMachine(RuleBasedStateMachine):
         tenant_weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
         constraint=st.sampled_from([None, None, "even", "odd:4"]),
         repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
+        poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
     )
     def add_request(
-        self, prompt_length, family, num_prior, salt, life, priority, constraint, repetition, ignore_eos, **sampling
+        self,
+        prompt_length,
+        family,
+        num_prior,
+        salt,
+        life,
+        priority,
+        constraint,
+        repetition,
+        ignore_eos,
+        poison,
+        **sampling,
     ):
         # Few families of prompts, so that prefixes are shared.
         prompt_length = min(prompt_length, self.engine.max_model_len - 1)
         request = make_request(
             [(family * 3 + i * (1 + family)) % VOCAB for i in range(prompt_length)],
+            request_id=f"poison-{poison}-{len(self.added)}" if poison else "",
             cache_salt=salt,
             deadline=None if life is None else self.clock.now + life,
             priority=priority,
@@ -217,6 +242,8 @@ class EngineMachine(RuleBasedStateMachine):
             end = self.transcript.ends[request_id]
             if end.finish_reason is FinishReason.ABORT and end.error is not None:
                 assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
+            elif end.error is not None and request_id.startswith("poison"):
+                assert (end.finish_reason, end.error.reason) == (FinishReason.ERROR, "STEP_FAILED")
             elif request_id in self.aborted:
                 assert end.finish_reason is FinishReason.ABORT
             else:

@@ -76,6 +76,15 @@ class Scheduler(Protocol):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped."""
 
+    def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
+        """A step has failed, those behind it were not run, and the workers have forgotten every request: all are computed again.
+        Returns the request that the step failed of, for the caller to end, once that is known; see ``StepTrial``.
+        """
+
+    @property
+    def num_unexplained_failures(self) -> int:
+        """Times in a row that a step failed, and then each of its requests passed alone."""
+
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         """Outputs since the last call, by client id."""
 

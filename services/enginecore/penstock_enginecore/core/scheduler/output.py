@@ -83,6 +83,14 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         cached.num_computed_tokens.append(request.num_computed_tokens)
         cached.new_block_ids.append(new_block_ids or None)
 
+    @property
+    def num_tokens_after(self) -> dict[str, int]:
+        """By request id, the tokens that are computed when the step is over."""
+        computed = {new.request_id: new.num_computed_tokens for new in self.new_requests}
+        cached = self.cached_requests
+        computed.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        return {key: computed[key] + count for key, count in self.num_scheduled_tokens.items()}
+
     def remove(self, request: Request) -> None:
         """Take a running request out again, if it is in the step."""
         count = self.num_scheduled_tokens.pop(request.key, None)

@@ -10,7 +10,7 @@ the worker, which runs steps in order, has the token by then.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.kv_events import KvCacheEvent
@@ -28,6 +28,7 @@ from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.scheduler.requests import RequestTable
 from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.stops import check_stop
+from penstock_enginecore.core.scheduler.trial import StepTrial
 
 
 class DefaultScheduler(Scheduler):
@@ -65,6 +66,7 @@ class DefaultScheduler(Scheduler):
         self._finished_keys: list[str] = []
         self._preempted_keys: list[str] = []
         self._num_preemptions = 0
+        self._trial = StepTrial()
         self._step_counter = 0
         self.pause_state = PauseState.RUNNING
 
@@ -157,10 +159,10 @@ class DefaultScheduler(Scheduler):
         output = SchedulerOutput(step=self._step_counter, num_scheduled_tokens={})
         output.preempted_request_ids, self._preempted_keys = self._preempted_keys, []
         if self.pause_state is not PauseState.PAUSED:
-            had_preempted = self._num_preemptions
-            self._schedule_running(output)
-            if self._num_preemptions == had_preempted:
-                self._schedule_waiting(output)
+            if self._trial:
+                self._schedule_in_turns(output)
+            else:
+                self._schedule_group(output, self._running.copy(), self._schedule_waiting)
             output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running)
             self._advance(output)
         output.finished_request_ids, self._finished_keys = self._finished_keys, []
@@ -189,8 +191,40 @@ class DefaultScheduler(Scheduler):
             )
             self._end([request], RequestStatus.FINISHED_ABORTED, error)
 
-    def _schedule_running(self, output: SchedulerOutput) -> None:
-        for request in self._running.copy():
+    def _schedule_group(
+        self, output: SchedulerOutput, running: list[Request], schedule_waiting: Callable[[SchedulerOutput], None]
+    ) -> None:
+        had_preempted = self._num_preemptions
+        self._schedule_running(output, running)
+        if self._num_preemptions == had_preempted:
+            schedule_waiting(output)
+
+    def _schedule_in_turns(self, output: SchedulerOutput) -> None:
+        """While a step's failure is looked into: a step of the suspects that are tried, then one of all others."""
+        self._trial.settle(self._requests.by_key)
+        suspects = self._trial.group
+        suspects_turn = self._trial.next_turn()
+        for of_suspects in (suspects_turn, not suspects_turn):
+            running = [request for request in self._running if (request.key in suspects) is of_suspects]
+            self._schedule_group(output, running, self._start_suspects if of_suspects else self._start_others)
+            if output.num_scheduled_tokens:
+                return
+
+    def _start_suspects(self, output: SchedulerOutput) -> None:
+        for request in self._waiting_suspects():
+            if not self._has_room(output) or not self._try_start(request, output):
+                return
+
+    def _start_others(self, output: SchedulerOutput) -> None:
+        if not self._waiting_suspects():  # or they might wait for ever
+            self._schedule_waiting(output)
+
+    def _waiting_suspects(self) -> list[Request]:
+        requests = self._requests.by_key
+        return [requests[key] for key in self._trial.group if key in requests and requests[key].hold & Hold.TRIAL]
+
+    def _schedule_running(self, output: SchedulerOutput, running: list[Request]) -> None:
+        for request in running:
             budget = self._budget_left(output)
             if budget <= 0:
                 break
@@ -241,26 +275,42 @@ class DefaultScheduler(Scheduler):
         request.valid_from_step = self._step_counter
         request.num_preemptions += 1
         request.record_event(EventType.PREEMPTED, self._clock())
-        self._waiting.add(request)
+        if self._trial and request.key in self._trial:
+            request.hold |= Hold.TRIAL
+            self._held.add(request)
+        else:
+            self._waiting.add(request)
         self._num_preemptions += 1
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        while self._waiting and self._has_room(output):
+            if not self._try_start(self._waiting.peek(), output):
+                break
+
+    def _has_room(self, output: SchedulerOutput) -> bool:
+        return len(self._running) < self._max_num_running and self._budget_left(output) > 0
+
+    def _try_start(self, request: Request, output: SchedulerOutput) -> bool:
+        """Start a waiting request, or end one that can never start. Returns False when there is no room for it now."""
         kv_cache = self.kv_cache
-        while self._waiting and len(self._running) < self._max_num_running and (budget := self._budget_left(output)):
-            request = self._waiting.peek()
-            if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
-                self._end_too_long(request)
-                continue
-            computed = kv_cache.get_computed_blocks(request)
-            num_missing_tokens = request.num_tokens - computed.num_tokens
-            num_new_tokens = self._chunk(num_missing_tokens, budget)
-            if num_new_tokens < num_missing_tokens and not self._chunked:
-                break
-            reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
-            if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
-                break
+        if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
+            self._end_too_long(request)
+            return True
+        computed = kv_cache.get_computed_blocks(request)
+        num_missing_tokens = request.num_tokens - computed.num_tokens
+        num_new_tokens = self._chunk(num_missing_tokens, self._budget_left(output))
+        if num_new_tokens < num_missing_tokens and not self._chunked:
+            return False
+        reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
+        if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
+            return False
+        if request.hold:
+            self._held.remove(request)
+            request.hold = Hold.NONE
+        else:
             self._waiting.take(request)
-            self._start(request, computed.num_tokens, num_new_tokens, output)
+        self._start(request, computed.num_tokens, num_new_tokens, output)
+        return True
 
     def _reserved_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks that must stay free when a request starts beside others: for its other tokens, and the watermark."""
@@ -312,12 +362,36 @@ class DefaultScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Append the sampled tokens, check stops, and make computed blocks findable."""
+        self._trial.step_done()
         finished = self._results.take(scheduler_output, model_output, self._requests.by_key)
         for request in finished:
             self._finished_keys.append(request.key)
             self._release(request)
         if finished:
             self._drop_finished()
+
+    def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
+        """Let every request be computed again, those of the failed step in groups of their own."""
+        requests = self._requests.by_key
+        targets = {key: count for key, count in scheduler_output.num_tokens_after.items() if key in requests}
+        began = {new.request_id for new in scheduler_output.new_requests}
+        culprit = self._trial.failed(targets, new=began, alone=len(scheduler_output.num_scheduled_tokens) == 1)
+        self.preempt_all()
+        for key in targets:  # those that had lost their blocks while the step was in flight
+            request = requests[key]
+            if not request.hold and key in self._trial:
+                self._waiting.remove(request)
+                request.hold = Hold.TRIAL
+                self._held.add(request)
+        # The workers know no request any more.
+        self._finished_keys.clear()
+        self._preempted_keys.clear()
+        return requests[culprit] if culprit else None
+
+    @property
+    def num_unexplained_failures(self) -> int:
+        """Times in a row that a step failed, and then each of its requests passed alone."""
+        return self._trial.num_unexplained
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         """Outputs since the last call, by client id."""
