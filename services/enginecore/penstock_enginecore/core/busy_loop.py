@@ -8,6 +8,7 @@ nothing to do. Other threads talk to it through the methods under "From any thre
 import gc
 import logging
 import time
+import traceback
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.histogram import Buckets
+from penstock_common.incidents import incident
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,7 +28,7 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineState
-from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.engine_core import EngineCore, EngineDeadError
 from penstock_enginecore.core.queues import (
     AbortRequests,
     AddRequest,
@@ -70,9 +72,9 @@ class BusyLoop:
         """Validate and queue a request. One that is refused ends with an ERROR output; nothing is raised."""
         try:
             prepared = self._engine.preprocess(client_id, request)
-        except RequestFailed as e:
-            log_refused(request.request_id, request.external_request_id, e)
-            self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), e)
+        except Exception as e:
+            failed = _refusal(request.request_id, request.external_request_id, e, doing="validating the request")
+            self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), failed)
         else:
             self._queues.put(AddRequest(prepared))
 
@@ -167,14 +169,17 @@ class BusyLoop:
             case AddRequest(request):
                 self._add(request)
             case AbortRequests():
-                self._engine.abort(message.client_id, message.request_ids)
+                self._abort(message)
                 message.request_ids.clear()
             case UtilityCall():
                 self._answer(message)
             case UtilityDone(call, outcome):
                 self._send_outcome(call, outcome)
             case ClientGone(client_id):
-                self._engine.abort_client(client_id)
+                try:
+                    self._engine.abort_client(client_id)
+                except Exception as e:
+                    incident(e, request="", doing=f"ending the requests of {client_id}, which has gone")
             case Wakeup():
                 pass
 
@@ -206,16 +211,23 @@ class BusyLoop:
 
     def _drain_aborts(self) -> None:
         while (abort := self._queues.get_abort()) is not None:
-            self._engine.abort(abort.client_id, abort.request_ids)
+            self._abort(abort)
+
+    def _abort(self, message: AbortRequests) -> None:
+        try:
+            self._engine.abort(message.client_id, message.request_ids)
+        except Exception as e:
+            incident(e, request=" ".join(message.request_ids), doing="aborting requests")
 
     def _add(self, request: Request) -> None:
         try:
             if self._shutdown.refuses_requests:
                 raise Unavailable("the engine is draining and takes no new requests", reason="DRAINING")
             self._engine.add(request)
-        except RequestFailed as e:
-            log_refused(request.request_id, request.external_id, e)
-            self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, e)
+        except Exception as e:
+            failed = _refusal(request.request_id, request.external_id, e, doing="queueing the request")
+            if not self._engine.scheduler.fail(request, RequestError.from_exception(failed)):
+                self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, failed)
 
     def _refuse(self, client_id: str, request_id: str, attempt: int, offset: int, error: RequestFailed) -> None:
         output = EngineCoreOutput(
@@ -232,6 +244,8 @@ class BusyLoop:
         """Call the method. A result that is still to come is sent when it is there."""
         try:
             result = self._engine.call_utility(call.method, call.arguments)
+        except EngineDeadError:  # it took in a step that failed
+            raise
         except Exception as e:
             self._send_failure(call, e)
             return
@@ -249,7 +263,7 @@ class BusyLoop:
     def _send_result(self, call: UtilityCall, result: Any) -> None:
         try:
             encoded = msgspec.msgpack.encode(result)
-        except TypeError as e:  # a plugin's method returned what msgpack has no form for
+        except Exception as e:  # a plugin's method returned what msgpack has no form for
             self._send_failure(call, e)
         else:
             self._send_answer(call, UtilityOutput(call_id=call.call_id, result=encoded))
@@ -257,7 +271,7 @@ class BusyLoop:
     def _send_failure(self, call: UtilityCall, error: BaseException) -> None:
         if not isinstance(error, RequestFailed):
             logger.error("utility method %s failed", call.method, exc_info=error)
-            error = Internal(f"{call.method} failed: {type(error).__name__}: {error}")
+            error = Internal(f"{call.method} failed: {''.join(traceback.format_exception_only(error)).strip()}")
         self._send_answer(call, UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error)))
 
     def _send_answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
@@ -269,3 +283,11 @@ class BusyLoop:
         """Answer what came in after the last request had ended."""
         while (message := self._queues.get(block=False, timeout=None)) is not None:
             self._handle(message)
+
+
+def _refusal(request_id: str, external_id: str, error: Exception, *, doing: str) -> RequestFailed:
+    """What ends a request that was not taken: its own fault, or an incident."""
+    if isinstance(error, RequestFailed):
+        log_refused(request_id, external_id, error)
+        return error
+    return incident(error, request=external_id or request_id, doing=doing)

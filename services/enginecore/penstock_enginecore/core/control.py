@@ -41,13 +41,14 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 class EngineControl:
     """The engine's utilities. Called between steps, on the busy loop's thread.
 
-    An engine that sleeps is paused as well; it schedules again once everything that slept is awake, or ``resume`` is called.
+    An engine that sleeps is paused as well; it schedules again once everything that slept is awake. One that an operator
+    paused, before or meanwhile, waits for ``resume`` as well.
     """
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
         self._asleep: set[str] = set()
-        self._resume_after_sleep = False
+        self._pause_asked_for = False
         self._waiting: list[tuple[Future[None], bool]] = []
         self._sleep_level = 0
         self._num_nan_logits = 0
@@ -79,6 +80,10 @@ class EngineControl:
         ``resume``. ``clear_cache`` forgets the cached prefixes; frozen requests then give up their blocks, and are computed
         again.
         """
+        self._pause_asked_for = True
+        return self._pause(mode, clear_cache)
+
+    def _pause(self, mode: Mode, clear_cache: bool) -> Future[None]:
         engine = self._engine
         engine.finish_batches()
         done: Future[None] = Future()
@@ -104,6 +109,7 @@ class EngineControl:
             raise InvalidArgument(
                 f"the engine sleeps ({', '.join(sorted(self._asleep))}); call wake_up", field="resume", reason="ASLEEP"
             )
+        self._pause_asked_for = False
         self._fail_waiting("the engine was resumed before it had drained")
         self._engine.scheduler.pause(PauseState.RUNNING)
 
@@ -142,8 +148,7 @@ class EngineControl:
         """Pause as ``mode`` says, then free device memory. 0: nothing more. 1: weights to host memory, KV cache dropped.
         2: all dropped; the weights are read again at ``wake_up``.
         """
-        was_running = not self._asleep and self._engine.scheduler.pause_state is PauseState.RUNNING
-        paused = self.pause(mode)
+        paused = self._pause(mode, clear_cache=False)
         asleep: Future[None] = Future()
 
         def fall_asleep(_: Future[None]) -> None:
@@ -155,7 +160,6 @@ class EngineControl:
             except Exception as e:  # the caller of the utility gets it
                 asleep.set_exception(e)
                 return
-            self._resume_after_sleep = self._resume_after_sleep or was_running
             asleep.set_result(None)
 
         paused.add_done_callback(fall_asleep)
@@ -173,8 +177,9 @@ class EngineControl:
     @utility
     def wake_up(self, tags: list[Tag] | None = None) -> None:
         """Take device memory back: weights, kv_cache, or both when no tag is given. The last one lets the engine schedule again,
-        if it did when it fell asleep.
+        unless somebody has called ``pause``, before or while it slept, and not ``resume``.
         """
+        slept = bool(self._asleep)
         wanted = set(tags or _TAGS) & self._asleep
         if wanted:
             self._engine.executor.collective_rpc("wake_up", [sorted(wanted)])
@@ -182,8 +187,7 @@ class EngineControl:
         if not self._asleep & set(_TAGS):
             self._asleep.clear()
             self._sleep_level = 0
-            if self._resume_after_sleep:
-                self._resume_after_sleep = False
+            if slept and not self._pause_asked_for:
                 self._engine.scheduler.pause(PauseState.RUNNING)
 
     @utility

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from penstock_common.errors import PenstockError, RequestFailed, Unimplemented
-from penstock_common.incidents import incident
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
@@ -24,6 +23,7 @@ from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -321,16 +321,13 @@ class EngineCore:
         culprit = self.scheduler.step_failed(scheduled)
         if culprit is not None:
             keep_step(scheduled, error, stats, self.config.error_dump)
-            self._end_with_incident(culprit, error, doing="a step with this request alone", reason="STEP_FAILED")
+            doing = "a step with this request alone"
+            self.scheduler.fail(culprit, log_incident(culprit, error, doing=doing, reason="STEP_FAILED"))
         elif self.scheduler.num_unexplained_failures >= MAX_UNEXPLAINED_FAILURES:
             raise self._dead(scheduled, error) from error
         else:
             num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
             logger.warning("a step of %d requests failed (%s); they are tried in smaller groups", num_requests, name)
-
-    def _end_with_incident(self, request: Request, error: Exception, *, doing: str, reason: str) -> None:
-        failure = incident(error, request=request.external_id or request.request_id, doing=doing, reason=reason)
-        self.scheduler.fail(request, RequestError.from_exception(failure))
 
     def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
         dump_step(scheduled, error, self.scheduler.stats(), self.config.error_dump)

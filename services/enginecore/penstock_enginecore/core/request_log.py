@@ -5,8 +5,10 @@ not even the error's own, which quotes values of fields.
 import logging
 
 from penstock_common.errors import RequestFailed
+from penstock_common.incidents import REASON, incident
 from penstock_common.logging import REQUEST_LOGGER
 from penstock_common.types.outputs import RequestError
+from penstock_enginecore.core.request import Request
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
@@ -19,6 +21,12 @@ def log_refused(request_id: str, external_id: str, error: RequestFailed | Reques
 def log_failed(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
     """A request that was taken cannot be finished."""
     logger.info("request failed", extra=_fields(request_id, external_id, error))
+
+
+def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:
+    """Something that should not happen did, to one request: see ``incident``. Returns what to end the request with."""
+    name = request.external_id or request.request_id
+    return RequestError.from_exception(incident(error, request=name, doing=doing, reason=reason))
 
 
 def _fields(request_id: str, external_id: str, error: RequestFailed | RequestError) -> dict[str, str]:

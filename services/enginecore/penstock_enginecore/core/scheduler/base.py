@@ -47,14 +47,17 @@ class Scheduler(Protocol):
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
         """Queue a request; with a ``hold`` it is not looked at before ``release`` takes that away.
 
-        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
+        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full. Whatever it raises, the request is
+        not queued then.
         """
 
     def release(self, request: Request, hold: Hold) -> None:
         """Take a reason to wait away from a request that may have ended meanwhile."""
 
-    def fail(self, request: Request, error: RequestError) -> None:
-        """End a request that cannot be served with an ERROR output, unless it has ended."""
+    def fail(self, request: Request, error: RequestError) -> bool:
+        """End a request that cannot be served with an ERROR output. Returns False, and does nothing, when it is not one of the
+        living.
+        """
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of the requests that exist, with ABORT outputs. Returns their ids."""

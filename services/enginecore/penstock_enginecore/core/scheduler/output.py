@@ -92,12 +92,15 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         return {key: computed[key] + count for key, count in self.num_scheduled_tokens.items()}
 
     def remove(self, request: Request) -> None:
-        """Take a running request out again, if it is in the step."""
+        """Take a request out again, if it is in the step."""
         count = self.num_scheduled_tokens.pop(request.key, None)
         if count is None:
             return
         self.total_num_scheduled_tokens -= count
         cached = self.cached_requests
+        if request.key not in cached.request_ids:
+            self.new_requests = [new for new in self.new_requests if new.request_id != request.key]
+            return
         place = cached.request_ids.index(request.key)
         for entries in (cached.request_ids, cached.num_computed_tokens, cached.new_block_ids):
             del entries[place]

@@ -7,6 +7,7 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.outbox import Outbox
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.stops import append_tokens
@@ -32,13 +33,21 @@ class StepResults:
             request = requests.get(key)
             if request is None or step.step < request.valid_from_step:
                 continue
-            before = request.num_processed_tokens
-            request.num_processed_tokens = after = before + num_tokens
-            if after // block_size != before // block_size:
-                self._kv_cache.cache_blocks(request)
-            if has_windows:
-                self._kv_cache.free_out_of_window(request, after)
-            if self._advance(request, sampled[key], results):
+            num_known = len(request.all_token_ids)
+            try:
+                before = request.num_processed_tokens
+                request.num_processed_tokens = after = before + num_tokens
+                if after // block_size != before // block_size:
+                    self._kv_cache.cache_blocks(request)
+                if has_windows:
+                    self._kv_cache.free_out_of_window(request, after)
+                if self._advance(request, sampled[key], results):
+                    finished.append(request)
+            except Exception as e:
+                del request.all_token_ids[num_known:]  # its client has not been told of them
+                request.status = RequestStatus.FINISHED_ERROR
+                error = log_incident(request, e, doing="taking in what a step gave the request")
+                self._outbox.add_end(request, [], error=error)
                 finished.append(request)
         return finished
 
@@ -64,10 +73,9 @@ class StepResults:
         logprobs = results.logprobs.get(key) if results.logprobs else None
         if logprobs is not None and len(logprobs) > len(token_ids):
             logprobs = logprobs.slice(0, len(token_ids))
+        num_nans = results.num_nans_in_logits.get(key, 0) if results.num_nans_in_logits else 0
         add = self._outbox.add_end if ended or request.finished else self._outbox.add_tokens
-        output = add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        if results.num_nans_in_logits:
-            output.num_nans_in_logits = results.num_nans_in_logits.get(key, 0)
+        add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs).num_nans_in_logits = num_nans
         return request.finished
 
 

@@ -17,6 +17,7 @@ from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, EventType, RequestError, SchedulerStats
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Hold, Request, RequestStatus
+from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
@@ -86,13 +87,13 @@ class DefaultScheduler(Scheduler):
         self._admission.check(request, now)
         request.arrival = next(self._arrivals)
         request.record_event(EventType.QUEUED, now)
-        self._requests.add(request)
-        self._deadlines.add(request)
         request.hold = hold if self.pause_state is PauseState.RUNNING else hold | Hold.PAUSE
         if request.hold:
             self._held.add(request)
         else:
             self._waiting.add(request)
+        self._requests.add(request)
+        self._deadlines.add(request)
 
     def release(self, request: Request, hold: Hold) -> None:
         """Take a reason to wait away; without another one the request takes its turn."""
@@ -103,10 +104,12 @@ class DefaultScheduler(Scheduler):
             self._held.remove(request)
             self._waiting.add(request)
 
-    def fail(self, request: Request, error: RequestError) -> None:
+    def fail(self, request: Request, error: RequestError) -> bool:
         """End a request that cannot be served, with an ERROR output; one that has ended is left alone."""
-        if not request.finished:
-            self._end([request], RequestStatus.FINISHED_ERROR, error)
+        if request.key not in self._requests.by_key:
+            return False
+        self._end([request], RequestStatus.FINISHED_ERROR, error)
+        return True
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of the requests that exist, with ABORT outputs."""
@@ -228,16 +231,20 @@ class DefaultScheduler(Scheduler):
             budget = self._budget_left(output)
             if budget <= 0:
                 break
-            # 0: its next token is on its way. Not running: it had to make room.
-            num_new_tokens = self._num_schedulable(request)
-            if num_new_tokens == 0 or request.status is not RequestStatus.RUNNING:
-                continue
-            if num_new_tokens > 1:
-                num_new_tokens = self._chunk(num_new_tokens, budget)
-            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, output)
-            if new_block_ids is None:  # it gave up its own blocks, or ended
-                continue
-            output.add_known(request, num_new_tokens, new_block_ids)
+            try:
+                # 0: its next token is on its way. Not running: it had to make room.
+                num_new_tokens = self._num_schedulable(request)
+                if num_new_tokens == 0 or request.status is not RequestStatus.RUNNING:
+                    continue
+                if num_new_tokens > 1:
+                    num_new_tokens = self._chunk(num_new_tokens, budget)
+                new_block_ids = self._allocate_or_preempt(request, num_new_tokens, output)
+                if new_block_ids is None:  # it gave up its own blocks, or ended
+                    continue
+                output.add_known(request, num_new_tokens, new_block_ids)
+            except Exception as e:
+                output.remove(request)
+                self.fail(request, log_incident(request, e, doing="scheduling the request"))
 
     def _budget_left(self, output: SchedulerOutput) -> int:
         return self._config.max_num_batched_tokens - output.total_num_scheduled_tokens
@@ -292,6 +299,18 @@ class DefaultScheduler(Scheduler):
 
     def _try_start(self, request: Request, output: SchedulerOutput) -> bool:
         """Start a waiting request, or end one that can never start. Returns False when there is no room for it now."""
+        try:
+            return self._start_or_end(request, output)
+        except Exception as e:
+            output.remove(request)
+            failure = log_incident(request, e, doing="scheduling the request")
+            unknown = request.status is RequestStatus.RUNNING
+            self.fail(request, failure)
+            if unknown:  # to the workers, who need not forget it
+                self._finished_keys.remove(request.key)
+            return True
+
+    def _start_or_end(self, request: Request, output: SchedulerOutput) -> bool:
         kv_cache = self.kv_cache
         if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
             self._end_too_long(request)
@@ -437,8 +456,8 @@ class DefaultScheduler(Scheduler):
             self._preempted_keys.append(request.key)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, if no request is running."""
-        return self.kv_cache.reset_prefix_cache()
+        """Forget all cached prefixes, if no request is running; one may hold no block, when all of them left its windows."""
+        return not self._running and self.kv_cache.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
         """The load now."""
