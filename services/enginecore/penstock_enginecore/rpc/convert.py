@@ -63,7 +63,7 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
     """The frame of one step. Hot: called once per step and frontend."""
     message = pb.EngineCoreOutputs(
         engine_index=outputs.engine_index,
-        outputs=[_output_to_proto(output) for output in outputs.outputs],
+        outputs=[output_to_proto(output) for output in outputs.outputs],
         timestamp=outputs.timestamp,
         finished_requests=outputs.finished_requests,
         kv_events=[parts.kv_event_to_proto(event) for event in outputs.kv_events],
@@ -71,11 +71,12 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
     if outputs.scheduler_stats is not None:
         message.scheduler_stats.CopyFrom(stats.to_proto(outputs.scheduler_stats))
     if outputs.utility_output is not None:
-        message.utility_output.CopyFrom(_utility_to_proto(outputs.utility_output))
+        message.utility_output.CopyFrom(utility_to_proto(outputs.utility_output))
     return message
 
 
-def _output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
+def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
+    """New tokens of one request."""
     message = pb.EngineCoreOutput(
         request_id=output.request_id,
         attempt=output.attempt,
@@ -112,7 +113,8 @@ def error_to_proto(error: RequestError) -> finish_pb2.RequestError:
     )
 
 
-def _utility_to_proto(output: UtilityOutput) -> pb.UtilityOutput:
+def utility_to_proto(output: UtilityOutput) -> pb.UtilityOutput:
+    """The answer to a utility call."""
     if output.error is not None:
         return pb.UtilityOutput(call_id=output.call_id, error=error_to_proto(output.error))
     return pb.UtilityOutput(call_id=output.call_id, result=output.result)

@@ -9,6 +9,7 @@ import grpc
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
+from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.rpc import stats
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
@@ -35,6 +36,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
         """The engine is loaded: serve."""
         self._busy_loop, self._ready = busy_loop, ready
+        self._sessions.on_unsendable = lambda client_id, request_id: busy_loop.abort(client_id, [request_id])
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
@@ -64,7 +66,13 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         """Hand over what the frontend sends. When it stops sending, or breaks the protocol, the session ends."""
         try:
             async for message in requests:
-                self._dispatch(message, session, busy_loop)
+                try:
+                    self._dispatch(message, session, busy_loop)
+                except RequestFailed:  # the frontend does not keep to the protocol
+                    raise
+                except Exception as e:
+                    kind = message.WhichOneof("message")
+                    incident(e, request="", doing=f"taking in {kind} of frontend {session.client_id}")
         finally:
             session.close()
 
@@ -87,20 +95,24 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     def _add(self, message: pb.EngineCoreRequest, session: FrontendSession, busy_loop: BusyLoop) -> None:
         try:
             request = convert.request_from_proto(message)
-        except RequestFailed as e:
-            log_refused(message.request_id, message.external_request_id, e)
+            if self._sessions.traces is not None:
+                self._sessions.traces.add(session.client_id, request)
+            busy_loop.add(session.client_id, request)
+        except Exception as e:
+            if isinstance(e, RequestFailed):
+                failed: RequestFailed = e
+                log_refused(message.request_id, message.external_request_id, failed)
+            else:
+                name = message.external_request_id or message.request_id
+                failed = incident(e, request=name, doing="taking in the request")
             output = EngineCoreOutput(
                 request_id=message.request_id,
                 attempt=message.attempt,
                 offset=len(message.prior_output_token_ids),
                 finish_reason=FinishReason.ERROR,
-                error=RequestError.from_exception(e),
+                error=RequestError.from_exception(failed),
             )
             self._sessions.emit(session.client_id, EngineCoreOutputs(outputs=[output]))
-        else:
-            if self._sessions.traces is not None:
-                self._sessions.traces.add(session.client_id, request)
-            busy_loop.add(session.client_id, request)
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
         """Who the engine is and how it is doing."""

@@ -6,9 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
-from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    RequestError,
+    UtilityOutput,
+)
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.traces import EngineTraces
 
@@ -23,6 +32,8 @@ class FrontendSession:
 
     def __init__(self, client_id: str) -> None:
         self.client_id = client_id
+        self.unsendable: set[str] = set()
+        """Requests that have ended for the frontend because an output could not be encoded, and not yet for the engine."""
         self._messages: deque[pb.SessionResponse] = deque()
         self._arrived = asyncio.Event()
         self._closed = False
@@ -69,6 +80,8 @@ class Sessions:
         self._sessions: dict[str, FrontendSession] = {}
         self._numbers = itertools.count()
         self._draining: pb.Draining | None = None
+        self.on_unsendable: Callable[[str, str], None] = lambda *_: None
+        """Called on the I/O thread with client and request when an output could not be encoded: the request is of no use."""
         self.dead: str | None = None
 
     def open(self, frontend_id: str) -> FrontendSession:
@@ -117,7 +130,37 @@ class Sessions:
         if self.traces is not None:
             self.traces.take(client_id, outputs)
         if (session := self._sessions.get(client_id)) is not None:
-            session.put(pb.SessionResponse(outputs=convert.outputs_to_proto(outputs)))
+            if session.unsendable:
+                outputs = _without(outputs, session.unsendable)
+            session.put(pb.SessionResponse(outputs=self._encoded(session, outputs)))
+
+    def _encoded(self, session: FrontendSession, outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
+        """The frame. What of it cannot be encoded ends its request alone, or is the answer of the one call."""
+        try:
+            return convert.outputs_to_proto(outputs)
+        except Exception:
+            encodable = [self._encodable(session, output) for output in outputs.outputs]
+            answer = None if outputs.utility_output is None else _encodable_answer(outputs.utility_output)
+            replaced = msgspec.structs.replace(outputs, outputs=encodable, utility_output=answer)
+            return convert.outputs_to_proto(replaced)
+
+    def _encodable(self, session: FrontendSession, output: EngineCoreOutput) -> EngineCoreOutput:
+        """The output, or the end of its request when it cannot be encoded."""
+        try:
+            convert.output_to_proto(output)
+        except Exception as e:
+            if output.finish_reason is None:
+                session.unsendable.add(output.request_id)
+                self.on_unsendable(session.client_id, output.request_id)
+            failed = incident(e, request=output.request_id, doing="encoding an output of the request")
+            return EngineCoreOutput(
+                request_id=output.request_id,
+                attempt=output.attempt,
+                offset=output.offset,
+                finish_reason=FinishReason.ERROR,
+                error=RequestError.from_exception(failed),
+            )
+        return output
 
     def _deliver_to_all(self, outputs: EngineCoreOutputs) -> None:
         message = pb.SessionResponse(outputs=convert.outputs_to_proto(outputs))
@@ -136,3 +179,22 @@ class Sessions:
         for session in self._sessions.values():
             session.put(pb.SessionResponse(engine_dead=pb.EngineDead(reason=reason)))
             session.close()
+
+
+def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
+    """The outputs less those of requests that ``ended`` for the frontend; one whose last output passes leaves the set."""
+    left = [output for output in outputs.outputs if output.request_id not in ended]
+    over = {output.request_id for output in outputs.outputs if output.finish_reason is not None} & ended
+    finished = [request_id for request_id in outputs.finished_requests if request_id not in over]
+    ended -= over
+    return msgspec.structs.replace(outputs, outputs=left, finished_requests=finished)
+
+
+def _encodable_answer(answer: UtilityOutput) -> UtilityOutput:
+    """The answer to a call, or an error in its place when it cannot be encoded."""
+    try:
+        convert.utility_to_proto(answer)
+    except Exception as e:
+        failed = incident(e, request="", doing="encoding the answer of a utility call")
+        return UtilityOutput(call_id=answer.call_id, error=RequestError.from_exception(failed))
+    return answer

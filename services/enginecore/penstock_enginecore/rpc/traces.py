@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from penstock_common.incidents import incident
 from penstock_common.tracing import Headers, Tracer, is_sampled
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
 from penstock_common.types.request import EngineCoreRequest
@@ -88,8 +89,11 @@ class EngineTraces:
 
     def add(self, client_id: str, request: EngineCoreRequest) -> None:
         """A request came in; it is followed if its trace is recorded."""
-        if is_sampled(request.trace_context):
-            self._requests[client_id, request.request_id] = _TracedRequest(request, self._clock())
+        try:
+            if is_sampled(request.trace_context):
+                self._requests[client_id, request.request_id] = _TracedRequest(request, self._clock())
+        except Exception as e:  # the request goes on, unseen
+            incident(e, request=request.request_id, doing="tracing the request")
 
     def take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         """A step's outputs go out."""
@@ -99,18 +103,25 @@ class EngineTraces:
     def client_gone(self, client_id: str) -> None:
         """A session is over: its requests end without an output."""
         for key in [key for key in self._requests if key[0] == client_id]:
-            self._end(self._requests.pop(key), self._clock(), "abort", "")
+            try:
+                self._end(self._requests.pop(key), self._clock(), "abort", "")
+            except Exception as e:
+                incident(e, request=key[1], doing="tracing the request")
 
     def _take(self, client_id: str, outputs: Sequence[EngineCoreOutput], timestamp: float) -> None:
         for output in outputs:
             request = self._requests.get((client_id, output.request_id))
             if request is None:
                 continue
-            request.take(output, timestamp)
-            if output.finish_reason is not None:
-                del self._requests[client_id, output.request_id]
-                error = output.error.code if output.error is not None else ""
-                self._end(request, timestamp, output.finish_reason.name.lower(), error)
+            try:
+                request.take(output, timestamp)
+                if output.finish_reason is not None:
+                    del self._requests[client_id, output.request_id]
+                    error = output.error.code if output.error is not None else ""
+                    self._end(request, timestamp, output.finish_reason.name.lower(), error)
+            except Exception as e:  # the request goes on, unseen
+                self._requests.pop((client_id, output.request_id), None)
+                incident(e, request=output.request_id, doing="tracing the request")
 
     def _end(self, request: _TracedRequest, now: float, finish_reason: str, error: str) -> None:
         to_epoch = self._wall_clock() - self._clock()
