@@ -21,6 +21,7 @@ class NullExecutor:
     model_max_len = 4096
     vocab_size = 32_000
     hidden_size = 0
+    dtype = "float32"
     eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:

@@ -107,6 +107,7 @@ class FakeExecutor:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.hidden_size = 4
+        self.dtype = "float32"
         self.model_max_len = model_max_len
         self.fail_at_step = fail_at_step
         self.fails = fails

@@ -8,6 +8,7 @@ PenstockError
      ├─ PermissionDenied     who calls may not do that
      ├─ Unimplemented        a field or method is known but not served yet
      ├─ NotFound             no such model, request or method
+     ├─ AlreadyExists        a name is taken
      ├─ ResourceExhausted    a bounded queue is full; retry later
      ├─ Unavailable          no engine, or the engine went away; retry
      ├─ DeadlineExceeded     the request's deadline has passed
@@ -93,6 +94,13 @@ class NotFound(RequestFailed):
     default_reason = "NOT_FOUND"
 
 
+class AlreadyExists(RequestFailed):
+    """A name that must be unique is taken."""
+
+    code = "ALREADY_EXISTS"
+    default_reason = "NAME_TAKEN"
+
+
 class ResourceExhausted(RequestFailed):
     """A bounded queue is full."""
 
@@ -147,6 +155,7 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
         PermissionDenied,
         Unimplemented,
         NotFound,
+        AlreadyExists,
         ResourceExhausted,
         Unavailable,
         DeadlineExceeded,

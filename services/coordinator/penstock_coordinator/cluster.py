@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from penstock_common.errors import Unavailable
+from penstock_common.errors import AlreadyExists, Unavailable
 from penstock_common.logging import get_logger
 from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.frontends import Frontends
 from penstock_coordinator.load import engine_status
-from penstock_coordinator.membership import Change, Effect, Membership, SessionEnded
+from penstock_coordinator.membership import Change, Effect, IdTaken, Membership, SessionEnded
 from penstock_coordinator.view import ViewLimiter
 
 Clock = Callable[[], float]
@@ -41,10 +41,13 @@ class Cluster:
         )
 
     def apply(self, effects: Sequence[Effect]) -> None:
-        """Tell of what happened. Raises Unavailable when the session that caused it has to end."""
+        """Tell of what happened. Raises Unavailable, or AlreadyExists, when the session that caused it has to end."""
         for effect in effects:
             if isinstance(effect, SessionEnded):
                 raise Unavailable(effect.reason, reason="NOT_A_MEMBER")
+            if isinstance(effect, IdTaken):
+                get_logger().warning("refused an engine", reason=effect.reason)
+                raise AlreadyExists(effect.reason, field="register.engine_id", reason="ENGINE_ID_TAKEN")
             log = get_logger().warning if effect.change is Change.EXPIRED else get_logger().info
             log(f"engine {effect.change.value}", engine=effect.engine_id, index=effect.index)
         if effects:

@@ -36,7 +36,13 @@ class SessionEnded(msgspec.Struct, frozen=True):
     reason: str
 
 
-Effect = MemberChanged | SessionEnded
+class IdTaken(msgspec.Struct, frozen=True):
+    """Effect: the engine that registers cannot be a member, because another one that lives has its id."""
+
+    reason: str
+
+
+Effect = MemberChanged | SessionEnded | IdTaken
 
 
 class Member(msgspec.Struct):
@@ -58,6 +64,10 @@ class Membership:
     stream is no event here: a broken one can not be told from a closed one, the engine may be back before its lease expires,
     and its requests run meanwhile. Each stream is a session with a number of its own. The latest session of an engine speaks
     for it; what older ones still say is refused, and so is the register of an incarnation that another one has replaced.
+
+    An engine that has started again is one of another incarnation at the same address, or one that comes when the lease of its
+    predecessor is over. Another incarnation at another address is another engine that was given the same id: it is refused for
+    as long as the first one lives, or the two would replace each other for ever.
 
     An index is the lowest free one at join and stays for as long as the member does, over reconnects and incarnations.
 
@@ -89,6 +99,13 @@ class Membership:
         if registration.incarnation in member.former_incarnations:
             current = member.registration.incarnation
             return [SessionEnded(f"incarnation {registration.incarnation!r} has been replaced by {current!r}")]
+        if _is_another(registration, member.registration) and member.expires_at > now:
+            return [
+                IdTaken(
+                    f"engine_id {registration.engine_id!r} is that of the engine at {member.registration.address}, which is "
+                    f"alive; the one at {registration.address} needs an id of its own"
+                )
+            ]
         if registration.incarnation == member.registration.incarnation:
             change = Change.RECONNECTED
             member.draining |= registration.draining
@@ -163,6 +180,10 @@ class Membership:
 
     def _changed(self, member: Member, change: Change) -> MemberChanged:
         return MemberChanged(member.registration.engine_id, member.index, change)
+
+
+def _is_another(registration: EngineRegistration, member: EngineRegistration) -> bool:
+    return registration.incarnation != member.incarnation and registration.address != member.address
 
 
 def _not_a_member() -> SessionEnded:

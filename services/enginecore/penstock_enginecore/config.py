@@ -6,6 +6,7 @@ Flags and environment names derive from the field names: ``scheduler.max_num_seq
 """
 
 import os
+import secrets
 from typing import Literal
 
 import msgspec
@@ -204,8 +205,12 @@ class ErrorDumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     include_tokens: bool = False
 
 
+_OWN_NUMBER = secrets.token_hex(4)
+
+
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything an engine process needs to know. ``drain_timeout`` is in seconds: how long in-flight requests may go on
+    """Everything an engine process needs to know. ``engine_id`` names the engine in its cluster, where no two may have the same;
+    see ``name``. ``drain_timeout`` is in seconds: how long in-flight requests may go on
     after a stop signal before they end as ABORT. ``wedged_after``: seconds without a finished step, while there is work,
     after which the engine no longer counts as alive. ``plugins``: names of installed plugins to load (entry points of the
     group penstock.plugins), all of them when unset. ``iteration_log_interval``: seconds between two log lines on what the
@@ -239,5 +244,5 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def name(self) -> str:
-        """The engine's id: the configured one, else the host's name and the process id."""
-        return self.engine_id or f"{os.uname().nodename}-{os.getpid()}"
+        """The engine's id: the configured one, else one that no other process has, whatever their hosts are called."""
+        return self.engine_id or f"{os.uname().nodename}-{_OWN_NUMBER}"

@@ -2,7 +2,7 @@ import pytest
 
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
-from penstock_coordinator.membership import Change, MemberChanged, Membership, SessionEnded
+from penstock_coordinator.membership import Change, IdTaken, MemberChanged, Membership, SessionEnded
 
 LEASE = 4.0
 
@@ -143,3 +143,34 @@ def test_a_coordinator_that_was_stopped_itself_expires_nobody(membership):
     assert membership.tick(100.0) == []
     membership.report(1, None, 101.0)
     assert pass_time(membership, 100.0, 100.0 + LEASE) == [MemberChanged("b", 1, Change.EXPIRED)]
+
+
+def test_a_second_engine_with_an_id_is_refused_while_the_first_lives(membership):
+    membership.register(1, engine(incarnation="one", address="10.0.0.1:50052"), 0.0)
+    (refusal,) = membership.register(2, engine(incarnation="two", address="10.0.0.2:50052"), LEASE - 0.5)
+    assert isinstance(refusal, IdTaken)
+    assert "10.0.0.1:50052" in refusal.reason
+    assert "10.0.0.2:50052" in refusal.reason
+    assert membership.report(1, None, LEASE - 0.5) == []
+    assert membership.members[0].registration.incarnation == "one"
+
+
+def test_two_engines_with_an_id_do_not_replace_each_other_in_turns(membership):
+    membership.register(0, engine(incarnation="one", address="10.0.0.1:50052"), 0.0)
+    for session in range(1, 9):
+        membership.report(0, None, float(session))
+        membership.tick(float(session))
+        (refusal,) = membership.register(session, engine(incarnation="two", address="10.0.0.2:50052"), float(session))
+        assert isinstance(refusal, IdTaken)
+
+
+def test_the_second_engine_takes_the_id_over_when_the_firsts_lease_is_over(membership):
+    membership.register(1, engine(incarnation="one", address="10.0.0.1:50052"), 0.0)
+    assert membership.register(2, engine(incarnation="two", address="10.0.0.2:50052"), LEASE) == [
+        MemberChanged("engine-0", 0, Change.REPLACED)
+    ]
+
+
+def test_a_restart_at_the_same_address_need_not_wait(membership):
+    membership.register(1, engine(incarnation="one"), 0.0)
+    assert membership.register(2, engine(incarnation="two"), 0.5) == [MemberChanged("engine-0", 0, Change.REPLACED)]

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.load import engine_status
-from penstock_coordinator.membership import Change, MemberChanged, Membership, SessionEnded
+from penstock_coordinator.membership import Change, IdTaken, MemberChanged, Membership, SessionEnded
 
 LEASE = 10
 ENGINES = st.sampled_from(["a", "b", "c", "d"])
@@ -17,8 +17,9 @@ INCARNATIONS = st.sampled_from(["1", "2", "3"])
 class Model:
     """What the machine should believe of one member, from a simple account of the events."""
 
-    def __init__(self, incarnation, session, expires_at, draining):
+    def __init__(self, incarnation, session, expires_at, draining, address):
         self.incarnation = incarnation
+        self.address = address
         self.session = session
         self.expires_at = expires_at
         self.draining = draining
@@ -38,20 +39,28 @@ class MembershipMachine(RuleBasedStateMachine):
     def owner(self, session):
         return next((name for name, model in self.live.items() if model.session == session), None)
 
-    @rule(engine_id=ENGINES, incarnation=INCARNATIONS, draining=st.booleans())
-    def register(self, engine_id, incarnation, draining):
+    @rule(
+        engine_id=ENGINES,
+        incarnation=INCARNATIONS,
+        draining=st.booleans(),
+        address=st.sampled_from(["h:1", "h:1", "h:2"]),
+    )
+    def register(self, engine_id, incarnation, draining, address):
         session = len(self.sessions)
         self.sessions.append(engine_id)
         registration = EngineRegistration(
-            engine_id=engine_id, incarnation=incarnation, address="h:1", model="m", draining=draining
+            engine_id=engine_id, incarnation=incarnation, address=address, model="m", draining=draining
         )
         (effect,) = self.membership.register(session, registration, self.now)
         known = self.live.get(engine_id)
         if known is not None and incarnation in known.former:
             assert isinstance(effect, SessionEnded)
             return
+        if known is not None and incarnation != known.incarnation and address != known.address:
+            assert isinstance(effect, IdTaken)
+            return
         assert isinstance(effect, MemberChanged)
-        model = Model(incarnation, session, self.now + LEASE, draining)
+        model = Model(incarnation, session, self.now + LEASE, draining, address)
         if known is None:
             assert effect.change is Change.JOINED
             assert effect.index == min(set(range(5)) - {m.index for m in self.live.values()})

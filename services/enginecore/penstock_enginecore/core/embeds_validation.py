@@ -1,18 +1,22 @@
 """What vectors that stand for prompt tokens must satisfy. Pure checks, safe on any thread."""
 
+import math
+
 import numpy as np
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 
-_BFLOAT16_EXPONENT = 0x7F80
-"""All ones where the number is infinite or NaN."""
+_TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)), "float32": math.inf}
+"""By type of the model's numbers, the least float32 that rounds to infinity in it."""
+_TOO_LARGE_BFLOAT16 = {"float16": 0x4780, "bfloat16": 0x7F80, "float32": 0x7F80}
+"""The same for a bfloat16, as its bits without the sign; those of NaN are larger."""
 
 
-def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden_size: int) -> None:
+def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden_size: int, dtype: str) -> None:
     """Raise InvalidArgument, naming the field, unless an engine with vectors of ``hidden_size`` can take ``embeds``;
-    Unimplemented for what is not served with vectors.
+    Unimplemented for what is not served with vectors. ``dtype``: of the model's numbers, which the vectors' become.
     """
     if hidden_size == 0 or request.pooling_params is not None:
         raise Unimplemented("prompt_embeds is not served by engines that pool", field="prompt_embeds")
@@ -37,12 +41,18 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
             "sampling_params.prompt_logprobs is not served with prompt_embeds: a vector has no probability",
             field="sampling_params.prompt_logprobs",
         )
-    if not _finite(embeds):
-        raise InvalidArgument("prompt_embeds holds numbers that are infinite or NaN", field="prompt_embeds")
+    if not _finite(embeds, dtype):
+        raise InvalidArgument(
+            f"prompt_embeds holds numbers that are infinite or NaN as {dtype}, which the model computes in",
+            field="prompt_embeds",
+        )
 
 
-def _finite(embeds: PromptEmbeds) -> bool:
+def _finite(embeds: PromptEmbeds, dtype: str) -> bool:
+    """Whether all numbers are finite once they are rounded to ``dtype``."""
     if embeds.dtype == "bfloat16":
         bits = np.frombuffer(embeds.data, dtype="<u2")
-        return not bool(((bits & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
-    return bool(np.isfinite(np.frombuffer(embeds.data, dtype="<f4" if embeds.dtype == "float32" else "<f2")).all())
+        return bool((bits & 0x7FFF).max() < _TOO_LARGE_BFLOAT16[dtype])
+    numbers = np.frombuffer(embeds.data, dtype="<f4" if embeds.dtype == "float32" else "<f2")
+    too_large = _TOO_LARGE[dtype]
+    return -too_large < float(numbers.min()) and float(numbers.max()) < too_large  # NaN is neither

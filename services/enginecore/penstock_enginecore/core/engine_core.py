@@ -101,6 +101,7 @@ class EngineCore:
             vocab_size=self.vocab_size,
             max_logprobs=config.model.max_logprobs,
             hidden_size=executor.hidden_size,
+            dtype=executor.dtype,
             pooling=executor.pooling,
         )
         self.control = EngineControl(self)
@@ -286,6 +287,7 @@ class EngineCore:
         try:
             results = future.result()
         except Exception as e:
+            del future  # it knows the error, which knows this frame
             self._recover(scheduled, e)
             return False
         drain_aborts()

@@ -24,13 +24,14 @@ _MAX_PATTERN_SIZE = 1000
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``, log-probabilities of at most
     ``max_logprobs`` of the likeliest tokens, -1 for all. ``hidden_size`` of vectors that stand for tokens, 0 where none
-    are taken. ``pooling`` None: it generates.
+    are taken; they become numbers of ``dtype``. ``pooling`` None: it generates.
     """
 
     max_model_len: int
     vocab_size: int
     max_logprobs: int = 20
     hidden_size: int = 0
+    dtype: str = "float32"
     pooling: PoolingLimits | None = None
 
 
@@ -49,7 +50,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     if request.pooling_params is None:
         check_sampling(request.sampling_params, limits)
     if request.prompt_embeds is not None:
-        check_prompt_embeds(request, request.prompt_embeds, limits.hidden_size)
+        check_prompt_embeds(request, request.prompt_embeds, limits.hidden_size, limits.dtype)
     if request.deadline is not None and not math.isfinite(request.deadline):
         raise InvalidArgument(f"deadline is {request.deadline}; it must be finite", field="deadline")
     if request.attempt < 0:

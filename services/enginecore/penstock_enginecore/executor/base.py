@@ -37,6 +37,10 @@ class Executor(Protocol):
         """Length of the vectors that may stand for prompt tokens; 0 where none are taken."""
 
     @property
+    def dtype(self) -> str:
+        """What the model's numbers are: float32, bfloat16 or float16."""
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a sequence unless ``ignore_eos``."""
 

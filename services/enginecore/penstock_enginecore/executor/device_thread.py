@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,14 +21,7 @@ class DeviceThread:
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Queue a call. What it raises comes out of the future."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as e:  # the future's reader decides what it means
-                future.set_exception(e)
-
-        self._calls.put(run)
+        self._calls.put(partial(_run_into, future, call))
         return future
 
     def call(self, call: Callable[[], T]) -> T:
@@ -42,3 +36,12 @@ class DeviceThread:
         while (call := self._calls.get()) is not None:
             call()
             del call  # or the last call's result lives on while the thread waits
+
+
+def _run_into(future: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as e:  # the future's reader decides what it means
+        future.set_exception(e)
+        # The error knows this frame: what the frame knows would live on with what the failed step holds.
+        del future, call

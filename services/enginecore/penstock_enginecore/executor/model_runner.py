@@ -144,13 +144,18 @@ class ModelRunner:
             eos_token_ids=self._model.eos_token_ids,
         )
 
+    @torch.inference_mode()
     def recover(self) -> None:
         """See ``Executor.recover``."""
         self._pending = None
         self._embeds = PromptVectors(self._model.dtype, self._device)
         if self._kv_cache is not None:
             self._batch = self._empty_batch(self._kv_cache)
-        self.profile(1, 1)
+        probe = Probe.create(self._model.vocab_size)
+        layers = self._memory(self._dtype).throwaway(probe.metadata.block_size, probe.num_blocks)
+        positions = np.arange(len(probe.token_ids))
+        logits = self._forward(probe.token_ids, positions, positions[-1:], [probe.metadata], layers)
+        _sample_any(logits)
 
     def drop_kv_cache(self) -> None:
         """Free the pool and forget the requests, until ``initialize_kv_cache``."""
@@ -202,8 +207,7 @@ class ModelRunner:
         layers = self._memory(self._dtype).throwaway(length, len(starts))
         rows = np.arange(num_seqs) % num_tokens
         logits = self._forward(np.zeros_like(positions), positions, rows, [metadata], layers)
-        half = np.full(num_seqs, 0.5)
-        sample(logits, SamplingInputs(half, np.zeros(num_seqs, dtype=np.int64), half, half, half))
+        _sample_any(logits)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
@@ -275,7 +279,7 @@ class ModelRunner:
                 return self._logits(token_ids, positions, rows, vectors)
         x = self._decoder.embed(token_ids)
         if vectors is not None:
-            x[vectors.places] = vectors.rows
+            x[vectors.places] = vectors.rows.to(x.dtype)
         return self._decoder.run(x, positions, attention, layers, rows)
 
     def _logits(
@@ -297,3 +301,9 @@ class ModelRunner:
 
     def _to_device(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _sample_any(logits: torch.Tensor) -> None:
+    """Draw a token from each row, of any seed."""
+    half = np.full(len(logits), 0.5)
+    sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))

@@ -49,6 +49,11 @@ class UniprocExecutor:
         return self._worker.hidden_size
 
     @property
+    def dtype(self) -> str:
+        """See ``Executor.dtype``."""
+        return str(self._worker.model.dtype).removeprefix("torch.")
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """See ``Executor.eos_token_ids``."""
         return self._worker.model.eos_token_ids
@@ -86,12 +91,14 @@ class UniprocExecutor:
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("execute_model must come before sample_tokens")
+        return self._thread.submit(partial(self._compute, partial(self._sample, forward, grammar)))
 
-        def sample() -> ModelRunnerOutput:
+    def _sample(self, forward: Future[None], grammar: GrammarBitmask | None) -> ModelRunnerOutput:
+        try:
             forward.result()  # done: it ran before this on the same thread
-            return self._worker.runner.sample(grammar)
-
-        return self._thread.submit(partial(self._compute, sample))
+        finally:
+            del forward
+        return self._worker.runner.sample(grammar)
 
     def _compute(self, call: Callable[[], T]) -> T:
         """Half a step. None follows a failed one: the requests' rows may be half written, and their blocks another's."""
@@ -101,6 +108,7 @@ class UniprocExecutor:
             return call()
         except BaseException:
             self._failed = True
+            del call  # the error knows this frame, and the call may know the error
             raise
 
     def recover(self) -> None:
