@@ -244,11 +244,11 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
                 elif engine.running:
                     engine.step()
             await asyncio.sleep(0.001)
-        assert died == 3
+        assert 2 <= died <= 3  # the second is the last where the request was alone
         error = poison.exception()
         assert isinstance(error, Internal)
         assert error.reason == "QUARANTINED"
-        assert "3 engines in a row" in error.message
+        assert f"{died} engines in a row failed" in error.message
         while not all(task.done() for task in neighbours):
             for engine in engines:
                 if engine.running:

@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, PrefillStats, RequestError
 from penstock_common.types.request import EngineCoreRequest
@@ -17,11 +18,14 @@ from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.journal import EngineFaultError
 from penstock_frontend.engine.router import Candidate, Router
+from tests.fakes import virtual_time
 
 MAX_TOKENS = 5
 PROMPT = [1, 2, 3]
 DRAINING = RequestError(code="UNAVAILABLE", message="draining", reason="DRAINING")
 FULL = RequestError(code="RESOURCE_EXHAUSTED", message="full", reason="QUEUE_FULL", retry_after=1.5)
+STEP_FAILED = RequestError(code="INTERNAL", message="the step fails", reason="STEP_FAILED")
+INCIDENT = RequestError(code="INTERNAL", message="incident 0badcafe", reason="INCIDENT")
 
 
 def token_of(request_id: str, index: int) -> int:
@@ -40,12 +44,17 @@ class Simulated:
         self.late: list[tuple[str, EngineCoreOutput]] = []
         self.moves: list[str] = []
         self.sent: list[tuple[str, EngineCoreRequest]] = []
+        self.alone: Counter[str] = Counter()  # engines in a row that were lost with nothing else, and brought nothing
+        self.brought: set[str] = set()  # requests that got something of their engine
+        self.unsendable: set[str] = set()
+        self.closed: set[str] = set()  # engines that are there and take nothing
         self.num_held_changes = 0
         self.num_moved = 0
+        self.router = Router()
         self.dispatch = Dispatch(
             self,
             self,
-            Router(),
+            self.router,
             retries or RetriesConfig(max_moves=10_000, max_strikes=100),
             hold_timeout=hold_timeout,
             on_held=self._on_held,
@@ -61,11 +70,13 @@ class Simulated:
     # The dispatch's Engines.
 
     def candidates(self) -> list[Candidate]:
-        return [Candidate(name, rank) for rank, (name, up) in enumerate(self.up.items()) if up]
+        return [Candidate(name, rank, name not in self.closed) for rank, (name, up) in enumerate(self.up.items()) if up]
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
         assert self.up[engine]
         assert first == (not self.running[engine])
+        if request.request_id in self.unsendable:
+            raise ValueError("no bytes can say this")
         self.sent.append((engine, request))
         self.running[engine][request.request_id] = (request, len(request.prior_output_token_ids))
 
@@ -76,17 +87,24 @@ class Simulated:
     # The dispatch's OutputHandler.
 
     def process(self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float) -> list[str]:
+        failed: list[str] = []
         for output in outputs:
             self.outputs.append(output)
             read = self.read.setdefault(output.request_id, [])
             assert output.request_id not in self.ended
+            if output.finish_reason is None and output.error is not None:
+                self.ended[output.request_id] = output.error.to_exception()
+                failed.append(output.request_id)
+                continue
             assert output.offset == len(read)
             read.extend(output.new_token_ids)
+            if output.new_token_ids:
+                self.brought.add(output.request_id)
             if output.finish_reason is not None:
                 self.ended[output.request_id] = (
                     output.finish_reason if output.error is None else output.error.to_exception()
                 )
-        return []
+        return failed
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         for request_id in request_ids:
@@ -97,7 +115,9 @@ class Simulated:
         raise AssertionError("nobody asks for this")
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        self.moves.extend(request_ids)
+        ids = list(request_ids)
+        self.moves.extend(ids)
+        self.brought.difference_update(ids)
 
     # What happens.
 
@@ -114,6 +134,10 @@ class Simulated:
                 for request_id in request_ids
             ]
         )
+
+    def where(self, request_id: str) -> str:
+        """The engine that has it, "" for none."""
+        return next((engine for engine, running in self.running.items() if request_id in running), "")
 
     def advance(self, engine: str, request_id: str, count: int = 1) -> EngineCoreOutput:
         """The next output of a request, as its engine makes it."""
@@ -138,6 +162,7 @@ class Simulated:
             )
             for o in outputs
         ]
+        self.router.report(engine, waiting=0, running=len(self.running[engine]), kv_cache_usage=0.0)
         self.dispatch.take(engine, engine, EngineCoreOutputs(outputs=copies))
 
     def step(self, engine: str, count: int = 1) -> None:
@@ -154,9 +179,14 @@ class Simulated:
         )
 
     def kill(self, engine: str) -> None:
+        on_engine = list(self.running[engine])
+        one_call = len({request_id.split("-")[0] for request_id in on_engine}) == 1
+        for request_id in on_engine:
+            self.alone[request_id] = 0 if request_id in self.brought else self.alone[request_id] + one_call
         self.up[engine] = False
         self.running[engine].clear()
         self.dispatch.lose(engine, "killed")
+        self.router.forget(engine)
 
     def start(self, engine: str) -> None:
         self.up[engine] = True
@@ -175,7 +205,7 @@ class Simulated:
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["add", "add n", "step", "step 2", "lose output", "duplicate", "keep for later", "late", "kill",
-                         "start", "drain", "full", "abort", "cut"]),
+                         "start", "drain", "put off", "full", "time", "abort", "cut"]),
         st.integers(0, 2),
         st.integers(0, 5),
     ),
@@ -190,6 +220,7 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(events: li
         world, ids = Simulated("a", "b", "c"), itertools.count()
         started: set[str] = set()
         aborted: set[str] = set()
+        refused: set[str] = set()
         for what, which, pick in events:
             engine = "abc"[which]
             on_engine = list(world.running[engine])
@@ -227,25 +258,39 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(events: li
                     world.up[engine] = False
                     for request_id in on_engine:
                         world.refuse(engine, request_id, DRAINING)
-                case "full" if target and world.running[engine][target][0].attempt > 0:
+                case "put off" if target and world.running[engine][target][0].attempt > 0:
                     world.refuse(engine, target, DRAINING)
+                case "full" if target:
+                    refused.add(target)
+                    world.refuse(engine, target, FULL)
+                case "time":
+                    await asyncio.sleep(0.5)
                 case "abort" if target:
                     aborted.add(target)
                     world.dispatch.abort([target], "the client is gone")
                 case "cut" if world.up[engine]:  # the session is gone, the engine is there again at once
-                    world.running[engine].clear()
-                    world.up[engine] = False
-                    world.dispatch.lose(engine, "cut")
+                    world.kill(engine)
                     world.start(engine)
+        world.finish()
+        await asyncio.sleep(2.0)  # engines that were full are not any more
         world.finish()
         assert set(world.ended) == started - aborted
         for request_id in started - aborted:
-            assert world.read[request_id] == [token_of(request_id, i) for i in range(MAX_TOKENS)]
-            assert world.ended[request_id] is FinishReason.LENGTH
+            whole = [token_of(request_id, i) for i in range(MAX_TOKENS)]
+            end = world.ended[request_id]
+            if isinstance(end, Internal):
+                assert end.reason == "QUARANTINED"
+                assert world.alone[request_id] >= 2  # an older count of the engine's may have hidden one
+            elif isinstance(end, ResourceExhausted):
+                assert request_id in refused
+            else:
+                assert end is FinishReason.LENGTH
+            read = world.read.get(request_id, [])
+            assert read == (whole if end is FinishReason.LENGTH else whole[: len(read)])
         assert world.dispatch.num_held == 0
         assert sum(world.dispatch.num_on(engine) for engine in "abc") == 0
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 async def test_the_sequences_of_a_call_stay_together_when_they_move() -> None:
@@ -396,6 +441,256 @@ async def test_the_wait_for_an_engine_ends() -> None:
     assert isinstance(world.ended["r0"], Unavailable)
     assert world.dispatch.num_held == 0
     assert world.num_held_changes == 2
+
+
+def test_views_that_come_all_the_time_do_not_keep_a_request_held() -> None:
+    async def run() -> None:
+        world = Simulated("a", hold_timeout=3.0)
+        world.add("r0")
+        world.kill("a")
+        for _ in range(7):
+            await asyncio.sleep(0.5)
+            world.dispatch.engines_changed()
+        assert isinstance(world.ended["r0"], Unavailable)
+
+    virtual_time.run(run())
+
+
+def test_engines_that_take_a_held_request_and_bring_nothing_do_not_set_its_clock_back() -> None:
+    async def run() -> None:
+        world = Simulated("a", hold_timeout=3.0)
+        world.add("r0")
+        for _ in range(2):
+            world.up["a"] = False
+            world.refuse("a", "r0", DRAINING)
+            await asyncio.sleep(1.25)
+            world.start("a")
+        world.up["a"] = False
+        world.refuse("a", "r0", DRAINING)
+        await asyncio.sleep(0.75)
+        assert isinstance(world.ended["r0"], Unavailable)
+
+    virtual_time.run(run())
+
+
+def test_what_an_engine_brings_sets_the_clock_of_holding_back() -> None:
+    async def run() -> None:
+        world = Simulated("a", hold_timeout=3.0)
+        world.add("r0")
+        for _ in range(3):
+            world.kill("a")
+            await asyncio.sleep(2.5)
+            world.start("a")
+            world.step("a")
+        world.finish()
+        assert world.ended["r0"] is FinishReason.LENGTH
+
+    virtual_time.run(run())
+
+
+def test_a_suspect_waits_for_its_turn_no_longer_than_any_request_is_held() -> None:
+    async def run() -> None:
+        world = Simulated("a", retries=RetriesConfig(max_strikes=2), hold_timeout=3.0)
+        world.add("r0")
+        world.add("r1")
+        world.kill("a")
+        world.start("a")
+        assert list(world.running["a"]) == ["r0"]
+        for _ in range(7):
+            await asyncio.sleep(0.5)
+            world.dispatch.engines_changed()
+        assert isinstance(world.ended["r1"], Unavailable)
+        assert world.dispatch.num_held == 0
+        world.finish()
+        assert world.ended["r0"] is FinishReason.LENGTH
+
+    virtual_time.run(run())
+
+
+async def test_a_suspect_whose_client_has_gone_is_not_held_any_more() -> None:
+    world = Simulated("a", retries=RetriesConfig(max_strikes=2))
+    world.add("r0")
+    world.add("r1")
+    world.kill("a")
+    world.start("a")
+    changes = world.num_held_changes
+    assert world.dispatch.num_held == 1
+    world.dispatch.abort(["r1"], "the client is gone")
+    assert world.dispatch.num_held == 0
+    assert world.num_held_changes > changes
+
+
+def test_an_engine_that_was_full_is_asked_again_after_the_time_it_named() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        world.add("r0")
+        full = world.where("r0")
+        world.refuse(full, "r0", FULL)
+        [other] = {"a", "b"} - {full}
+        assert world.where("r0") == other
+        world.up[other] = False
+        world.refuse(other, "r0", DRAINING)
+        assert world.dispatch.num_held == 1
+        await asyncio.sleep(1.4)
+        assert world.where("r0") == ""
+        await asyncio.sleep(0.2)
+        assert world.where("r0") == full
+        world.finish()
+        assert world.ended["r0"] is FinishReason.LENGTH
+
+    virtual_time.run(run())
+
+
+async def test_an_engine_that_was_full_and_starts_again_at_the_same_address_is_another_one() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    full = world.where("r0")
+    world.refuse(full, "r0", FULL)
+    [other] = {"a", "b"} - {full}
+    world.kill(full)
+    world.start(full)
+    world.kill(other)
+    assert world.where("r0") == full
+
+
+def test_a_full_engine_keeps_a_request_away_no_longer_than_it_may_be_held() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b", hold_timeout=10.0)
+        world.add("r0")
+        full = world.where("r0")
+        world.refuse(
+            full, "r0", RequestError(code="RESOURCE_EXHAUSTED", message="full", reason="QUEUE_FULL", retry_after=1e9)
+        )
+        [other] = {"a", "b"} - {full}
+        await asyncio.sleep(10.5)
+        world.kill(other)
+        assert world.where("r0") == full
+
+    virtual_time.run(run())
+
+
+async def test_engines_that_take_nothing_do_not_delay_the_answer_that_the_others_are_full() -> None:
+    world = Simulated("a", "b")
+    world.closed.add("b")
+    world.add("r0")
+    world.refuse("a", "r0", FULL)
+    error = world.ended["r0"]
+    assert isinstance(error, ResourceExhausted)
+    assert error.retry_after == 1.5
+
+
+async def test_an_incident_is_final() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    world.refuse(world.where("r0"), "r0", INCIDENT)
+    error = world.ended["r0"]
+    assert isinstance(error, Internal)
+    assert (error.reason, error.message) == ("INCIDENT", "incident 0badcafe")
+    assert world.moves == []
+
+
+async def test_a_request_that_fails_a_step_is_tried_on_one_more_engine() -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0")
+    engines = []
+    while where := world.where("r0"):
+        engines.append(where)
+        world.step(where)
+        world.refuse(where, "r0", STEP_FAILED)
+    assert len(set(engines)) == len(engines) == 2
+    error = world.ended["r0"]
+    assert isinstance(error, Internal)
+    assert error.reason == "QUARANTINED"
+    assert "failed the step of 2 engines" in error.message
+
+
+async def test_a_request_that_fails_a_step_goes_on_where_its_step_does_not_fail() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    world.refuse(world.where("r0"), "r0", STEP_FAILED)
+    world.finish()
+    assert world.ended["r0"] is FinishReason.LENGTH
+
+
+async def test_a_request_that_fails_a_step_ends_where_there_is_no_other_engine() -> None:
+    world = Simulated("a")
+    world.add("r0")
+    world.refuse("a", "r0", STEP_FAILED)
+    error = world.ended["r0"]
+    assert isinstance(error, Internal)
+    assert error.reason == "STEP_FAILED"
+
+
+async def test_a_request_that_two_engines_died_with_alone_is_not_given_a_third() -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0-0", "r0-1")
+    for _ in range(2):
+        world.kill(world.where("r0-0"))
+    for request_id in ("r0-0", "r0-1"):
+        error = world.ended[request_id]
+        assert isinstance(error, Internal)
+        assert error.reason == "QUARANTINED"
+        assert "2 engines in a row failed while they had nothing but this request" in error.message
+
+
+@pytest.mark.parametrize("others", [1, 2])
+async def test_a_request_that_was_not_alone_when_its_engines_died_goes_on(others: int) -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0")
+    for _ in range(2):
+        where = world.where("r0")
+        world.router.report(where, waiting=others - 1, running=2, kv_cache_usage=0.0)  # another frontend's
+        world.kill(where)
+    world.finish()
+    assert world.ended["r0"] is FinishReason.LENGTH
+
+
+async def test_a_request_that_cannot_be_sent_ends_alone() -> None:
+    world = Simulated("a")
+    world.unsendable.add("r1")
+    for name in ("r0", "r1", "r2"):
+        world.add(name)
+    error = world.ended["r1"]
+    assert isinstance(error, Internal)
+    assert error.reason == "INCIDENT"
+    world.finish()
+    assert {world.ended[name] for name in ("r0", "r2")} == {FinishReason.LENGTH}
+    assert world.dispatch.num_on("a") == 0
+
+
+async def test_a_held_request_that_cannot_be_sent_does_not_keep_others_from_the_engine_that_comes() -> None:
+    world = Simulated("a")
+    world.up["a"] = False
+    for name in ("r0", "r1"):
+        world.add(name)
+    world.unsendable.add("r0")
+    world.start("a")
+    world.finish()
+    assert isinstance(world.ended["r0"], Internal)
+    assert world.ended["r1"] is FinishReason.LENGTH
+
+
+async def test_an_output_that_cannot_be_written_down_ends_its_request_alone() -> None:
+    world = Simulated("a")
+    for name in ("r0", "r1"):
+        world.add(name, logprobs=0)
+
+    class Unsliceable(Logprobs):
+        def slice(self, start: int, stop: int) -> Logprobs:
+            raise RuntimeError("no such positions")
+
+        def __len__(self) -> int:
+            return 5
+
+    world.step("a")
+    broken = EngineCoreOutput(request_id="r0", offset=0, new_token_ids=[1, 2], new_logprobs=Unsliceable())
+    world.dispatch.take("a", "a", EngineCoreOutputs(outputs=[broken, world.advance("a", "r1")]))
+    error = world.ended["r0"]
+    assert isinstance(error, Internal)
+    assert error.reason == "INCIDENT"
+    assert "r0" not in world.running["a"]
+    world.finish()
+    assert world.ended["r1"] is FinishReason.LENGTH
 
 
 def logprobs_of(token_ids: Iterable[int]) -> Logprobs:

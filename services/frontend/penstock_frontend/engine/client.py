@@ -244,9 +244,9 @@ class GrpcEngineClient:
 
     def on_down(self, connection: EngineConnection, reason: str) -> None:
         """See ConnectionListener."""
-        self._router.forget(connection.address)
         self._changed()
         self._dispatch.lose(connection.address, f"engine {connection.name} is gone: {reason}")
+        self._router.forget(connection.address)
         self._kv_events.gone(connection.address)
 
     def has_work(self, connection: EngineConnection) -> bool:

@@ -1,9 +1,12 @@
 """Takes requests to engines, and to other engines when those are lost."""
 
+import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
+from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
@@ -11,8 +14,13 @@ from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.base import OutputHandler
 from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import Journal, JournalEntry, Refusal
-from penstock_frontend.engine.retries import Retries
+from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router
+
+_STEP_FAILED = "STEP_FAILED"
+_SHORTEST_EXCLUSION = 0.1
+_USUAL_EXCLUSION = 1.0
+"""Seconds for which a full engine that names no time gets nothing more of a request."""
 
 
 class Engines(Protocol):
@@ -55,11 +63,13 @@ class Dispatch:
         self._journal = Journal()
         self._retries = Retries(retries)
         self._held = HeldRequests(hold_timeout, self._give_up)
+        self._suspects = HeldRequests(hold_timeout, self._give_up)
+        self._readmission: asyncio.TimerHandle | None = None
 
     @property
     def num_held(self) -> int:
         """Sequences that wait for an engine, or for their turn as suspects."""
-        return len(self._held) + self._retries.num_waiting
+        return len(self._held) + len(self._suspects)
 
     def num_on(self, engine: str) -> int:
         """Sequences that an engine has."""
@@ -81,7 +91,7 @@ class Dispatch:
         for entry in self._journal.end(request_ids):
             if entry.engine:
                 by_engine.setdefault(entry.engine, []).append(entry.request_id)
-            elif self._held.discard(entry):
+            elif self._held.discard(entry) or self._suspects.discard(entry):
                 self._on_held()
         for engine, ids in by_engine.items():
             self._engines.abort_on(engine, ids, reason)
@@ -111,10 +121,14 @@ class Dispatch:
 
     def lose(self, engine: str, why: str) -> None:
         """An engine is gone."""
+        self._journal.readmit(engine)
         entries = self._journal.lose(engine)
         if entries:
             get_logger().warning("requests lost their engine and go on elsewhere", count=len(entries), why=why)
-        self._move([(entry, why, True) for entry in entries])
+        load = self._router.load(engine)
+        is_one_call = len({entry.call for entry in entries}) == 1
+        alone = is_one_call and load.waiting + load.running <= len(entries)
+        self._move([(entry, why, Blame.ALONE if alone else Blame.SHARED) for entry in entries])
 
     def engines_changed(self) -> None:
         """Engines have come or may take requests again."""
@@ -125,21 +139,34 @@ class Dispatch:
     def _refused(self, refusals: Iterable[Refusal]) -> None:
         moves = []
         for entry, error in refusals:
+            blame = Blame.SHARED if error.code == "INTERNAL" else Blame.NONE
             if error.code == "RESOURCE_EXHAUSTED":
-                entry.refused_by |= {entry.engine}
-                if not self._others(entry):
-                    self._end(entry, error)
-                    continue
-            moves.append((entry, error.message, error.code == "INTERNAL"))
+                self._exclude(entry, self._exclusion(error))
+            elif error.reason == _STEP_FAILED:
+                self._exclude(entry, math.inf)
+                blame = Blame.STEP
+            if entry.engine in entry.excluded and not any(c.accepting for c in self._others(entry)):
+                self._end(entry, error)
+                continue
+            moves.append((entry, error.message, blame))
         self._move(moves)
 
-    def _move(self, entries: Iterable[tuple[JournalEntry, str, bool]]) -> None:
-        """Send these elsewhere, as far as they may go on; each with why, and whether its engine may have failed because of it."""
+    def _exclude(self, entry: JournalEntry, seconds: float) -> None:
+        """Do not send it to its engine again for so long, while that lives."""
+        entry.excluded[entry.engine] = asyncio.get_running_loop().time() + seconds
+
+    def _exclusion(self, error: RequestFailed) -> float:
+        """How long a full engine gets nothing more of a request: as long as it says, but not as long as a request may wait."""
+        asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
+        return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
+
+    def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]]) -> None:
+        """Send these elsewhere, as far as they may go on; each with why, and what its engine says of it."""
         moving = []
-        for entry, why, blamed in entries:
+        for entry, why, blame in entries:
             if entry.ended:
                 continue
-            if (error := self._retries.verdict(entry, why, blamed=blamed)) is not None:
+            if (error := self._retries.verdict(entry, why, blame)) is not None:
                 get_logger().error(
                     "request given up", request=entry.request.external_request_id, reason=error.reason, why=why
                 )
@@ -157,8 +184,13 @@ class Dispatch:
         """Send entries to engines, those of one call to the same; hold those that no engine takes."""
         calls: dict[str, list[JournalEntry]] = {}
         for entry in entries:
-            if not entry.ended and self._retries.may_go(entry):
+            if entry.ended:
+                continue
+            if self._retries.may_go(entry):
                 calls.setdefault(entry.call, []).append(entry)
+            else:
+                self._suspects.add(entry)
+                self._on_held()
         for call in calls.values():
             # The engine that the client named may have gone, or be the one that was lost.
             self._send(call, self._pick(call, None))
@@ -174,30 +206,61 @@ class Dispatch:
             return ""
 
     def _others(self, entry: JournalEntry) -> list[Candidate]:
+        """The engines that it may be sent to."""
         candidates = self._engines.candidates()
-        return [c for c in candidates if c.key not in entry.refused_by] if entry.refused_by else candidates
+        if not entry.excluded:
+            return candidates
+        now = asyncio.get_running_loop().time()
+        return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
 
-    def _send(self, entries: Iterable[JournalEntry], engine: str) -> None:
-        for entry in entries:
-            if engine:
-                first = not self._journal.num_on(engine)
-                self._journal.assign(entry, engine)
-                self._engines.send(engine, entry.to_send(), first=first)
-            else:
-                self._held.add(entry)
+    def _send(self, entries: Sequence[JournalEntry], engine: str) -> None:
+        """Send entries that go together to an engine, or hold them where there is none."""
         if not engine:
-            self._on_held()
+            self._hold(entries)
+            return
+        for entry in entries:
+            first = not self._journal.num_on(engine)
+            self._journal.assign(entry, engine)
+            try:
+                self._engines.send(engine, entry.to_send(), first=first)
+            except Exception as e:
+                failed = incident(
+                    e, request=entry.request.external_request_id, doing="sending the request to an engine"
+                )
+                self._end(entry, failed)
+
+    def _hold(self, entries: Sequence[JournalEntry]) -> None:
+        for entry in entries:
+            self._held.add(entry)
+        ends = [end for entry in entries for end in entry.excluded.values() if end < math.inf]
+        if ends:
+            self._readmit_at(min(ends))
+        self._on_held()
+
+    def _readmit_at(self, when: float) -> None:
+        """Try held requests again at this time of the loop: an engine that they were kept from may have room then."""
+        pending = self._readmission
+        if pending is not None and not pending.cancelled():
+            if pending.when() <= when:
+                return
+            pending.cancel()
+        self._readmission = asyncio.get_running_loop().call_at(when, self._readmit)
+
+    def _readmit(self) -> None:
+        self._readmission = None
+        self.engines_changed()
 
     def _try_next(self) -> None:
         """Whether it is the next suspect's turn."""
-        if (entry := self._retries.next()) is not None:
-            self._place([entry])
+        while len(self._suspects) and self._retries.trial_over():
+            self._place([self._suspects.take_first()])
+            self._on_held()
 
     def _give_up(self, entry: JournalEntry) -> None:
         error = Unavailable(f"no engine took the request within {self._hold_timeout:g} s", retry_after=1.0)
-        for each in (entry, *self._retries.give_up(entry)):
-            self._end(each, error)
+        self._end(entry, error)
         self._on_held()
+        self._try_next()
 
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:
         self._journal.end([entry.request_id])

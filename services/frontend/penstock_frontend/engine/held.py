@@ -1,4 +1,4 @@
-"""Requests that no engine has."""
+"""Requests that wait outside of any engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,11 @@ from penstock_frontend.engine.journal import JournalEntry
 
 
 class HeldRequests:
-    """In the order in which they lost their engines, each for ``timeout`` seconds at most; then ``on_timeout`` is called."""
+    """In the order in which they came. What has waited for ``timeout`` seconds goes to ``on_timeout``.
+
+    A request's clock stands still while it is on an engine and goes on when it is held again; only new output of it, or its
+    end, sets it back. So no event, however often it comes, keeps a request waiting for longer than ``timeout`` in all.
+    """
 
     def __init__(self, timeout: float, on_timeout: Callable[[JournalEntry], None]) -> None:
         self._timeout = timeout
@@ -19,22 +23,31 @@ class HeldRequests:
 
     def add(self, entry: JournalEntry) -> None:
         """Hold an entry that is not held."""
-        self._timers[entry] = asyncio.get_running_loop().call_later(self._timeout, self._give_up, entry)
+        left = max(self._timeout - entry.held_for, 0.0)
+        self._timers[entry] = asyncio.get_running_loop().call_later(left, self._give_up, entry)
 
     def discard(self, entry: JournalEntry) -> bool:
         """Hold it no longer. Returns whether it was held."""
         timer = self._timers.pop(entry, None)
-        if timer is not None:
-            timer.cancel()
-        return timer is not None
+        if timer is None:
+            return False
+        entry.held_for = self._timeout - max(timer.when() - asyncio.get_running_loop().time(), 0.0)
+        timer.cancel()
+        return True
+
+    def take_first(self) -> JournalEntry:
+        """Let go of the one that has been here longest. Raises StopIteration when there is none."""
+        entry = next(iter(self._timers))
+        self.discard(entry)
+        return entry
 
     def take_all(self) -> list[JournalEntry]:
         """Let go of all."""
-        timers, self._timers = self._timers, {}
-        for timer in timers.values():
-            timer.cancel()
-        return list(timers)
+        entries = list(self._timers)
+        for entry in entries:
+            self.discard(entry)
+        return entries
 
     def _give_up(self, entry: JournalEntry) -> None:
-        del self._timers[entry]
+        self.discard(entry)
         self._on_timeout(entry)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
-from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.incidents import REASON as INCIDENT
+from penstock_common.incidents import incident
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
 
 _NOBODY: dict[str, "JournalEntry"] = {}
@@ -25,8 +27,10 @@ class JournalEntry:
 
     ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
     ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
-    ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything.
-    ``refused_by``: engines whose queue was full.
+    ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
+    ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
+    ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
+    not sent to, and until when on the event loop's clock.
     """
 
     __slots__ = (
@@ -34,14 +38,17 @@ class JournalEntry:
         "call",
         "ended",
         "engine",
+        "excluded",
+        "failed_steps",
+        "held_for",
         "num_moves",
         "num_prompt_logprobs",
         "num_prompt_scored",
         "prefilled",
         "progressed",
-        "refused_by",
         "request",
         "strikes",
+        "strikes_alone",
         "token_ids",
     )
 
@@ -58,7 +65,10 @@ class JournalEntry:
         self.ended = False
         self.num_moves = 0
         self.strikes = 0
-        self.refused_by: frozenset[str] = frozenset()
+        self.strikes_alone = 0
+        self.failed_steps = 0
+        self.held_for = 0.0
+        self.excluded: dict[str, float] = {}
 
     @property
     def request_id(self) -> str:
@@ -105,7 +115,7 @@ class JournalEntry:
                 return False
         if output.new_token_ids:
             self.token_ids.extend(output.new_token_ids)
-            self.progressed = True
+            self._progress()
         return True
 
     def _take_prompt_logprobs(self, output: EngineCoreOutput) -> None:
@@ -123,7 +133,11 @@ class JournalEntry:
             output.new_prompt_logprobs = logprobs.slice(known, len(logprobs))
         if self.num_prompt_scored > self.num_prompt_logprobs:
             self.num_prompt_logprobs = self.num_prompt_scored
-            self.progressed = True
+            self._progress()
+
+    def _progress(self) -> None:
+        self.progressed = True
+        self.held_for = 0.0
 
     def leave(self) -> None:
         """It has no engine any more; the next one is another attempt."""
@@ -183,6 +197,9 @@ class Journal:
             entry = on_engine.get(output.request_id)
             if entry is None or output.attempt != entry.attempt:
                 continue  # ended, elsewhere by now, or of an older attempt
+            if output.finish_reason is None and output.error is not None:
+                accepted.append(output)  # it could not be read: there is nothing to write down
+                continue
             if output.finish_reason is not None and (error := _refused(output)) is not None:
                 refusals.append(Refusal(entry, error))
                 continue
@@ -190,6 +207,9 @@ class Journal:
                 is_new = entry.take(output)
             except EngineFaultError as e:
                 return Accepted(accepted, refusals, e)
+            except Exception as e:
+                accepted.append(_unwritten(output, entry, e))
+                continue
             if is_new:
                 accepted.append(output)
             if output.finish_reason is not None:
@@ -203,6 +223,11 @@ class Journal:
         for entry in entries:
             self._unassign(entry)
         return entries
+
+    def readmit(self, engine: str) -> None:
+        """No sequence is kept from an engine any more: it is another one now."""
+        for entry in self._entries.values():
+            entry.excluded.pop(engine, None)
 
     def leave(self, entry: JournalEntry) -> None:
         """The entry goes on elsewhere, as another attempt."""
@@ -228,6 +253,13 @@ class Journal:
             self._by_engine.pop(entry.engine, None)
 
 
+def _unwritten(output: EngineCoreOutput, entry: JournalEntry, error: Exception) -> EngineCoreOutput:
+    failed = incident(error, request=entry.request.external_request_id, doing="writing the output down")
+    return EngineCoreOutput(
+        request_id=output.request_id, attempt=output.attempt, error=RequestError.from_exception(failed)
+    )
+
+
 def _drop_first(output: EngineCoreOutput, count: int) -> None:
     """Cut the first tokens off an output, with what belongs to them."""
     output.new_token_ids = output.new_token_ids[count:]
@@ -248,4 +280,6 @@ def _refused(output: EngineCoreOutput) -> RequestFailed | None:
         return None
     if error.reason in ("PAUSED", "SLEEPING"):
         return None  # an operator wanted it
+    if error.reason == INCIDENT:
+        return None  # the request's own defect: it would meet it on every engine
     return error.to_exception() if error.code in ("UNAVAILABLE", "INTERNAL") or error.reason == "QUEUE_FULL" else None

@@ -1,10 +1,26 @@
 """How often a request may lose its engine, and what becomes of one that engines die of. Does no I/O."""
 
-from collections import deque
+import enum
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.journal import JournalEntry
+
+_MAX_CERTAIN = 2
+"""Engines that a request may fail where nothing else can have been the cause."""
+
+
+class Blame(enum.Enum):
+    """What an engine that a request leaves says of the request.
+
+    NONE: it is full or drained; SHARED: it failed, maybe because of this request; ALONE: it failed and had nothing but this
+    request's call; STEP: it lives, and found that no step with this request succeeds.
+    """
+
+    NONE = enum.auto()
+    SHARED = enum.auto()
+    ALONE = enum.auto()
+    STEP = enum.auto()
 
 
 class Retries:
@@ -13,34 +29,25 @@ class Retries:
     An engine that is lost may have died of any request that it had brought nothing new for: each of those gets a strike, and
     what it brings later takes its strikes away. A request one strike below the limit is a suspect. Suspects are sent out one at
     a time, each until it brings something: so the one that engines die of is found while it alone is tried, and those that
-    merely were beside it go on.
+    merely were beside it go on. What was alone when its engine died is tried once more, and so is what an engine found to
+    fail its steps.
     """
 
     def __init__(self, config: RetriesConfig) -> None:
         self._config = config
         self._on_trial: JournalEntry | None = None
-        self._to_try: deque[JournalEntry] = deque()
 
-    @property
-    def num_waiting(self) -> int:
-        """Suspects that wait for their turn."""
-        return len(self._to_try)
-
-    def verdict(self, entry: JournalEntry, why: str, *, blamed: bool) -> RequestFailed | None:
-        """An entry is about to leave its engine, lost or not: what it ends with if it may not go on.
-
-        ``blamed``: whether the engine failed, and may have done so because of this request.
-        """
-        if entry.progressed:
-            entry.strikes = 0
-        elif blamed:
+    def verdict(self, entry: JournalEntry, why: str, blame: Blame) -> RequestFailed | None:
+        """An entry is about to leave its engine, lost or not: what it ends with if it may not go on."""
+        if blame is Blame.STEP:
+            entry.failed_steps += 1
+        elif entry.progressed:
+            entry.strikes = entry.strikes_alone = 0
+        elif blame is not Blame.NONE:
             entry.strikes += 1
-        if entry.strikes >= self._config.max_strikes:
-            return Internal(
-                f"{entry.strikes} engines in a row failed before they brought anything for this request, "
-                f"which is retries.max_strikes; it is not tried again. The last: {why}",
-                reason="QUARANTINED",
-            )
+            entry.strikes_alone += blame is Blame.ALONE
+        if (guilt := self._guilt(entry)) is not None:
+            return Internal(f"{guilt}; it is not tried again. The last: {why}", reason="QUARANTINED")
         if entry.num_moves >= self._config.max_moves:
             return Unavailable(
                 f"the request has lost {entry.num_moves + 1} engines; retries.max_moves is {self._config.max_moves}. "
@@ -50,34 +57,30 @@ class Retries:
             )
         return None
 
+    def _guilt(self, entry: JournalEntry) -> str | None:
+        if entry.failed_steps >= _MAX_CERTAIN:
+            return f"the request failed the step of {entry.failed_steps} engines"
+        if entry.strikes >= self._config.max_strikes:
+            return (
+                f"{entry.strikes} engines in a row failed before they brought anything for this request, "
+                "which is retries.max_strikes"
+            )
+        if entry.strikes_alone >= _MAX_CERTAIN:
+            return f"{entry.strikes_alone} engines in a row failed while they had nothing but this request"
+        return None
+
     def may_go(self, entry: JournalEntry) -> bool:
-        """Whether an entry may be sent now; a suspect that may not comes out of ``next`` when it is its turn."""
+        """Whether an entry may be sent now; a suspect that may not waits until ``trial_over``."""
         if entry.strikes < self._config.max_strikes - 1 or entry is self._on_trial:
             return True
         if self._on_trial is None:
             self._on_trial = entry
             return True
-        self._to_try.append(entry)
         return False
 
-    def give_up(self, entry: JournalEntry) -> list[JournalEntry]:
-        """An entry found no engine in time. Returns the suspects that have waited behind it: there is none for them either."""
-        if entry is not self._on_trial:
-            return []
-        behind = [each for each in self._to_try if not each.ended]
-        self._on_trial = None
-        self._to_try.clear()
-        return behind
-
-    def next(self) -> JournalEntry | None:
-        """The next suspect to send, once the one on trial has brought something or ended; it is on trial then."""
+    def trial_over(self) -> bool:
+        """Whether the next suspect may be sent: the one on trial has brought something or ended."""
         current = self._on_trial
-        if current is None or not (current.ended or current.progressed):
-            return None
-        self._on_trial = None
-        while self._to_try:
-            entry = self._to_try.popleft()
-            if not entry.ended:
-                self._on_trial = entry
-                return entry
-        return None
+        if current is not None and (current.ended or current.progressed):
+            self._on_trial = None
+        return self._on_trial is None
