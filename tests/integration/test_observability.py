@@ -14,7 +14,7 @@ from penstock.coordinator.v1 import messages_pb2 as coordinator_pb
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config import LogConfig, ServerConfig
-from penstock_common.logging import REQUEST_LOGGER
+from penstock_common.logging import REQUEST_LOGGER, get_logger
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.metrics import EngineCollector
@@ -163,12 +163,13 @@ async def test_prompts_and_outputs_are_logged_when_that_is_asked_for(
 
 async def test_every_line_of_a_requests_task_has_its_id(frontend: FrontendServer, monkeypatch: Any) -> None:
     async def broken(*_: object) -> None:
+        get_logger().warning("about to break")
         raise ZeroDivisionError
 
     monkeypatch.setattr(frontend.frontend._llm.inputs, "process", broken)
     with capture_logs(processors=[merge_contextvars]) as logs:
         await failure(frontend.generate(request_id="r1"))
-    [line] = [line for line in logs if line["event"] == "unexpected error"]
+    [line] = [line for line in logs if line["event"] == "about to break"]
     assert line["request"] == "r1"
 
 

@@ -12,6 +12,7 @@ from penstock_common.errors import (
     RequestFailed,
     Unavailable,
 )
+from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
@@ -141,7 +142,12 @@ class AsyncLLM:
         except RequestFailed as e:
             self._observer.refused(e)
             raise
-        live = self._live[request_id] = LiveRequest(request_id, self._observer.accepted(request_id), demand)
+        try:
+            observed = self._observer.accepted(request_id)
+        except BaseException:
+            self._admission.leave(demand, served=False)
+            raise
+        live = self._live[request_id] = LiveRequest(request_id, observed, demand)
         self.last_accepted = time.time()
         self._idle.clear()
         self._metrics.set_in_flight(len(self._live))
@@ -246,10 +252,13 @@ class AsyncLLM:
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
             self.engines.abort([state.request_id for state in running], "the client is gone")
-        live.observed.end(live.request, live.states, done=live.done)
         self._metrics.set_in_flight(len(self._live))
         if not self._live:
             self._idle.set()
+        try:
+            live.observed.end(live.request, live.states, done=live.done)
+        except Exception as e:  # it has its answer: who only looks on does not take it away
+            incident(e, request=live.request_id, doing="telling of the request's end")
 
     async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
         """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
@@ -300,7 +309,7 @@ class AsyncLLM:
         states = self._outputs.add(*sequences)
         try:
             self.engines.add(*sequences)
-        except RequestFailed:
+        except BaseException:
             for state in states:
                 self._outputs.remove(state)
             raise

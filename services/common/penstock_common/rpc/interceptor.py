@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
 import grpc
+import structlog
 
-from penstock_common.errors import Internal, RequestFailed, Unimplemented
-from penstock_common.logging import get_logger
+from penstock_common.errors import RequestFailed, Unimplemented
+from penstock_common.incidents import incident
 from penstock_common.rpc.status import abort
 from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
 
@@ -36,7 +37,7 @@ class Unobserved:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """RequestFailed becomes its status with details; anything else is logged and becomes INTERNAL without its text.
+    """RequestFailed becomes its status with details; anything else is an incident: logged, and INTERNAL without its text.
 
     A message that cannot be read is its sender's fault: INVALID_ARGUMENT. That, and the mapping, hold for gRPC's own services
     (health, reflection) as well, whose calls no observer sees.
@@ -70,8 +71,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
     def _started(self, method: str, kind: str, request: Any, context: Context) -> CallEnd:
+        """Tell the observer, and return what tells it of the end. What it fails with is not the call's."""
         observer = Unobserved() if method.startswith("/grpc.") else self._observer
-        return observer.started(method, kind, request, context)
+        try:
+            tell = observer.started(method, kind, request, context)
+        except Exception as e:
+            incident(e, request=_id_of(request), doing=f"observing the begin of {method}")
+            return lambda _: None
+
+        def ended(code: str) -> None:
+            try:
+                tell(code)
+            except Exception as e:
+                incident(e, request=_id_of(request), doing=f"observing the end of {method}")
+
+        return ended
 
     def _single(self, behaviour: Any, method: str, kind: str) -> Any:
         async def call(request: Any, context: Context) -> Any:
@@ -84,7 +98,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 code = _code_of(context)
                 raise
             except Exception as e:
-                failed = _failed(e, method)
+                failed = _failed(e, method, request)
                 code = failed.code
                 await abort(context, failed)
             finally:
@@ -103,7 +117,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 code = _code_of(context)
                 raise
             except Exception as e:
-                failed = _failed(e, method)
+                failed = _failed(e, method, request)
                 code = failed.code
                 await abort(context, failed)
             finally:
@@ -117,12 +131,17 @@ def _readable(request: Any, kind: str) -> Any:
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 
 
-def _failed(error: Exception, method: str) -> RequestFailed:
+def _id_of(request: Any) -> str:
+    """The id that the log has of the request which the current task serves, if it is one."""
+    name: object = structlog.contextvars.get_contextvars().get("request") or getattr(request, "request_id", "")
+    return name if isinstance(name, str) else ""
+
+
+def _failed(error: Exception, method: str, request: Any) -> RequestFailed:
     if isinstance(error, NotImplementedError):
         return Unimplemented(f"{method} is not served yet")
     if not isinstance(error, RequestFailed):
-        get_logger().error("unexpected error", method=method, exc_info=error)
-        return Internal(f"internal error ({type(error).__name__})")
+        return incident(error, request=_id_of(request), doing=f"serving {method}")
     return error
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted
-from penstock_common.logging import get_logger
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.incidents import incident
 from penstock_frontend.admission import Place, demand_of
 from penstock_frontend.api import convert
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
@@ -74,17 +74,32 @@ class GenerateSession:
     async def _serve(self, requests: AsyncIterator[pb.GenerateSessionRequest]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for message in requests:
+                messages = aiter(requests)
+                while True:
                     try:
-                        await self._take(message, tasks)
-                    except RequestFailed as e:
-                        await self._fail(message.generate.request_id, e)
+                        message = await anext(messages)
+                    except StopAsyncIteration:
+                        break
+                    except RequestFailed as e:  # a message that cannot be read: nobody knows whose it is
+                        await self._fail("", e)
+                        continue
+                    await self._answer(message, tasks)
         except (
             ExceptionGroup
         ) as e:  # the stream's own failure, no request's; reaches the call's end through ``responses``
             await self._out.put(None)
             raise e.exceptions[0] from None
         await self._out.put(None)
+
+    async def _answer(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
+        """Act on one message; whatever it is, the requests of others go on."""
+        request_id = message.generate.request_id or message.abort_request_id
+        try:
+            await self._take(message, tasks)
+        except RequestFailed as e:
+            await self._fail(request_id, e)
+        except Exception as e:
+            await self._fail(request_id, incident(e, request=request_id, doing="reading a message of a session"))
 
     async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
         """Act on one message. Raises RequestFailed when the request that it starts is refused."""
@@ -132,8 +147,7 @@ class GenerateSession:
             await self._fail(live.request_id, e)
         except Exception as e:
             self._end(live)
-            get_logger().error("unexpected error", request=live.request_id, exc_info=e)
-            await self._fail(live.request_id, Internal(f"internal error ({type(e).__name__})"))
+            await self._fail(live.request_id, incident(e, request=live.request_id, doing="serving the request"))
 
     async def _fail(self, request_id: str, error: RequestFailed) -> None:
         failed = pb.SessionError(request_id=request_id, error=convert.request_error(error))

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock_common.incidents import incident
 from penstock_common.tracing import Span, Tracer, current_call, trace_headers
 
 _UNTRACED = ("/health", "/metrics")
@@ -28,7 +29,7 @@ class HttpTelemetry:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        span = self._span(scope)
+        span = self._begin(scope)
         status = 500
 
         async def noted_send(message: Message) -> None:
@@ -40,11 +41,24 @@ class HttpTelemetry:
         try:
             await self._app(scope, receive, noted_send)
         finally:
-            handler, method = _handler(scope), scope["method"] if scope["method"] in _METHODS else "other"
-            self._requests.labels(handler, method, f"{status // 100}xx").inc()
-            if span is not None:
-                attributes: dict[str, str | int] = {"http.route": handler, "http.response.status_code": status}
-                span.end(attributes, error=str(status) if status >= 500 else "")
+            try:
+                self._end(scope, status, span)
+            except Exception as e:  # who only looks on spoils no answer
+                incident(e, request="", doing="observing the end of an HTTP request")
+
+    def _begin(self, scope: Scope) -> Span | None:
+        try:
+            return self._span(scope)
+        except Exception as e:
+            incident(e, request="", doing="observing the begin of an HTTP request")
+            return None
+
+    def _end(self, scope: Scope, status: int, span: Span | None) -> None:
+        handler, method = _handler(scope), scope["method"] if scope["method"] in _METHODS else "other"
+        self._requests.labels(handler, method, f"{status // 100}xx").inc()
+        if span is not None:
+            attributes: dict[str, str | int] = {"http.route": handler, "http.response.status_code": status}
+            span.end(attributes, error=str(status) if status >= 500 else "")
 
     def _span(self, scope: Scope) -> Span | None:
         if self._tracer is None or scope["path"] in _UNTRACED:

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock_common.engine_metrics import EngineLoad
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.incidents import incident
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
@@ -43,7 +44,7 @@ class GrpcEngineClient:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
         self._num_waiting = 0
-        self._on_change = on_change
+        self._tell_change = on_change
         self._pool = EnginePool(config, incarnation=incarnation, listener=self)
         # Frontends start their rotation at different engines.
         self._router = Router(start=hash(incarnation))
@@ -53,7 +54,7 @@ class GrpcEngineClient:
             self._router,
             config.retries,
             hold_timeout=self._wait_timeout,
-            on_held=on_change,
+            on_held=self._on_change,
             on_moved=on_moved,
         )
         self._view = ClusterView()
@@ -232,7 +233,10 @@ class GrpcEngineClient:
                 kv_cache_usage=stats.kv_cache_usage,
             )
         if outputs.kv_events:
-            self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
+            try:
+                self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
+            except Exception as e:  # who only looks on ends no request
+                incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
         if outputs.outputs or outputs.finished_requests:
             engine_id = connection.ready.engine_id if connection.ready else ""
             self._dispatch.take(connection.address, engine_id, outputs)
@@ -276,6 +280,12 @@ class GrpcEngineClient:
         connection = self._pool.get(engine)
         if connection is not None and connection.session is not None:
             connection.session.abort(request_ids, reason)
+
+    def _on_change(self) -> None:
+        try:
+            self._tell_change()
+        except Exception as e:  # who only looks on ends no request and no session
+            incident(e, request="", doing="reporting a change of the engines")
 
     def _changed(self) -> None:
         if self._closed:

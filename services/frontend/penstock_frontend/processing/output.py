@@ -3,7 +3,8 @@
 import time
 from collections.abc import Iterable, Sequence
 
-from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.errors import RequestFailed, Unavailable
+from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from penstock_common.types.request import EngineCoreRequest
@@ -132,12 +133,18 @@ class OutputProcessor:
         """End a request with what there is of its output. Returns whether it had not ended yet."""
         if not self.remove(state):
             return False
+        try:
+            self._end_with_what_there_is(state)
+        except Exception as e:
+            state.collector.fail(incident(e, request=state.external_id, doing="ending the output"))
+        return True
+
+    def _end_with_what_there_is(self, state: RequestState) -> None:
         delta = state.text.add((), ended=True)
         reason = FinishReason.STOP if delta.stop else FinishReason.ABORT
         state.finish = Finish(reason, delta.stop or None, state.usage())
         _count_end(state, state.finish, self._metrics.engine(state.engine_id))
         state.collector.put(delta, state.finish, index=state.index)
-        return True
 
     def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
@@ -154,12 +161,14 @@ class OutputProcessor:
             try:
                 ended_here = self._advance(state, output, metrics, step)
             except Exception as e:  # one request's defect must not end the others of the step
-                get_logger().error("output processing failed", request=state.external_id, exc_info=e)
-                self._fail(state, Internal(f"internal error ({type(e).__name__})"))
+                self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
                 ended_here = True
             if ended_here and output.finish_reason is None:
                 to_abort.append(state.request_id)
-        metrics.step(step)
+        try:
+            metrics.step(step)
+        except Exception as e:
+            incident(e, request="", doing="counting a step")
         return to_abort
 
     def moved(self, request_ids: Iterable[str]) -> None:
@@ -219,7 +228,7 @@ class OutputProcessor:
         return True
 
     def _fail(self, state: RequestState, error: RequestFailed) -> None:
-        del self._states[state.request_id]
+        self._states.pop(state.request_id, None)
         state.collector.fail(error)
 
 

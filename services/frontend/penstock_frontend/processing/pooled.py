@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.incidents import incident
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.engine.base import OutputHandler
@@ -13,10 +14,11 @@ from penstock_frontend.engine.base import OutputHandler
 class PooledState:
     """One engine request until its answer."""
 
-    __slots__ = ("answer", "num_prompt", "request_id", "started")
+    __slots__ = ("answer", "external_id", "num_prompt", "request_id", "started")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request_id = request.request_id
+        self.external_id = request.external_request_id
         self.num_prompt = len(request.prompt_token_ids)
         self.started = time.monotonic()
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
@@ -46,19 +48,28 @@ class PooledOutputs:
         return self._states.pop(state.request_id, None) is not None
 
     def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
-        """Take one step's outputs; those of other requests are not looked at. Nothing is left to abort."""
+        """Take one step's outputs; those of other requests are not looked at. Returns what the engine need not go on with."""
         del timestamp
+        to_abort: list[str] = []
         for output in outputs:
             state = self._states.get(output.request_id)
-            if state is None or output.finish_reason is None:
+            if state is None or (output.finish_reason is None and output.error is None):
                 continue
-            if output.pooling_output is None or output.finish_reason is not FinishReason.STOP:
-                self._fail(state, _failure(output))
-                continue
-            del self._states[state.request_id]
-            self._on_done(state, engine)
-            _settle(state, output)
-        return []
+            if output.finish_reason is None:
+                to_abort.append(state.request_id)
+            try:
+                self._end(state, output, engine)
+            except Exception as e:
+                self._fail(state, incident(e, request=state.external_id, doing="taking the result"))
+        return to_abort
+
+    def _end(self, state: PooledState, output: EngineCoreOutput, engine: str) -> None:
+        if output.pooling_output is None or output.finish_reason is not FinishReason.STOP:
+            self._fail(state, _failure(output))
+            return
+        self._on_done(state, engine)
+        del self._states[state.request_id]
+        _settle(state, output)
 
     def moved(self, request_ids: Iterable[str]) -> None:
         """See ``OutputHandler.moved``: nothing is kept of the engine."""
@@ -76,7 +87,7 @@ class PooledOutputs:
         return request_ids
 
     def _fail(self, state: PooledState, error: RequestFailed) -> None:
-        del self._states[state.request_id]
+        self._states.pop(state.request_id, None)
         if not state.answer.done():
             state.answer.set_exception(error)
 

@@ -2,9 +2,12 @@
 
 from penstock.common.v1 import finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.errors import Internal
+from penstock_common.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.sampling import to_proto
+from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,
@@ -14,6 +17,7 @@ from penstock_common.types.outputs import (
     FinishReason,
     PrefillStats,
     RequestError,
+    SchedulerStats,
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
@@ -74,16 +78,54 @@ def engine_ready(message: pb.Ready) -> EngineReady:
 
 
 def engine_core_outputs(message: pb.EngineCoreOutputs) -> EngineCoreOutputs:
-    """What one step produced for this frontend."""
+    """What one step produced for this frontend.
+
+    An output that cannot be read has an ``error`` and no ``finish_reason``: its request is to end here and on the engine. So
+    nothing in a frame raises.
+    """
     return EngineCoreOutputs(
         engine_index=message.engine_index,
-        outputs=[_output(output) for output in message.outputs],
-        scheduler_stats=stats.from_proto(message.scheduler_stats) if message.HasField("scheduler_stats") else None,
+        outputs=[_readable_output(output) for output in message.outputs],
+        scheduler_stats=_stats(message),
         timestamp=message.timestamp,
         utility_output=_utility_output(message.utility_output) if message.HasField("utility_output") else None,
         finished_requests=list(message.finished_requests),
-        kv_events=[event for each in message.kv_events if (event := parts.kv_event_from_proto(each)) is not None],
+        kv_events=_kv_events(message),
     )
+
+
+def _stats(message: pb.EngineCoreOutputs) -> SchedulerStats | None:
+    if not message.HasField("scheduler_stats"):
+        return None
+    try:
+        return stats.from_proto(message.scheduler_stats)
+    except Exception as e:
+        incident(e, request="", doing="reading an engine's statistics")
+        return None
+
+
+def _kv_events(message: pb.EngineCoreOutputs) -> list[KvCacheEvent]:
+    if not message.kv_events:
+        return []
+    try:
+        return [event for each in message.kv_events if (event := parts.kv_event_from_proto(each)) is not None]
+    except Exception as e:
+        incident(e, request="", doing="reading an engine's cache events")
+        return []
+
+
+def _readable_output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
+    try:
+        return _output(message)
+    except Exception as e:
+        failed = unreadable(e, message.request_id)
+        error = RequestError.from_exception(failed)
+        return EngineCoreOutput(request_id=message.request_id, attempt=message.attempt, error=error)
+
+
+def unreadable(error: Exception, request_id: str) -> Internal:
+    """What an answer of an engine ends its request with when it cannot be read."""
+    return incident(error, request=request_id, doing="reading the engine's output")
 
 
 def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:

@@ -142,7 +142,10 @@ class EngineSession:
         future = self._utility_calls.get(output.call_id)
         if future is None or future.done():
             return  # the caller gave up
-        if output.error is None:
-            future.set_result(msgspec.msgpack.decode(output.result) if output.result else None)
-        else:
+        if output.error is not None:
             future.set_exception(output.error.to_exception())
+            return
+        try:
+            future.set_result(msgspec.msgpack.decode(output.result) if output.result else None)
+        except Exception as e:
+            future.set_exception(convert.unreadable(e, f"utility call {output.call_id}"))

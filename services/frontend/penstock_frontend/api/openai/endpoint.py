@@ -100,18 +100,19 @@ class Endpoint:
     ) -> None:
         try:
             answer = await self._handler(_call(headers, request_id, scope.get("path_params", {})), body)
+            whole = b"" if isinstance(answer, EventStream) else msgspec.json.encode(answer)
         except Exception as e:
             await send_error(send, e, echo)
             return
         if isinstance(answer, EventStream):
             await answer.write(send, echo)
         else:
-            await send_json(send, 200, msgspec.json.encode(answer), echo)
+            await send_json(send, 200, whole, echo)
 
 
 async def send_error(send: Send, error: Exception, headers: Mapping[str, str]) -> None:
-    """The error as an answer."""
-    answer = errors.answer(error)
+    """The error as an answer. ``headers``: with the request's id."""
+    answer = errors.answer(error, headers.get(REQUEST_ID, ""))
     await send_json(send, answer.status, answer.body, {**answer.headers, **headers})
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock_common.errors import Internal, InvalidArgument, RequestFailed
-from penstock_common.logging import get_logger
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.incidents import incident
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -80,13 +80,12 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
 
 
-def answer(error: Exception) -> ErrorAnswer:
-    """What a client is told. Anything but RequestFailed and HttpError is logged and becomes 500 without its text."""
+def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
+    """What a client is told. Anything but RequestFailed and HttpError is an incident: logged, and 500 without its text."""
     if isinstance(error, HttpError):
         return _answer(error.status, error.message, None, error.code)
     if not isinstance(error, RequestFailed):
-        get_logger().error("unexpected error", exc_info=error)
-        error = Internal(f"internal error ({type(error).__name__})")
+        error = incident(error, request=request_id, doing="serving the call")
     status = _STATUS.get(error.code, 500)
     code = _CODES.get(error.reason, error.reason.lower())
     if status == 404 and error.field in ("model", "name"):

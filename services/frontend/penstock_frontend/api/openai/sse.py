@@ -21,25 +21,30 @@ class EventStream:
     produces meanwhile gathers in the request's collector: a slow client gets fewer, larger chunks.
     """
 
-    def __init__(self, first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None]) -> None:
+        """``first``: the event of the first chunk."""
         self._first = first
         self._rest = rest
 
     @classmethod
     async def started(cls, chunks: AsyncGenerator[msgspec.Struct, None]) -> "EventStream":
         """Wait for the first of ``chunks``. Raises what it fails with."""
-        return cls(await anext(chunks), chunks)
+        try:
+            return cls(_event(await anext(chunks)), chunks)
+        except BaseException:
+            await chunks.aclose()  # the work behind it has ended, or ends now
+            raise
 
     async def write(self, send: Send, headers: Mapping[str, str]) -> None:
         """Send everything, ``[DONE]`` last, also behind an error. However this ends, the work behind the chunks ends."""
         async with aclosing(self._rest) as rest:
             await send_head(send, 200, {**_HEADERS, **headers})
-            await _send(send, _event(self._first))
+            await _send(send, self._first)
             try:
                 async for chunk in rest:
                     await _send(send, _event(chunk))
             except Exception as e:  # the status is sent: all that is left is an event
-                await _send(send, b"data: %b\n\n" % errors.answer(e).body)
+                await _send(send, b"data: %b\n\n" % errors.answer(e, headers.get("x-request-id", "")).body)
             await _send(send, DONE)
             await send({"type": "http.response.body", "body": b""})
 
