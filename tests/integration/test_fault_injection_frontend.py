@@ -1,4 +1,4 @@
-"""What goes wrong in the frontend with one request ends that request alone: something raises at each place, beside a neighbour."""
+"""What goes wrong in the frontend with one request ends that one: something raises at each place, beside a neighbour."""
 
 import asyncio
 import json

@@ -1,5 +1,6 @@
 """Wrong input on every public RPC: the status and the field, and a server that goes on."""
 
+import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, failure, make_request
+from tests.fakes.fake_engine import FakeEngine, token_at
+from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -146,20 +147,35 @@ async def test_admin_methods_of_later_features_are_refused_by_name(frontend: Fro
     assert error.message == f"{method} is not served yet"
 
 
-async def test_an_id_in_use_is_refused_and_free_again_afterwards(model: Path) -> None:
+@pytest.mark.parametrize("tenants", [("", ""), ("a", "b")])
+async def test_requests_that_clients_call_the_same_run_beside_each_other(model: Path, tenants: tuple[str, str]) -> None:
     engine = FakeEngine(vocab_size=VOCAB, manual=True)
     async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
-        first = frontend.generate(request_id="same", max_tokens=1)
-        await engine.until(lambda e: e.running)
-        error = await failure(frontend.generate(request_id="same"))
-        assert isinstance(error, InvalidArgument)
-        assert (error.field, error.reason) == ("request_id", "DUPLICATE_REQUEST_ID")
+        routing = [pb.RoutingHints(tenant=tenant) for tenant in tenants]
+        calls = [frontend.generate(request_id="same", seed=i, max_tokens=2, routing=r) for i, r in enumerate(routing)]
+        await engine.until(lambda e: len(e.running) == 2)
         engine.step()
-        assert [m async for m in first]
-        again = frontend.generate(request_id="same", max_tokens=1)
-        await engine.until(lambda e: e.running)
+        calls[0].cancel()
+        await engine.until(lambda e: e.aborted)
         engine.step()
-        assert [m async for m in again]
+        messages = await collect(calls[1])
+        assert {message.request_id for message in messages} == {"same"}
+        tokens = [token for message in messages for token in message.token_ids]
+        assert tokens == [token_at(1, index, vocab_size=VOCAB) for index in range(2)]
+
+
+async def test_ids_that_clients_chose_cannot_make_two_sequences_the_same_to_an_engine(model: Path) -> None:
+    """Behind the client's id stand the number of the request and the index of the sequence."""
+    engine = FakeEngine(vocab_size=VOCAB, manual=True)
+    async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
+        one = asyncio.create_task(collect(frontend.generate(request_id="x-2", seed=5, max_tokens=1)))
+        await engine.until(lambda e: len(e.requests) == 1)
+        two = asyncio.create_task(collect(frontend.generate(request_id="x", seed=7, n=2, max_tokens=1)))
+        await engine.until(lambda e: len(e.requests) == 3)
+        assert len(engine.running) == 3
+        engine.step()
+        assert [list(m.token_ids) for m in await one] == [[token_at(5, 0, vocab_size=VOCAB)]]
+        assert len(await two) == 2
 
 
 async def test_requests_beyond_the_limit_are_refused_with_a_delay(model: Path) -> None:

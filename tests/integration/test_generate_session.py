@@ -113,6 +113,20 @@ async def test_an_id_is_free_when_its_last_output_is_read(frontend: FrontendServ
     await session.rest()
 
 
+async def test_ids_are_those_of_a_session(stepped: FrontendServer, manual: FakeEngine) -> None:
+    first, second = Client(stepped), Client(stepped)
+    for session in (first, second):
+        await session.generate("a", max_tokens=1)
+    await manual.until(lambda e: len(e.running) == 2)
+    await first.generate("a")
+    assert error(await first.next()).reason == "DUPLICATE_REQUEST_ID"
+    await first.send(abort_request_id="a")
+    assert finish(await first.last("a")) == "ABORT"
+    await manual.until(lambda e: len(e.running) == 1)
+    manual.step()
+    assert finish(await second.last("a")) == "LENGTH"
+
+
 async def test_an_aborted_request_ends_with_a_last_output(stepped: FrontendServer, manual: FakeEngine) -> None:
     manual.script = lambda request: [5] * 9  # a whole character: parts of one would be held back
     session = Client(stepped)
@@ -138,7 +152,7 @@ async def test_what_was_held_back_comes_with_the_last_output(stepped: FrontendSe
     await session.generate("a", stop=[first + "never"])
     await manual.until(lambda e: e.running)
     manual.step()
-    await eventually(lambda: [s for s in stepped.frontend._llm._live["a"].states if s.num_received])
+    await eventually(lambda: [s for s in stepped.frontend._llm._live.copy().pop().states if s.num_received])
     await session.send(abort_request_id="a")
     end = await session.last("a")
     assert isinstance(end, pb.GenerateResponse)
@@ -288,18 +302,3 @@ async def test_a_draining_frontend_refuses_new_requests_of_a_session(
     assert error(await session.last("new")).reason == "SHUTTING_DOWN"
     manual.step()
     assert finish(await session.last("old")) == "LENGTH"
-
-
-async def test_a_message_that_cannot_be_read_ends_the_session_and_its_requests(
-    frontend: FrontendServer, engine: FakeEngine
-) -> None:
-    call = frontend.channel.stream_stream("/penstock.inference.v1.InferenceService/GenerateSession")(timeout=20.0)
-    running = pb.GenerateSessionRequest(generate=make_request(request_id="a", sampling_params={"max_tokens": 100}))
-    await call.write(running.SerializeToString())
-    await engine.until(lambda e: bool(e.requests))
-    await call.write(b"\x0a\x02\xff\xff")
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    await engine.until(lambda e: not e.running)

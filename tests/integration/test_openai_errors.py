@@ -217,16 +217,17 @@ async def test_a_wrong_deadline_is_refused(api: OpenAIServer, value: str) -> Non
     assert (status, error["param"]) == (400, "x-request-timeout")
 
 
-async def test_an_id_that_is_in_use_is_refused(manual: FakeEngine, model: Path) -> None:
+async def test_calls_with_one_id_run_beside_each_other(manual: FakeEngine, model: Path) -> None:
     async with openai_server(model, engines=[manual.address]) as api:
         headers = {"x-request-id": "mine"}
-        running = asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "x"}, headers=headers))
-        await manual.until(lambda e: e.running)
-        status, error = await error_of(api, {"prompt": "x"}, headers=headers)
-        assert (status, error["code"]) == (400, "duplicate_request_id")
+        calls = [
+            asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)) for _ in "ab"
+        ]
+        await manual.until(lambda e: len(e.running) == 2)
         while manual.running:
             manual.step()
-        assert (await running).status_code == 200
+        for response in await asyncio.gather(*calls):
+            assert (response.status_code, response.json()["id"]) == (200, "cmpl-mine")
 
 
 async def test_web_pages_are_let_in_only_where_they_are_listed(engine: FakeEngine, model: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from penstock.common.v1.finish_pb2 import FINISH_REASON_LENGTH
+from penstock.inference.v1.messages_pb2 import RoutingHints
 from penstock_common.errors import Cancelled, InvalidArgument, Unavailable, Unimplemented
 from tests.fakes.fake_engine import FakeEngine, logprob_of, token_at
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
@@ -263,7 +265,7 @@ async def test_abort_ends_running_requests_with_what_they_have(manual: FakeEngin
         call = client.generate(request_id="mine", stream=stream, seed=3, n=2, max_tokens=50)
         await manual.until(lambda e: len(e.running) == 2)
         manual.step()
-        await eventually(lambda: all(s.num_received for s in frontend.frontend._llm._live["mine"].states))
+        await eventually(lambda: all(s.num_received for s in frontend.frontend._llm._live.copy().pop().states))
         await client.stub.Abort(pb.AbortRequest(request_ids=["another", "mine"]))
         outputs = [getattr(m, m.WhichOneof("response")) for m in await collect(call)]
         await manual.until(lambda e: len(e.aborted) == 2)
@@ -271,6 +273,43 @@ async def test_abort_ends_running_requests_with_what_they_have(manual: FakeEngin
     assert [complete.completion_tokens for complete in completes(outputs)] == [1, 1]
     tokens = joined(chunks(outputs)) if stream else list(completes(outputs)[0].output_ids)
     assert tokens == expected(3, 1)
+
+
+async def test_abort_reaches_the_callers_own_requests_alone(manual: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[manual.address]) as frontend:
+        await frontend.until_health(serving=True)
+        client = VllmClient(frontend)
+        ours, theirs = (("x-penstock-tenant", tenant) for tenant in ("ours", "theirs"))
+        call = client.stub.Generate(make_request(request_id="mine", max_tokens=2), timeout=20, metadata=[ours])
+        other = client.stub.Generate(make_request(request_id="mine", max_tokens=2), timeout=20, metadata=[theirs])
+        native = frontend.generate(request_id="mine", max_tokens=2, routing=RoutingHints(tenant="ours"))
+        await manual.until(lambda e: len(e.running) == 3)
+        await client.stub.Abort(pb.AbortRequest(request_ids=["mine"]), metadata=[ours])
+        await manual.until(lambda e: e.aborted)
+        assert sorted(r.message.tenant for r in manual.running.values()) == ["ours", "theirs"]
+        while manual.running:
+            manual.step()
+        results = [[getattr(m, m.WhichOneof("response")) for m in await collect(each)] for each in (call, other)]
+        assert [completes(result)[0].finish_reason for result in results] == ["abort", "length"]
+        assert (await collect(native))[-1].finish_reason == FINISH_REASON_LENGTH
+
+
+async def test_an_id_by_which_a_running_request_can_be_aborted_is_refused_and_free_again_afterwards(
+    manual: FakeEngine, model: Path
+) -> None:
+    async with FrontendServer(model, engines=[manual.address]) as frontend:
+        await frontend.until_health(serving=True)
+        client = VllmClient(frontend)
+        first = client.generate(request_id="mine", max_tokens=1)
+        await manual.until(lambda e: e.running)
+        error = await failure(client.generate(request_id="mine", max_tokens=1))
+        assert (error.code, error.field, error.reason) == ("INVALID_ARGUMENT", "request_id", "DUPLICATE_REQUEST_ID")
+        manual.step()
+        assert await collect(first)
+        again = client.generate(request_id="mine", max_tokens=1)
+        await manual.until(lambda e: e.running)
+        manual.step()
+        assert await collect(again)
 
 
 async def test_abort_ends_a_request_that_waits_for_an_engine(model: Path) -> None:

@@ -31,7 +31,8 @@ from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 
 
 class LiveRequest:
-    """A request between acceptance and release.
+    """A request between acceptance and release. ``request_id``: what its client calls it, a label that others may have, too;
+    ``name``: tenant and id under which it can be aborted from outside, if that is so.
 
     ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``done``: all of its output
     was made. ``released``: it is over.
@@ -42,6 +43,7 @@ class LiveRequest:
         "_wait",
         "demand",
         "done",
+        "name",
         "observed",
         "prompt_token_ids",
         "released",
@@ -50,8 +52,11 @@ class LiveRequest:
         "states",
     )
 
-    def __init__(self, request_id: str, observed: ObservedRequest, demand: Demand) -> None:
+    def __init__(
+        self, request_id: str, observed: ObservedRequest, demand: Demand, name: tuple[str, str] | None = None
+    ) -> None:
         self.request_id = request_id
+        self.name = name
         self.demand = demand
         self.observed = observed
         self.request: GenerateRequest | PoolingRequest | None = None
@@ -109,7 +114,8 @@ class AsyncLLM:
         self._admission = Admission(limits)
         self._observer = observer
         self._metrics = observer.metrics
-        self._live: dict[str, LiveRequest] = {}
+        self._live: set[LiveRequest] = set()
+        self._by_name: dict[tuple[str, str], LiveRequest] = {}
         self.last_accepted = 0.0
         """When the last request came, in seconds since the Unix epoch; 0 before the first."""
         self._draining = False
@@ -132,13 +138,16 @@ class AsyncLLM:
         limits = self.engines.limits
         return limits.vocab_size if limits else self._tokenizer.vocab_size
 
-    def accept(self, given_id: str, demand: Demand = Demand()) -> LiveRequest:  # noqa: B008 - it is immutable
+    def accept(self, given_id: str, demand: Demand = Demand(), *, abortable: bool = False) -> LiveRequest:  # noqa: B008 - it is immutable
         """Take responsibility for a request, which takes up ``demand`` until it is released.
 
-        Raises InvalidArgument for an id that is in use, ResourceExhausted at a limit, Unavailable while draining.
+        ``given_id`` is its client's label. ``abortable``: ``abort_ids`` finds it by that, so it must be the tenant's only
+        abortable one that runs under it. Raises InvalidArgument for such an id that is in use, ResourceExhausted at a limit,
+        Unavailable while draining.
         """
+        name = (demand.tenant, given_id) if abortable and given_id else None
         try:
-            request_id = self._admitted(given_id, demand)
+            request_id = self._admitted(given_id, demand, name)
         except RequestFailed as e:
             self._observer.refused(e)
             raise
@@ -147,7 +156,10 @@ class AsyncLLM:
         except BaseException:
             self._admission.leave(demand, served=False)
             raise
-        live = self._live[request_id] = LiveRequest(request_id, observed, demand)
+        live = LiveRequest(request_id, observed, demand, name)
+        self._live.add(live)
+        if name is not None:
+            self._by_name[name] = live
         self.last_accepted = time.time()
         self._idle.clear()
         self._metrics.set_in_flight(len(self._live))
@@ -161,12 +173,12 @@ class AsyncLLM:
             self._observer.refused(e)
             raise
 
-    def _admitted(self, given_id: str, demand: Demand) -> str:
+    def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:
         """The id of a request that may come in. Raises what ``accept`` says."""
         request_id = self.inputs.request_id(given_id)
         if self._draining:
             raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
-        if request_id in self._live:
+        if name is not None and name in self._by_name:
             raise InvalidArgument(
                 f"request_id is {request_id!r}, which a running request has",
                 field="request_id",
@@ -179,7 +191,7 @@ class AsyncLLM:
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
         """The outputs of an accepted request, as its output kind says; the last one of each sequence has ``finish``.
 
-        The request is released before its last output is handed out: its id is free when its client reads that.
+        The request is released before its last output is handed out: what it took up is free when its client reads that.
         Raises RequestFailed.
         """
         try:
@@ -209,9 +221,9 @@ class AsyncLLM:
             self.engines.abort([state.request_id for state in running], "the client ended it")
         return bool(live.states)
 
-    async def pool(self, request: PoolingRequest) -> tuple[PoolingResult, str]:
-        """The vectors of a pooling request's inputs, and the request's id. Raises RequestFailed."""
-        live = self.accept(request.request_id, demand_of(request))
+    async def pool(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
+        """The vectors of a pooling request's inputs, and the request's id. ``abortable``: see ``accept``. Raises RequestFailed."""
+        live = self.accept(request.request_id, demand_of(request), abortable=abortable)
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         try:
             request = live.request = live.observed.begin(request)
@@ -231,22 +243,24 @@ class AsyncLLM:
         await self.engines.wait_until_usable(None if time_left is None else time.time() + time_left)
         return PoolingTask.SCORE.name.lower() in self.engines.capabilities
 
-    def abort_ids(self, request_ids: Iterable[str]) -> None:
-        """End requests by the ids their clients gave. Those that do not run are passed over.
+    def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
+        """End a tenant's abortable requests by the ids their clients gave. Those that do not run are passed over.
 
         A client gets the output there is so far and the finish reason ABORT, or Cancelled if its request has not begun.
         """
         for request_id in request_ids:
-            if (live := self._live.get(request_id)) is None:
+            if (live := self._by_name.get((tenant, request_id))) is None:
                 continue
             live.abort()
             self.abort(live)
 
     def release(self, live: LiveRequest) -> None:
         """The request is over for its client. Idempotent."""
-        if self._live.get(live.request_id) is not live:
+        if live.released:
             return
-        del self._live[live.request_id]
+        self._live.discard(live)
+        if live.name is not None:
+            self._by_name.pop(live.name, None)
         live.released = True
         self._admission.leave(live.demand, served=live.request is not None)
         running = [state for state in live.states if self._outputs.remove(state)]

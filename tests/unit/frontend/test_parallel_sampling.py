@@ -15,7 +15,7 @@ def request(**params: Any) -> EngineCoreRequest:
 
 def test_each_sequence_has_the_next_seed_and_an_id_of_its_own() -> None:
     children = parallel_sampling.sequences(request(n=3, seed=7, temperature=0.5))
-    assert [child.request_id for child in children] == ["r-1-0", "r-1-1", "r-1-2"]
+    assert [child.request_id for child in children] == ["r-1.0", "r-1.1", "r-1.2"]
     assert [child.sampling_params.seed for child in children] == [7, 8, 9]
     assert {child.sampling_params.n for child in children} == {1}
     assert {child.sampling_params.temperature for child in children} == {0.5}

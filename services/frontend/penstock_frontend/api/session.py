@@ -111,6 +111,12 @@ class GenerateSession:
             raise InvalidArgument("message is not set: give generate or abort_request_id", field="message")
         if not message.generate.request_id:
             raise InvalidArgument("request_id is empty; in a session each request must have one", field="request_id")
+        if message.generate.request_id in self._running:
+            raise InvalidArgument(
+                f"request_id is {message.generate.request_id!r}, which a running request of this session has",
+                field="request_id",
+                reason="DUPLICATE_REQUEST_ID",
+            )
         if len(self._running) >= self._max_requests:
             raise ResourceExhausted(
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is "

@@ -214,5 +214,14 @@ def deadline(time_left: float | None) -> float | None:
 
 def call_details(context: Any) -> dict[str, Any]:
     """What a call carries beside its message: arguments of the functions above."""
-    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return {"metadata": metadata, "time_left": context.time_remaining()}
+    return {"metadata": _metadata(context), "time_left": context.time_remaining()}
+
+
+def tenant_of(context: Any) -> str:
+    """Whose requests a call is about."""
+    tenant: str = convert.routing(inference_pb.RoutingHints(), _metadata(context))["tenant"]
+    return tenant
+
+
+def _metadata(context: Any) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

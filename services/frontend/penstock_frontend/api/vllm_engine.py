@@ -65,7 +65,7 @@ class VllmEngineServicer:
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
             limits = await self._llm.engines.wait_until_usable(converted.deadline)
             converted.sampling["truncate_prompt_tokens"] = limits.max_model_len - 1
-        live = self._llm.accept(converted.request_id, demand_of(converted))
+        live = self._llm.accept(converted.request_id, demand_of(converted), abortable=True)
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         responses = convert.GenerateResponses(converted, live, stream=request.stream)
@@ -75,12 +75,13 @@ class VllmEngineServicer:
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """The vector of a prompt."""
-        result, _ = await self._llm.pool(convert.embed_request(request, **convert.call_details(context)))
+        converted = convert.embed_request(request, **convert.call_details(context))
+        result, _ = await self._llm.pool(converted, abortable=True)
         return convert.embed_response(result)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Ends requests. Ids that do not run are no error: they may just have ended."""
-        self._llm.abort_ids(request.request_ids)
+        """Ends requests of this protocol and the caller's tenant. Ids that do not run are no error: they may just have ended."""
+        self._llm.abort_ids(request.request_ids, convert.tenant_of(context))
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:

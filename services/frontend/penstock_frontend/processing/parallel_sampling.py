@@ -12,6 +12,9 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
     Sequence i has seed + i, so it is what the same request with that seed gives alone. The prompt's log-probabilities are
     the same for all: only the first computes them. The engine sees requests with ``n`` 1.
+
+    Behind the last hyphen of an id there is the request's number, then a dot and the index: ids that clients chose cannot
+    make two of them the same.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -19,7 +22,7 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     return [
         msgspec.structs.replace(
             request,
-            request_id=f"{request.request_id}-{index}",
+            request_id=f"{request.request_id}.{index}",
             sampling_params=msgspec.structs.replace(
                 params,
                 n=1,
