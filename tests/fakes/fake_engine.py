@@ -246,10 +246,10 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             session.send(engine_dead=pb.EngineDead(reason=reason))
             session.queue.put_nowait(None)
 
-    def drain(self, deadline: float = 0.0) -> None:
+    def drain(self, time_left: float = 0.0) -> None:
         """Say that no new requests are taken."""
         for session in self.sessions:
-            session.send(draining=pb.Draining(deadline=deadline))
+            session.send(draining=pb.Draining(time_left=time_left))
 
     def finish_all(
         self, reason: "finish_pb2.FinishReason.ValueType", error: finish_pb2.RequestError | None = None

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 
 import grpc
 import pytest
@@ -62,7 +61,7 @@ async def test_a_draining_engine_is_shown_as_such_and_leaves_at_once_when_it_clo
         async with alive(staying, frontend):
             async with alive(leaving):
                 await frontend.view_where(lambda view: len(view.engines) == 2)
-                leaving.client.draining(time.time() + 30)
+                leaving.client.draining(30.0)
                 await frontend.view_where(
                     lambda view: (
                         {e.engine_id: e.state for e in view.engines}
@@ -180,7 +179,7 @@ async def test_a_restarted_coordinator_rebuilds_its_state_and_no_frontend_sees_l
         everyone = lambda view: sorted(e.engine_id for e in view.engines) == names  # noqa: E731
         for frontend in frontends:
             await frontend.view_where(everyone)
-        engines[4].client.draining(time.time() + 30)
+        engines[4].client.draining(30.0)
         engines[3].load = SchedulerStats(num_running_reqs=7, step_counter=3)
         await frontends[0].view_where(lambda v: any(e.state is EngineState.DRAINING for e in v.engines))
 

@@ -1,6 +1,8 @@
 """The session of a frontend and an engine, over real gRPC; the executor knows its tokens in advance."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -293,6 +295,39 @@ async def test_a_fatal_error_is_the_last_word_of_the_engine(servers: Servers, co
     assert server.failure is not None
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_what_is_left_of_a_requests_time_counts_whatever_the_clocks_say(
+    servers: Servers, connect: Connect, hours: int
+) -> None:
+    """A frontend whose clock is an hour off."""
+    client = connect(servers())
+    await client.hello()
+    now = time.time() + 3600 * hours
+    await client.add("in time", deadline=now + 60, time_left=60)
+    await client.add("late", deadline=now - 1, time_left=-1)
+    await client.until_ended("in time", "late")
+    assert client.ends["in time"].finish_reason == finish_pb2.FINISH_REASON_LENGTH
+    assert client.ends["late"].error.code == "DEADLINE_EXCEEDED"
+
+
+async def test_the_deadline_of_an_older_frontend_counts_where_it_does_not_say_what_is_left(
+    servers: Servers, connect: Connect
+) -> None:
+    client = connect(servers())
+    await client.hello()
+    await client.add("late", deadline=1.0)
+    await client.until_ended("late")
+    assert client.ends["late"].error.code == "DEADLINE_EXCEEDED"
+
+
+async def test_a_time_that_is_none_is_refused(servers: Servers, connect: Connect) -> None:
+    client = connect(servers())
+    await client.hello()
+    await client.add("a", time_left=math.nan)
+    await client.until_ended("a")
+    assert (client.ends["a"].error.code, client.ends["a"].error.field) == ("INVALID_ARGUMENT", "time_left")
+
+
 async def test_a_stopping_engine_finishes_what_it_has_and_refuses_what_is_new(
     servers: Servers, connect: Connect
 ) -> None:
@@ -317,6 +352,7 @@ async def test_a_stopping_engine_finishes_what_it_has_and_refuses_what_is_new(
         if message.WhichOneof("message") == "draining":
             draining += 1
             assert message.draining.deadline > 0
+            assert 0 < message.draining.time_left <= server.config.drain_timeout
             continue
         for output in message.outputs.outputs:
             client.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)

@@ -146,6 +146,7 @@ async def test_the_request_reaches_the_engine_with_everything_in_it(engine: Fake
     assert seen.sampling_params.HasField("seed")
     assert seen.trace_context["traceparent"] == "00-1-2-01"
     assert 0 < seen.deadline - seen.arrival_time <= 50.5
+    assert 0 < seen.time_left <= seen.deadline - seen.arrival_time
     assert not seen.HasField("data_parallel_rank")
 
 

@@ -222,7 +222,7 @@ class AsyncLLM:
         return bool(live.states)
 
     async def pool(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
-        """The vectors of a pooling request's inputs, and the request's id. ``abortable``: see ``accept``. Raises RequestFailed."""
+        """The vectors of a pooling request's inputs, and its id. ``abortable``: see ``accept``. Raises RequestFailed."""
         live = self.accept(request.request_id, demand_of(request), abortable=abortable)
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
         try:

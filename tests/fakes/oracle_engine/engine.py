@@ -40,7 +40,7 @@ class OracleEngine(FakeEngine):
         self.reached: list[str] = []
         """Points at which something was done since faults were last set, in order."""
         self.ended = asyncio.Event()
-        self.on_draining: Callable[[float], None] = lambda deadline: None
+        self.on_draining: Callable[[float], None] = lambda time_left: None
         self._drain_timeout = drain_timeout
         self._drain_deadline: float | None = None
         self._held_back: list[tuple[FakeSession, pb.SessionResponse]] = []
@@ -78,7 +78,7 @@ class OracleEngine(FakeEngine):
             "num_running": len(self.running),
             "num_sessions": len(self.sessions),
             "attempts": [[m.external_request_id, m.attempt, len(m.prior_output_token_ids)] for m in recent],
-            "deadlines": [message.deadline for message in recent],
+            "times_left": [message.time_left for message in recent],
             "aborted": list(self.aborted),
             "reached": list(self.reached),
             "num_steps": self.num_steps,
@@ -89,10 +89,9 @@ class OracleEngine(FakeEngine):
         """Take no new requests; what is left at the deadline ends as ABORT. The process ends when nothing is left."""
         if self._drain_deadline is None:
             self._drain_deadline = time.monotonic() + self._drain_timeout
-            deadline = time.time() + self._drain_timeout
             self.refusal = DRAINING
-            self.drain(deadline)
-            self.on_draining(deadline)
+            self.drain(time_left=self._drain_timeout)
+            self.on_draining(self._drain_timeout)
             self._reached("draining")
             self._spawn(self.refuse_by_health())
             self._spawn(self._end_drained())
@@ -143,7 +142,7 @@ class OracleEngine(FakeEngine):
         super()._greet(session)
         session.send(outputs=pb.EngineCoreOutputs(scheduler_stats=self._stats()))
         if self.draining:
-            session.send(draining=pb.Draining(deadline=time.time() + self._drain_timeout))
+            session.send(draining=pb.Draining(time_left=self._drain_timeout))
 
     def _output_of(self, message: pb.EngineCoreRequest) -> Sequence[int] | None:
         """The whole output, as far as it can be asked for."""

@@ -94,7 +94,13 @@ def test_only_shutdown_complete_is_served(notification, error):
         convert.check_shutdown_complete(notification)
 
 
-@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0])
-def test_a_drain_deadline_must_be_a_time(deadline):
-    with pytest.raises(InvalidArgument, match=r"draining\.deadline"):
-        convert.drain_deadline(enginecore_pb.Draining(deadline=deadline))
+@pytest.mark.parametrize("field", ["deadline", "time_left"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_drain_must_say_when_it_ends(field, value):
+    with pytest.raises(InvalidArgument, match=rf"draining\.{field} is"):
+        convert.check_draining(enginecore_pb.Draining(**{field: value}))
+
+
+def test_the_time_of_an_older_engines_drain_counts_where_it_does_not_say_what_is_left():
+    convert.check_draining(enginecore_pb.Draining(deadline=1.0))
+    convert.check_draining(enginecore_pb.Draining(deadline=-1.0, time_left=5.0))

@@ -50,13 +50,12 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
     return stats_codec.from_proto(outputs.scheduler_stats, path="outputs.scheduler_stats")
 
 
-def drain_deadline(draining: enginecore_pb.Draining) -> float:
-    """Seconds since the Unix epoch."""
-    if not (math.isfinite(draining.deadline) and draining.deadline >= 0):
-        raise InvalidArgument(
-            f"draining.deadline is {draining.deadline}; it must be finite and at least 0", field="draining.deadline"
-        )
-    return draining.deadline
+def check_draining(draining: enginecore_pb.Draining) -> None:
+    """Raise InvalidArgument unless it says when the drain ends. ``deadline`` counts only where ``time_left`` is not set."""
+    name = "time_left" if draining.HasField("time_left") else "deadline"
+    value: float = getattr(draining, name)
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidArgument(f"draining.{name} is {value}; it must be finite and at least 0", field=f"draining.{name}")
 
 
 def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:

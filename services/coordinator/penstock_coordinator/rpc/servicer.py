@@ -89,7 +89,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             case "outputs":
                 cluster.apply(membership.report(session, convert.load(report.outputs), cluster.now()))
             case "draining":
-                convert.drain_deadline(report.draining)
+                convert.check_draining(report.draining)
                 cluster.apply(membership.drain(session, cluster.now()))
             case "notification":
                 convert.check_shutdown_complete(report.notification)

@@ -1,5 +1,8 @@
 """Messages of ``penstock.enginecore.v1`` to the domain and back, as the engine needs them."""
 
+import math
+import time
+
 from penstock.common.v1 import events_pb2, finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
@@ -52,11 +55,25 @@ def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
         trace_context=dict(message.trace_context),
         attempt=message.attempt,
         prior_output_token_ids=list(message.prior_output_token_ids),
-        deadline=message.deadline if message.HasField("deadline") else None,
+        deadline=_deadline(message),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         tenant=message.tenant,
         tenant_weight=message.tenant_weight if message.HasField("tenant_weight") else 1.0,
     )
+
+
+def _deadline(message: pb.EngineCoreRequest) -> float | None:
+    """Seconds since the Unix epoch by this machine's clock, with which alone it is compared. Raises InvalidArgument."""
+    if not message.HasField("time_left"):
+        return message.deadline if message.HasField("deadline") else None
+    if not math.isfinite(message.time_left):
+        raise InvalidArgument(f"time_left is {message.time_left}; it must be finite", field="time_left")
+    return time.time() + message.time_left
+
+
+def draining_to_proto(time_left: float) -> pb.Draining:
+    """The engine takes no new requests, and has so many seconds for what it has."""
+    return pb.Draining(deadline=time.time() + time_left, time_left=time_left)
 
 
 def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:

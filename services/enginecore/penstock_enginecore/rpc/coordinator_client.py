@@ -21,6 +21,7 @@ from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import CoordinatorClientConfig
+from penstock_enginecore.rpc import convert
 
 REGISTER_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 1.0
@@ -58,7 +59,7 @@ class CoordinatorClient:
         self._credentials = credentials
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=config.reconnect_max)
         self._wake = asyncio.Event()
-        self._drain_deadline: float | None = None
+        self._drained_at: float | None = None
 
     @property
     def connected(self) -> bool:
@@ -69,12 +70,12 @@ class CoordinatorClient:
         """Register, and register again whenever the connection is lost, until ``close``."""
         await self._reconnector.run()
 
-    def draining(self, deadline: float) -> None:
+    def draining(self, time_left: float) -> None:
         """Tell the coordinator, also later ones, that the engine takes no new requests until it ends.
 
-        ``deadline`` is when what is left ends as ABORT, in seconds since the Unix epoch.
+        ``time_left``: seconds until what is left ends as ABORT.
         """
-        self._drain_deadline = deadline
+        self._drained_at = asyncio.get_running_loop().time() + time_left
         self._wake.set()
 
     async def close(self) -> None:
@@ -107,7 +108,7 @@ class CoordinatorClient:
                     incarnation=registration.incarnation,
                     address=registration.address,
                     model=registration.model,
-                    draining=registration.draining or self._drain_deadline is not None,
+                    draining=registration.draining or self._drained_at is not None,
                 )
             )
         )
@@ -128,9 +129,10 @@ class CoordinatorClient:
         with contextlib.suppress(asyncio.InvalidStateError):  # written to a stream that is over: the reader knows why
             while not reader.done() and not self._reconnector.closing:
                 self._wake.clear()
-                if self._drain_deadline is not None and self._drain_deadline != told_draining:
-                    told_draining = self._drain_deadline
-                    await call.write(pb.EngineReport(draining=enginecore_pb.Draining(deadline=told_draining)))
+                if self._drained_at is not None and self._drained_at != told_draining:
+                    told_draining = self._drained_at
+                    time_left = max(told_draining - loop.time(), 0.0)
+                    await call.write(pb.EngineReport(draining=convert.draining_to_proto(time_left)))
                 stats = self._current_stats()
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()

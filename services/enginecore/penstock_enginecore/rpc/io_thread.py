@@ -123,10 +123,10 @@ class IoThread:
             credentials=self._coordinator_credentials,
         )
 
-    def _on_draining(self, deadline: float) -> None:
+    def _on_draining(self, time_left: float) -> None:
         self._tasks.append(asyncio.ensure_future(self._server.set_serving(False)))
         if self._coordinator is not None:
-            self._coordinator.draining(deadline)
+            self._coordinator.draining(time_left)
 
     async def _watch(self, busy_loop: BusyLoop) -> None:
         """Keep ``liveness`` true: not serving while wedged."""

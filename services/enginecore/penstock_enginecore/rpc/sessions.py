@@ -71,7 +71,7 @@ class Sessions:
         on_draining: Callable[[float], None],
         traces: EngineTraces | None = None,
     ) -> None:
-        """``on_draining`` is called once, on the I/O thread, with the deadline in seconds since the epoch. ``traces``: sees
+        """``on_draining`` is called once, on the I/O thread, with the seconds that are left. ``traces``: sees
         every request and output.
         """
         self.traces = traces
@@ -79,7 +79,7 @@ class Sessions:
         self._on_draining = on_draining
         self._sessions: dict[str, FrontendSession] = {}
         self._numbers = itertools.count()
-        self._draining: pb.Draining | None = None
+        self._drained_at: float | None = None
         self.on_unsendable: Callable[[str, str], None] = lambda *_: None
         """Called on the I/O thread with client and request when an output could not be encoded: the request is of no use."""
         self.dead: str | None = None
@@ -93,8 +93,8 @@ class Sessions:
     def welcome(self, session: FrontendSession, ready: pb.Ready) -> None:
         """Queue ``ready``, and ``draining`` behind it if that is the case."""
         session.put(pb.SessionResponse(ready=ready))
-        if self._draining is not None:
-            session.put(pb.SessionResponse(draining=self._draining))
+        if self._drained_at is not None:
+            self._put_draining(session, max(self._drained_at - time.monotonic(), 0.0))
 
     def close(self, session: FrontendSession) -> None:
         """Forget a session."""
@@ -120,7 +120,7 @@ class Sessions:
 
     def draining(self, timeout: float) -> None:
         """Tell every frontend, and those still to come."""
-        self._loop.call_soon_threadsafe(self._announce_draining, time.time() + timeout)
+        self._loop.call_soon_threadsafe(self._announce_draining, timeout)
 
     def engine_dead(self, reason: str) -> None:
         """Tell every frontend, then end the sessions."""
@@ -167,12 +167,15 @@ class Sessions:
         for session in self._sessions.values():
             session.put(message)
 
-    def _announce_draining(self, deadline: float) -> None:
+    def _announce_draining(self, time_left: float) -> None:
         log.info("draining: new requests are refused", sessions=len(self._sessions))
-        self._draining = pb.Draining(deadline=deadline)
+        self._drained_at = time.monotonic() + time_left
         for session in self._sessions.values():
-            session.put(pb.SessionResponse(draining=self._draining))
-        self._on_draining(deadline)
+            self._put_draining(session, time_left)
+        self._on_draining(time_left)
+
+    def _put_draining(self, session: FrontendSession, time_left: float) -> None:
+        session.put(pb.SessionResponse(draining=convert.draining_to_proto(time_left)))
 
     def _announce_dead(self, reason: str) -> None:
         self.dead = reason

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -131,6 +132,8 @@ class EngineSession:
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
         while (request := await self._to_send.get()) is not None:
+            if request.HasField("add") and request.add.HasField("deadline"):
+                request.add.time_left = request.add.deadline - time.time()  # the engine's clock may be another
             yield request
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
