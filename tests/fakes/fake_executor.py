@@ -26,7 +26,7 @@ from penstock_enginecore.executor.base import Progress
 
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:
     """Output token ``index`` of every request with this seed (None counts as 0)."""
-    data = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    data = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
     return xxhash.xxh3_64_intdigest(data) % vocab_size
 
 

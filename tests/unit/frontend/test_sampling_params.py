@@ -40,6 +40,11 @@ def test_a_seed_is_concrete_and_differs_when_none_is_given() -> None:
     assert sampling.resolve({"seed": 0}, {}, LIMITS).seed == 0
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+def test_any_signed_64_bit_integer_is_a_seed(seed: int) -> None:
+    assert sampling.resolve({"seed": seed}, {}, LIMITS).seed == seed
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
@@ -53,6 +58,8 @@ def test_a_seed_is_concrete_and_differs_when_none_is_given() -> None:
         ({"top_k": -2}, "top_k"),
         ({"min_p": 1.1}, "min_p"),
         ({"min_p": math.nan}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_interval": 0}, "stream_interval"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),

@@ -5,6 +5,9 @@ from typing import Any
 
 import msgspec
 
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+"""Seeds are signed 64-bit integers. A draw is keyed by a seed's 64 bits, so each of them is a seed of its own."""
+
 
 class OutputKind(enum.IntEnum):
     """What each message of an output stream carries. Values equal ``penstock.common.v1.OutputKind``."""
@@ -49,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose the next token. Field for field ``penstock.common.v1.SamplingParams``.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch the filters off. ``seed`` is concrete by the time
-    a request reaches an engine: the draw for output index i is a function of (seed, i) alone.
+    a request reaches an engine: the draw for output index i is a function of (seed, i) alone. See ``MIN_SEED`` and ``MAX_SEED``.
     ``max_tokens`` None means: up to ``max_model_len``. ``bad_words`` are the client's; engines ban ``bad_word_token_ids``.
     """
 

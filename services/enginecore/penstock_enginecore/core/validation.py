@@ -7,11 +7,9 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
-from penstock_common.types.sampling import RepetitionDetection, SamplingParams
+from penstock_common.types.sampling import MAX_SEED, MIN_SEED, RepetitionDetection, SamplingParams
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.pooling_validation import PoolingLimits, refuse_generation, validate_pooling
-
-MAX_SEED = 2**64 - 1
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_LISTED = 1024
@@ -131,7 +129,7 @@ def _check_distribution(params: SamplingParams) -> None:
     _check_number("frequency_penalty", params.frequency_penalty, low=-2.0, high=2.0)
     _check_number("repetition_penalty", params.repetition_penalty, low=0.0, exclude_low=True)
     if params.seed is not None:
-        _check_number("seed", params.seed, low=0, high=MAX_SEED)
+        _check_number("seed", params.seed, low=MIN_SEED, high=MAX_SEED)
     elif not params.greedy:
         raise InvalidArgument(
             f"sampling_params.seed is unset; at temperature {params.temperature} engines need one",

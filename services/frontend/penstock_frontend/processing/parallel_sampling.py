@@ -3,8 +3,7 @@
 import msgspec
 
 from penstock_common.types.request import EngineCoreRequest
-
-_INT64 = 2**64
+from penstock_common.types.sampling import MAX_SEED, MIN_SEED
 
 
 def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
@@ -35,5 +34,5 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def _wrapped(seed: int) -> int:
-    """Seeds are signed 64-bit integers; behind the largest comes the smallest."""
-    return (seed + _INT64 // 2) % _INT64 - _INT64 // 2
+    """Behind the largest seed comes the smallest."""
+    return (seed - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock_common.errors import ConfigError, InvalidArgument
-from penstock_common.types.sampling import RepetitionDetection, SamplingParams, StructuredOutput
+from penstock_common.types.sampling import MAX_SEED, MIN_SEED, RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_frontend.config import LimitsConfig
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
@@ -95,6 +95,8 @@ def _check_values(params: SamplingParams) -> None:
         # Written so that NaN fails.
         if not value >= low or (high is not None and not value <= high):
             _refuse(name, value, f"at least {low}" if high is None else f"from {low:g} to {high:g}")
+    if params.seed is not None and not MIN_SEED <= params.seed <= MAX_SEED:
+        _refuse("seed", params.seed, f"from {MIN_SEED} to {MAX_SEED}")
     if not 0.0 < params.top_p <= 1.0:
         _refuse("top_p", params.top_p, "above 0 and at most 1")
     if not 0.0 < params.repetition_penalty < math.inf:

@@ -6,19 +6,19 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.sampling import OutputKind, RepetitionDetection, StructuredOutput
+from penstock_common.types.sampling import MAX_SEED, MIN_SEED, OutputKind, RepetitionDetection, StructuredOutput
 from penstock_frontend.api.openai.body import check_range, refuse_fields, text_of
 from penstock_frontend.api.openai.errors import undecodable
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
-_INT32, _INT64 = 2**31, 2**63
+_INT32 = 2**31
 _RANGES: dict[str, tuple[float, float]] = {
     "n": (1, _INT32 - 1),
     "max_tokens": (0, _INT32 - 1),
     "min_tokens": (0, _INT32 - 1),
     "top_k": (-1, _INT32 - 1),
-    "seed": (-_INT64, _INT64 - 1),
+    "seed": (MIN_SEED, MAX_SEED),
     "prompt_logprobs": (-1, _INT32 - 1),
     "truncate_prompt_tokens": (1, _INT32 - 1),
     "priority": (-_INT32, _INT32 - 1),
