@@ -70,7 +70,10 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP listener with the OpenAI API, ``/health`` and ``/metrics``. Port -1 switches it off.
 
-    ``max_body_bytes`` and ``max_requests``: what one call may send, and calls that are served at once.
+    ``max_body_bytes`` and ``max_requests``: what one call may send, and calls that are served at once, or whose bodies are being
+    read. ``max_body_bytes_in_flight``: of all bodies whose calls are not admitted yet. ``max_body_values`` and
+    ``max_body_objects``: JSON values of one body, and the objects among them. ``header_timeout``, ``body_timeout``: seconds that
+    the headers of a request may take from their first byte, and its body from then on.
     ``allowed_origins``: web pages that may call from a browser (CORS), as ``https://example.org`` or ``*``; none by default.
     ``page``: serve a page for people at ``/``, and the state of the engines that it shows, addresses included, at ``/cluster``.
     ``engine_metrics``: ``/metrics`` also has what this frontend knows of its engines' load. Off where the engines' own
@@ -81,6 +84,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     port: int = 8000
     page: bool = True
     max_body_bytes: ByteSize = 32 * 1024 * 1024
+    max_body_bytes_in_flight: ByteSize = 256 * 1024 * 1024
+    max_body_values: int = 1024 * 1024
+    max_body_objects: int = 64 * 1024
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
     max_requests: int = 10_000
     allowed_origins: tuple[str, ...] = ()
     engine_metrics: bool = True
@@ -90,6 +98,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         require("http.host", self.host)
         check_range("http.port", self.port, low=-1, high=65_535)
         check_range("http.max_body_bytes", self.max_body_bytes, low=1)
+        check_range("http.max_body_bytes_in_flight", self.max_body_bytes_in_flight, low=self.max_body_bytes)
+        check_range("http.max_body_values", self.max_body_values, low=1)
+        check_range("http.max_body_objects", self.max_body_objects, low=1)
+        check_range("http.header_timeout", self.header_timeout, low=0.05, high=3600)
+        check_range("http.body_timeout", self.body_timeout, low=0.05, high=3600)
         check_range("http.max_requests", self.max_requests, low=1)
 
 

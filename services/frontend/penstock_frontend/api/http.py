@@ -20,6 +20,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.listening import warn_of_plaintext
 from penstock_common.logging import get_logger
 from penstock_common.tls import server_context
+from penstock_frontend.api.http_connection import connections
 from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
 
@@ -69,7 +70,7 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http="h11",
+                http=connections(config.header_timeout),
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=_CLOSE_GRACE,

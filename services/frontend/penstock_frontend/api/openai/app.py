@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.chat import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
@@ -22,7 +23,7 @@ from penstock_frontend.config import FrontendConfig
 
 def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig) -> Sequence[Route]:
     """All of them."""
-    gate = Gate(config.http)
+    gate, bodies = Gate(config.http), Bodies(config.http)
     name = config.model.name
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     posts: dict[str, Handler] = {
@@ -34,8 +35,8 @@ def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig) -> Sequence[R
     }
     gets: dict[str, Handler] = {"/v1/models": models.list, "/v1/models/{name:path}": models.get}
     return [
-        *(Route(path, Endpoint(gate, handler), methods=["POST"]) for path, handler in posts.items()),
-        *(Route(path, Endpoint(gate, handler), methods=["GET"]) for path, handler in gets.items()),
+        *(Route(path, Endpoint(gate, bodies, handler), methods=["POST"]) for path, handler in posts.items()),
+        *(Route(path, Endpoint(gate, bodies, handler), methods=["GET"]) for path, handler in gets.items()),
     ]
 
 

@@ -1,48 +1,14 @@
-"""The bodies of calls: read up to a limit, decoded into their structs."""
+"""What bodies say: decoded into their structs, and checked field by field."""
 
 from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
-from starlette.types import Receive
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.api.openai.errors import HttpError, undecodable
-
-_DISCARDED = 4
-"""A body that is too large is read on, up to so many times the limit, so that its client reads why it was refused."""
+from penstock_frontend.api.openai.errors import undecodable
 
 T = TypeVar("T")
-
-
-class ClientGone(Exception):  # noqa: N818 - not an error of anybody's
-    """The client hung up before its body was complete."""
-
-
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises HttpError 413 above ``limit`` bytes, ClientGone."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        else:
-            parts.clear()
-        if not message.get("more_body", False) or size > _DISCARDED * limit:
-            break
-    if size > limit:
-        raise HttpError(
-            413,
-            f"the body has {'' if size <= _DISCARDED * limit else 'more than '}{size} bytes; "
-            f"http.max_body_bytes is {limit}",
-            "request_too_large",
-        )
-    return b"".join(parts)
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -12,7 +12,8 @@ from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import demand_of
 from penstock_frontend.api.openai import sampling
-from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.body import check_range, refuse_fields
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
 from penstock_frontend.api.openai.conversation import (
     MessageBody,
@@ -106,9 +107,9 @@ class ChatCompletions:
         self._chat = chat
         self._model = model
 
-    async def __call__(self, call: Call, raw: bytes) -> Answer:
+    async def __call__(self, call: Call, given: Body) -> Answer:
         """Answer the conversation. Raises RequestFailed."""
-        body = decode(raw, ChatCompletionRequest)
+        body = await given.decode(ChatCompletionRequest)
         self._llm.inputs.check_model(body.model or "")
         _check(body)
         request = _request(body, call)
@@ -117,7 +118,7 @@ class ChatCompletions:
         prompt_token_ids = await self._prompt_token_ids(body, request)
         source = Source(request.request_id, demand, functools.partial(self._chat.run, request), _names(body))
         making = _Making(body, request.request_id, self._model, prompt_token_ids)
-        generation = Generation(self._llm, [source])
+        generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)

@@ -13,7 +13,8 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import Demand, demand_of
 from penstock_frontend.api.openai import prompts, sampling
-from penstock_frontend.api.openai.body import check_range, decode, refuse_fields
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.body import check_range, refuse_fields
 from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.generation import Generation, PromptOutput, Source
@@ -57,14 +58,14 @@ class Completions:
         self._model = model
         self._max_prompts = max_prompts
 
-    async def __call__(self, call: Call, raw: bytes) -> Answer:
+    async def __call__(self, call: Call, raw: Body) -> Answer:
         """Continue the prompts. Raises RequestFailed."""
-        body = decode(raw, CompletionRequest)
+        body = await raw.decode(CompletionRequest)
         self._llm.inputs.check_model(body.model or "")
         _check(body)
         given = prompts.split(body.prompt, self._max_prompts)
         making = _Making(self._llm, body, call, self._model)
-        generation = Generation(self._llm, await making.sources(given))
+        generation = Generation(self._llm, await making.sources(given), raw)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)

@@ -22,6 +22,7 @@ PATH = "/openapi.json"
 _ERRORS = {
     "400": "A field is wrong, or not served.",
     "404": "No such model.",
+    "408": "The body took longer than http.body_timeout.",
     "413": "The body is larger than http.max_body_bytes.",
     "429": "A limit of requests at once is reached.",
     "503": "No engine takes requests.",
@@ -43,8 +44,8 @@ class _Operation(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[str, ...] = ()
 
 
-_CALL = ("400", "404", "413", "429", "503", "504")
-_LOOK = ("400", "413", "429")
+_CALL = ("400", "404", "408", "413", "429", "503", "504")
+_LOOK = ("400", "408", "413", "429")
 _POSTS: Mapping[str, _Operation] = {
     "/v1/completions": _Operation(
         summary="Continues prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL

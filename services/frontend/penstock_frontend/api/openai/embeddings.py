@@ -10,7 +10,8 @@ from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_frontend.api.openai.body import check_range, decode
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.body import check_range
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
@@ -65,9 +66,9 @@ class Embeddings:
         self._llm = llm
         self._model = model
 
-    async def __call__(self, call: Call, raw: bytes) -> Answer:
+    async def __call__(self, call: Call, given: Body) -> Answer:
         """Embed the inputs. Raises RequestFailed."""
-        body = decode(raw, EmbeddingRequest)
+        body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
         check_range("priority", body.priority, -_INT32, _INT32 - 1)
         inputs = _inputs(body)
@@ -83,6 +84,7 @@ class Embeddings:
             **routing,
         )
         try:
+            given.close()  # admission is the first thing that happens
             result, request_id = await self._llm.pool(request)
         except RequestFailed as e:
             raise renamed(e, {"pooling_params.": ""}) from e

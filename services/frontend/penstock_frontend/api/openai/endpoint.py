@@ -15,7 +15,7 @@ from penstock_common.errors import InvalidArgument, ResourceExhausted
 from penstock_frontend.admission import Place
 from penstock_frontend.api import convert
 from penstock_frontend.api.openai import errors
-from penstock_frontend.api.openai.body import ClientGone, read_body
+from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
 from penstock_frontend.api.openai.http_send import send_json
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.config import HttpConfig
@@ -45,14 +45,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Answer: TypeAlias = msgspec.Struct | EventStream
-Handler: TypeAlias = Callable[[Call, bytes], Awaitable[Answer]]
+Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
+"""Decodes the body, and closes it once the call is admitted."""
 
 
 class Gate:
-    """Counts the HTTP calls that are being served. Limits are those of the HttpConfig."""
+    """Counts the HTTP calls that are being served, from when their bodies are there. Limits are those of the HttpConfig."""
 
     def __init__(self, config: HttpConfig) -> None:
-        self.max_body_bytes = config.max_body_bytes
         self._max_requests = config.max_requests
         self._place = Place()
 
@@ -77,8 +77,9 @@ class Endpoint:
     compute for it.
     """
 
-    def __init__(self, gate: Gate, handler: Handler) -> None:
+    def __init__(self, gate: Gate, bodies: Bodies, handler: Handler) -> None:
         self._gate = gate
+        self._bodies = bodies
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,16 +88,17 @@ class Endpoint:
         request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
         echo = {REQUEST_ID: request_id}
         try:
-            with self._gate:
-                body = await read_body(receive, self._gate.max_body_bytes)
-                await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)
+            with self._bodies.open() as body:
+                await body.read(receive)
+                with self._gate:
+                    await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)
         except ClientGone:
             return
         except (ResourceExhausted, errors.HttpError) as e:
             await send_error(send, e, echo)
 
     async def _answer(
-        self, headers: Headers, scope: Scope, request_id: str, body: bytes, send: Send, echo: Mapping[str, str]
+        self, headers: Headers, scope: Scope, request_id: str, body: Body, send: Send, echo: Mapping[str, str]
     ) -> None:
         try:
             answer = await self._handler(_call(headers, request_id, scope.get("path_params", {})), body)

@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from penstock_common.errors import RequestFailed
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.admission import Demand
+from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
 
@@ -41,11 +42,15 @@ class PromptOutput(NamedTuple, Generic[O]):
 
 
 class Generation(Generic[O]):
-    """``with Generation(llm, sources) as generation``: all are accepted, and released however the block ends."""
+    """``with Generation(llm, sources, body) as generation``: all are accepted, and released however the block ends.
 
-    def __init__(self, llm: AsyncLLM, sources: Sequence[Source[O]]) -> None:
+    The call's body is closed as soon as they are accepted.
+    """
+
+    def __init__(self, llm: AsyncLLM, sources: Sequence[Source[O]], body: Body) -> None:
         self._llm = llm
         self._sources = sources
+        self._body = body
         self._lives: list[LiveRequest] = []
 
     def __enter__(self) -> "Generation[O]":
@@ -56,6 +61,7 @@ class Generation(Generic[O]):
         except BaseException:
             self._release()
             raise
+        self._body.close()
         return self
 
     def __exit__(

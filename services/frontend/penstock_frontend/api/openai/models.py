@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock_common.errors import NotFound
+from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import ModelConfig
@@ -39,11 +40,11 @@ class Models:
         self._model = model
         self._created = int(time.time())
 
-    async def list(self, call: Call, raw: bytes) -> Answer:
+    async def list(self, call: Call, given: Body) -> Answer:
         """All of them: there is one."""
         return ModelList(data=[self._describe()])
 
-    async def get(self, call: Call, raw: bytes) -> Answer:
+    async def get(self, call: Call, given: Body) -> Answer:
         """One of them. Raises NotFound."""
         name = call.path["name"]
         if not name:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed
-from penstock_frontend.api.openai.body import decode
+from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
@@ -60,9 +60,9 @@ class Tokenization:
         self._llm = llm
         self._chat = chat
 
-    async def tokenize(self, call: Call, raw: bytes) -> Answer:
+    async def tokenize(self, call: Call, given: Body) -> Answer:
         """A text or a conversation to token ids. Raises RequestFailed."""
-        body = decode(raw, TokenizeRequest)
+        body = await given.decode(TokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         text, special = await self._text(body)
         if body.add_special_tokens is not None:
@@ -79,9 +79,9 @@ class Tokenization:
             token_strs=encoded.tokens if body.return_token_strs else None,
         )
 
-    async def detokenize(self, call: Call, raw: bytes) -> Answer:
+    async def detokenize(self, call: Call, given: Body) -> Answer:
         """Token ids to text. Raises RequestFailed."""
-        body = decode(raw, DetokenizeRequest)
+        body = await given.decode(DetokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         try:
             text = await self._llm.decode(body.tokens, skip_special_tokens=body.skip_special_tokens is True)

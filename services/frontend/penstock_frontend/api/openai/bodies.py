@@ -1,0 +1,172 @@
+"""The bodies of HTTP calls, from their first byte until their calls are admitted."""
+
+import asyncio
+from types import TracebackType
+from typing import TypeVar
+
+from starlette.types import Receive
+
+from penstock_common.errors import ResourceExhausted
+from penstock_frontend.admission import Place
+from penstock_frontend.api.openai.body import decode
+from penstock_frontend.api.openai.errors import HttpError
+from penstock_frontend.api.openai.json_size import check_json_size
+from penstock_frontend.config import HttpConfig
+
+_DISCARDED = 4
+"""A body that is too large is read on, up to so many times the limit, so that its client reads why it was refused."""
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):  # noqa: N818 - not an error of anybody's
+    """The client hung up before its body was complete."""
+
+
+class Bodies:
+    """All bodies in memory, and those that are still being read. Limits are those of the HttpConfig.
+
+    Where there are too many bytes the largest of the bodies that are being read gives way, where there are too many bodies
+    the oldest: so clients that stall cannot keep others out.
+    """
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.config = config
+        self.place = Place()
+        self._reading: dict[Body, None] = {}  # the oldest first
+
+    def open(self) -> "Body":
+        """The body of one more call, for a ``with`` block."""
+        return Body(self)
+
+    def begin(self, body: "Body") -> None:
+        """It is being read from now on."""
+        limit = self.config.max_requests
+        if len(self._reading) >= limit:
+            oldest = next(iter(self._reading))
+            oldest.give_way(f"{len(self._reading)} HTTP bodies are being read; http.max_requests is {limit}", 0)
+        self._reading[body] = None
+
+    def end(self, body: "Body") -> None:
+        """It is not being read any more. Idempotent."""
+        self._reading.pop(body, None)
+
+    def make_room(self) -> None:
+        """End the reading of bodies until the others are within the limit, or none is being read."""
+        limit = self.config.max_body_bytes_in_flight
+        while (total := self.place.length) > limit and self._reading:
+            largest = max(self._reading, key=lambda body: body.size)
+            message = f"HTTP bodies of {total} bytes would be in memory; http.max_body_bytes_in_flight is {limit}"
+            largest.give_way(message, total - limit)
+
+
+class Body:
+    """``with bodies.open() as body``: ``read`` it, ``decode`` it, ``close`` it as soon as its call is admitted.
+
+    Until then its bytes count, those of what was made of it as well. Leaving the block closes it.
+    """
+
+    def __init__(self, bodies: Bodies) -> None:
+        self.size = 0
+        self._bodies = bodies
+        self._parts: list[bytes] = []
+        self._read = False
+        self._refusal: ResourceExhausted | None = None
+        self._wait: asyncio.Timeout | None = None
+        self._closed = False
+
+    def __enter__(self) -> "Body":
+        self._bodies.place.enter()
+        self._bodies.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It does not count any more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bodies.end(self)
+        self._parts.clear()
+        self._bodies.place.leave(self.size, served=self._read)
+
+    async def read(self, receive: Receive) -> None:
+        """Read the whole body.
+
+        Raises HttpError 408 for one that is too slow and 413 for one that is too large, ResourceExhausted for one that had
+        to give way, ClientGone.
+        """
+        seconds = self._bodies.config.body_timeout
+        try:
+            async with asyncio.timeout(seconds) as self._wait:
+                size = await self._take(receive)
+        except TimeoutError:
+            if self._refusal is not None:
+                raise self._refusal from None
+            raise HttpError(
+                408,
+                f"the body was not complete after {seconds:g} s, {self.size} bytes of it were there; http.body_timeout is "
+                f"{seconds:g}",
+                "body_timeout",
+            ) from None
+        finally:
+            self._wait = None
+            self._bodies.end(self)
+        limit = self._bodies.config.max_body_bytes
+        if size > limit:
+            more = "" if size <= _DISCARDED * limit else "more than "
+            raise HttpError(
+                413, f"the body has {more}{size} bytes; http.max_body_bytes is {limit}", "request_too_large"
+            )
+        self._read = True
+
+    async def decode(self, kind: type[T]) -> T:
+        """The struct of the body, whose bytes are gone then. Raises InvalidArgument naming the field that is wrong."""
+        data = b"".join(self._parts)
+        self._parts.clear()
+        config = self._bodies.config
+        await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
+        return decode(data, kind)
+
+    def give_way(self, message: str, excess: int) -> None:
+        """End the reading as ResourceExhausted with ``message``; ``excess``: bytes that there are too many."""
+        self._refusal = ResourceExhausted(message, retry_after=self._bodies.place.retry_after(1, excess))
+        self._forget()
+        self._bodies.end(self)
+        if self._wait is not None:
+            self._wait.reschedule(0)
+
+    async def _take(self, receive: Receive) -> int:
+        """Take all parts. Returns how many bytes there were; those of a body that is too large are not kept."""
+        limit, size, more = self._bodies.config.max_body_bytes, 0, True
+        while more and size <= _DISCARDED * limit:
+            if self._refusal is not None:
+                raise self._refusal
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(part)
+            if size > limit:
+                self._forget()
+            else:
+                self._keep(part)
+        if self._refusal is not None:
+            raise self._refusal
+        return size
+
+    def _keep(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.size += len(part)
+        self._bodies.place.length += len(part)
+        self._bodies.make_room()
+
+    def _forget(self) -> None:
+        self._bodies.place.length -= self.size
+        self.size = 0
+        self._parts.clear()
