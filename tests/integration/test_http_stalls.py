@@ -146,7 +146,9 @@ async def test_headers_that_are_too_slow_end_the_connection(
 
 
 async def test_a_request_may_take_longer_than_its_headers(manual: FakeEngine, model: Path) -> None:
-    async with openai_server(model, engines=[manual.address], http={"header_timeout": 0.05, "body_timeout": 0.05}) as api:
+    async with openai_server(
+        model, engines=[manual.address], http={"header_timeout": 0.05, "body_timeout": 0.05}
+    ) as api:
         async with clients(api, 2) as [slow, late]:
             body = '{"prompt": "hello", "max_tokens": 1}'
             await slow.send(f"{POST}content-length: {len(body)}\r\n\r\n{body}")

@@ -30,10 +30,10 @@ class DrainRate:
         """Something has come into the empty place."""
         self._last = now
 
-    def left(self, now: float, units: float) -> None:
-        """A request with so many units has left."""
+    def left(self, now: float, units: float, requests: float = 1.0) -> None:
+        """A request, or so many, with so many units has left."""
         self._advance(now)
-        self._requests += 1.0
+        self._requests += requests
         self._units += units
 
     def time_for(self, now: float, requests: float, units: float) -> float | None:

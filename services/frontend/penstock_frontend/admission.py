@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock_common.drain_rate import DrainRate, retry_after
-from penstock_common.errors import DeadlineExceeded, ResourceExhausted
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat import ChatRequest
@@ -20,10 +20,13 @@ _UNMEASURED = 1.0
 
 
 class Demand(NamedTuple):
-    """What a request takes up: ``length`` is that of its prompt, in characters, token ids and bytes of vectors."""
+    """What a request takes up: ``length`` is that of its prompt, in characters, token ids and bytes of vectors. ``sequences``:
+    what engines see of it, n of one prompt or one for each of its inputs.
+    """
 
     tenant: str = ""
     length: int = 0
+    sequences: int = 1
 
 
 class Place:
@@ -37,19 +40,19 @@ class Place:
         self.count = 0
         self.length = 0
 
-    def enter(self, length: int = 0) -> None:
-        """One more."""
+    def enter(self, length: int = 0, count: int = 1) -> None:
+        """One more, or ``count`` at once."""
         if not self.count:
             self._rate.begin(self._clock())
-        self.count += 1
+        self.count += count
         self.length += length
 
-    def leave(self, length: int = 0, *, served: bool = True) -> None:
-        """One less. One that was not ``served`` says nothing about the speed."""
-        self.count -= 1
+    def leave(self, length: int = 0, count: int = 1, *, served: bool = True) -> None:
+        """One less, or ``count`` at once. What was not ``served`` says nothing about the speed."""
+        self.count -= count
         self.length -= length
         if served:
-            self._rate.left(self._clock(), length)
+            self._rate.left(self._clock(), length, count)
 
     def retry_after(self, requests: int, length: int = 0) -> float:
         """Seconds until so many requests of that length together have left, within the bounds of what clients are told."""
@@ -87,20 +90,20 @@ class Admission:
                 retry_after=here.retry_after(0, length - limits.max_prompt_length_in_flight),
             )
         if limits.max_tenant_requests and demands:
-            self._check_tenant(demands[0].tenant, len(demands))
+            self._check_tenant(demands)
 
     def enter(self, demand: Demand) -> None:
         """Let a request in. Raises ResourceExhausted."""
         self.check([demand])
         self._all.enter(demand.length)
         if self._limits.max_tenant_requests:
-            self._tenants.setdefault(demand.tenant, Place(self._clock)).enter(demand.length)
+            self._tenants.setdefault(demand.tenant, Place(self._clock)).enter(demand.length, demand.sequences)
 
     def leave(self, demand: Demand, *, served: bool) -> None:
         """A request that was let in is over. ``served``: it was begun."""
         self._all.leave(demand.length, served=served)
         if (place := self._tenants.get(demand.tenant)) is not None:
-            place.leave(demand.length, served=served)
+            place.leave(demand.length, demand.sequences, served=served)
             if not place.count:
                 del self._tenants[demand.tenant]
 
@@ -109,15 +112,22 @@ class Admission:
         """Tenants that something is kept of."""
         return len(self._tenants)
 
-    def _check_tenant(self, tenant: str, count: int) -> None:
-        limit = self._limits.max_tenant_requests
+    def _check_tenant(self, demands: Sequence[Demand]) -> None:
+        limit, tenant = self._limits.max_tenant_requests, demands[0].tenant
+        whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
+        if (most := max(demand.sequences for demand in demands)) > limit:  # there will never be room
+            raise InvalidArgument(
+                f"the request {whose} has {most} sequences (sampling_params.n, or inputs); limits.max_tenant_requests is "
+                f"{limit}",
+                field="sampling_params.n",
+                reason="TENANT_QUOTA",
+            )
         place = self._tenants.get(tenant)
-        running = place.count if place is not None else 0
+        running, count = place.count if place is not None else 0, sum(demand.sequences for demand in demands)
         if running + count <= limit:
             return
-        whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
         raise ResourceExhausted(
-            f"{running} requests {whose} are running; limits.max_tenant_requests is {limit}",
+            f"{running} sequences {whose} are running; limits.max_tenant_requests is {limit}",
             reason="TENANT_QUOTA",
             quota_subject=f"tenant:{tenant}",
             retry_after=(place or Place(self._clock)).retry_after(running + count - limit),
@@ -133,7 +143,8 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
         parts = [*request.inputs, *request.seconds]
     else:
         parts = list(_texts(request))
-    return Demand(request.tenant, sum(map(_length, parts)))
+    sequences = len(request.inputs) if isinstance(request, PoolingRequest) else request.sampling.get("n", 1)
+    return Demand(request.tenant, sum(map(_length, parts)), sequences)
 
 
 def check_deadline(deadline: float | None) -> None:

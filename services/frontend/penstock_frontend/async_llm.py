@@ -19,6 +19,7 @@ from penstock_frontend.admission import Admission, Demand, check_deadline, deman
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.base import EngineClient
 from penstock_frontend.observe import ObservedRequest, RequestObserver
+from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.pooling import PoolingCalls
 from penstock_frontend.processing import parallel_sampling
 from penstock_frontend.processing.collector import OutputCollector
@@ -112,6 +113,7 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._outputs = outputs
         self._admission = Admission(limits)
+        self._pace = Pace(SEQUENCES_PER_TURN)
         self._observer = observer
         self._metrics = observer.metrics
         self._live: set[LiveRequest] = set()
@@ -313,11 +315,13 @@ class AsyncLLM:
         self.engines.abort(failed, "the frontend is shutting down")
 
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
+        await self._pace.take()
         core_request = await self.inputs.process(request, live.request_id, self.engines.limits)
         limits = await self.engines.wait_until_usable(request.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
         get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
+        await self._pace.take(core_request.sampling_params.n)
         sequences = parallel_sampling.sequences(core_request)
         self._metrics.asked_for(len(sequences))
         states = self._outputs.add(*sequences)

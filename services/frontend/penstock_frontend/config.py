@@ -171,7 +171,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     each has ``max_n`` sequences at most. ``max_session_requests``: requests of one GenerateSession at once.
     ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score. ``max_tenant_bytes`` is of tenants' names.
     ``max_prompts``: prompts of one completion call over HTTP; each is a request. ``max_prompt_length_in_flight``: characters,
-    token ids and bytes of vectors of all prompts at once. ``max_tenant_requests``: those of one tenant at once, 0 for no limit.
+    token ids and bytes of vectors of all prompts at once. ``max_tenant_requests``: sequences of one tenant at once, 0 for no
+    limit. ``max_sequences_per_call``: prompts of one completion call over HTTP times ``n``.
     """
 
     max_requests: int = 20_000
@@ -181,6 +182,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_prompt_length: int = 4 * 1024 * 1024
     max_pooling_inputs: int = 2048
     max_prompts: int = 1024
+    max_sequences_per_call: int = 4096
     max_request_id_bytes: int = 256
     max_cache_salt_bytes: int = 256
     max_tenant_bytes: int = 256

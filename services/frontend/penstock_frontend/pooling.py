@@ -8,6 +8,7 @@ from penstock_common.errors import DeadlineExceeded
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.engine.base import EngineClient
+from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.processing.pooled import PooledOutputs, PooledState
 from penstock_frontend.processing.pooling import PoolingInputs, PoolingRequest, PoolingResult
 
@@ -19,6 +20,7 @@ class PoolingCalls:
         self.inputs = inputs
         self.outputs = outputs
         self._engines = engines
+        self._pace = Pace(SEQUENCES_PER_TURN)
 
     async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
         """The results of all inputs, in order. However this ends, what engines still compute is aborted.
@@ -30,7 +32,9 @@ class PoolingCalls:
         self.inputs.check(request, core_requests, limits, self._engines.capabilities)
         states: list[PooledState] = []
         try:
-            states.extend(map(self._send, core_requests))  # those that were sent stay in the list if one fails
+            for core_request in core_requests:  # those that were sent stay in the list if one fails
+                await self._pace.take()
+                states.append(self._send(core_request))
             answers = await _before(request.deadline, states)
         finally:
             self._forget(states)

@@ -66,10 +66,10 @@ def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() ->
     admission.enter(Demand("a"))
     admission.enter(Demand("b"))
     error = refused(lambda: admission.enter(Demand("a")))
-    assert error.message == "1 requests of tenant 'a' are running; limits.max_tenant_requests is 1"
+    assert error.message == "1 sequences of tenant 'a' are running; limits.max_tenant_requests is 1"
     assert (error.reason, error.quota_subject) == ("TENANT_QUOTA", "tenant:a")
     admission.enter(Demand())
-    assert "1 requests without a tenant" in refused(lambda: admission.enter(Demand())).message
+    assert "1 sequences without a tenant" in refused(lambda: admission.enter(Demand())).message
 
 
 def test_a_tenant_without_requests_is_forgotten() -> None:
@@ -126,10 +126,10 @@ def test_a_prompt_is_measured_without_being_read() -> None:
         inputs=["ab", [1, 2]], seconds=["xyz"], fields=["i", "j"], params=PoolingParams(task=PoolingTask.EMBED)
     )
     assert demand_of(GenerateRequest(prompt="text", tenant="t")) == Demand("t", 4)
-    assert demand_of(GenerateRequest(prompt=[1, 2, 3])) == Demand("", 3)
+    assert demand_of(GenerateRequest(prompt=[1, 2, 3], sampling={"n": 4})) == Demand("", 3, 4)
     assert demand_of(GenerateRequest(prompt=mixed)) == Demand("", 2 + 3 + 32)
     assert demand_of(chat) == Demand("t", 4 + 4 + 2 + 2)
-    assert demand_of(pooling) == Demand("", 7)
+    assert demand_of(pooling) == Demand("", 7, 2)
 
 
 def test_a_deadline_that_has_passed_ends_a_request_before_it_is_begun() -> None:

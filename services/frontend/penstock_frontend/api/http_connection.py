@@ -3,7 +3,7 @@
 import asyncio
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from penstock_frontend.api.openai.errors import HttpError, answer
 
@@ -42,7 +42,8 @@ class HttpConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Start or stop the clock, as the connection's state wants it."""
-        state, answered = self.conn.their_state, self.cycle is None or self.cycle.response_complete
+        cycle: RequestResponseCycle | None = self.cycle  # none before the first request
+        state, answered = self.conn.their_state, cycle is None or cycle.response_complete
         if self.transport.is_closing():
             self._disarm()
         elif answered and (state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0])):

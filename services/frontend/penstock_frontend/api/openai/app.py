@@ -27,7 +27,7 @@ def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig) -> Sequence[R
     name = config.model.name
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     posts: dict[str, Handler] = {
-        "/v1/completions": Completions(llm, model=name, max_prompts=config.limits.max_prompts),
+        "/v1/completions": Completions(llm, model=name, limits=config.limits),
         "/v1/chat/completions": ChatCompletions(llm, chat, model=name),
         "/v1/embeddings": Embeddings(llm, model=name),
         "/tokenize": tokenization.tokenize,

@@ -23,10 +23,14 @@ from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions,
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.pace import Pace
 from penstock_frontend.processing.request import GenerateRequest, RequestOutput
 
 DEFAULT_MAX_TOKENS = 16
 _MAX_LOGPROBS = 2**31 - 1
+_POSITIONS_PER_TURN = 256
+"""Choices and positions of their log-probabilities that are written in one turn of the event loop."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -51,24 +55,33 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completions:
-    """The handler. ``max_prompts``: of one call."""
+    """The handler."""
 
-    def __init__(self, llm: AsyncLLM, *, model: str, max_prompts: int) -> None:
+    def __init__(self, llm: AsyncLLM, *, model: str, limits: LimitsConfig) -> None:
         self._llm = llm
         self._model = model
-        self._max_prompts = max_prompts
+        self._limits = limits
 
     async def __call__(self, call: Call, raw: Body) -> Answer:
         """Continue the prompts. Raises RequestFailed."""
         body = await raw.decode(CompletionRequest)
         self._llm.inputs.check_model(body.model or "")
         _check(body)
-        given = prompts.split(body.prompt, self._max_prompts)
+        given = prompts.split(body.prompt, self._limits.max_prompts)
+        self._check_sequences(len(given), body.n or 1)
         making = _Making(self._llm, body, call, self._model)
         generation = Generation(self._llm, await making.sources(given), raw)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)
+
+    def _check_sequences(self, prompts: int, n: int) -> None:
+        limit = self._limits.max_sequences_per_call
+        if prompts > 1 and prompts * n > limit:
+            raise InvalidArgument(
+                f"n is {n}: with {prompts} prompts these are {prompts * n} sequences; limits.max_sequences_per_call is {limit}",
+                field="n",
+            )
 
 
 class _Making:
@@ -95,7 +108,7 @@ class _Making:
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
         tenant = self._call.routing["tenant"]
-        self._llm.check_room([Demand(tenant, len(each)) for each in given])
+        self._llm.check_room([Demand(tenant, len(each), self._body.n or 1) for each in given])
         body, values = self._body, _values(self._body)
         logprobs = body.logprobs is not None
         needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
@@ -132,7 +145,11 @@ class _Making:
                     finals[self._index(each)] = each
                     if each.output.index == 0:
                         of_prompts[each.prompt] = each.output.prompt_logprobs
-        choices = [self._write(finals[i], of_prompts[finals[i].prompt]) for i in sorted(finals)]
+        choices, pace = [], Pace(_POSITIONS_PER_TURN)
+        for index in sorted(finals):
+            final = finals[index]
+            await pace.take(1 + (len(final.output.token_ids) if self._body.logprobs is not None else 0))
+            choices.append(self._write(final, of_prompts[final.prompt]))
         return self._completion(choices, self._usage.total())
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_frontend.admission import Place
 from penstock_frontend.api import convert
 from penstock_frontend.api.openai import errors
@@ -104,7 +104,7 @@ class Endpoint:
             answer = await self._handler(_call(headers, request_id, scope.get("path_params", {})), body)
             whole = b"" if isinstance(answer, EventStream) else msgspec.json.encode(answer)
         except Exception as e:
-            await send_error(send, e, echo)
+            await send_error(send, errors.renamed(e, {}) if isinstance(e, RequestFailed) else e, echo)
             return
         if isinstance(answer, EventStream):
             await answer.write(send, echo)
