@@ -2,10 +2,15 @@
 
 What is bound with ``structlog.contextvars`` is on every line of the task that bound it. The standard library's loggers, ours
 and those of others, end up in the same lines; what their calls give as ``extra`` are fields.
+
+Lines for people are safe to look at: of what clients sent, characters that move the cursor, end a line or turn the direction of
+writing are escaped.
 """
 
+import io
 import logging
 import sys
+from typing import TextIO
 
 import structlog
 
@@ -37,12 +42,11 @@ def configure(config: LogConfig, *, service: str) -> None:
         # A context variable would be missing on the lines of other threads.
         renderer = [add_service, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        # Plain tracebacks: the default shows local variables, and with them the users' prompts.
-        plain = structlog.dev.plain_traceback
         renderer = [
+            printable,
             structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False, exception_formatter=plain
-            )
+                colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False, exception_formatter=_write_traceback
+            ),
         ]
     level: int = getattr(logging, config.level.upper())
     structlog.configure(
@@ -58,7 +62,9 @@ def configure(config: LogConfig, *, service: str) -> None:
 def configure_library() -> None:
     """Let warnings and worse alone through to standard error, unless the program has configured structlog itself."""
     if not structlog.is_configured():
+        *shared, renderer = structlog.get_config()["processors"]
         structlog.configure(
+            processors=[*shared, printable, renderer],
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
             logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         )
@@ -67,6 +73,36 @@ def configure_library() -> None:
 def get_logger() -> structlog.typing.FilteringBoundLogger:
     """The logger of this process."""
     return structlog.get_logger()  # type: ignore[no-any-return]
+
+
+class _Quoted:
+    """A text that is shown as its ``repr``, in which nothing is left that is not printable."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+
+def printable(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A structlog processor for the place before a renderer for people: escapes what is not printable in an event's texts."""
+    for key, value in event.items():
+        if not isinstance(value, str) or value.isprintable():
+            continue
+        event[key] = _escaped(value.rstrip("\n")) if key == "event" else _Quoted(value)
+    return event
+
+
+def _escaped(text: str) -> str:
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _write_traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    """A plain traceback: structlog's default shows local variables, and with them the users' prompts."""
+    plain = io.StringIO()
+    structlog.dev.plain_traceback(plain, exc_info)
+    out.write("\n".join(map(_escaped, plain.getvalue().split("\n"))))
 
 
 def _configure_standard_library(

@@ -77,3 +77,51 @@ def test_text_is_a_line_per_event_for_people() -> None:
     text = run("text")
     assert re.search(r"^\d\d:\d\d:\d\d \[info\] bound count=1 request=r1$", text, re.MULTILINE)
     assert re.search(r"^\d\d:\d\d:\d\d \[info\] 3 steps", text, re.MULTILINE)
+
+
+HOSTILE = """
+import logging
+from penstock_common.config import LogConfig
+from penstock_common.logging import configure, configure_library, get_logger
+{configure}
+hostile = "".join(map(chr, [27, 0x9B, 7, 8, 13, 10, 0, 127, 0x85, 0x2028, 0x2029, 0x202E, 0x2066, 0x200F, 0x61C, 0xD800]))
+hostile = "<" + hostile + ">"
+get_logger().warning("event " + hostile, field=hostile, spaced="a b" + hostile, listed=[hostile], error=ValueError(hostile))
+logging.getLogger("another.library").warning("library %s", hostile, extra={{"more": hostile}})
+try:
+    raise ValueError(hostile)
+except ValueError:
+    get_logger().exception("raised")
+"""
+ESCAPED = r"<\x1b\x9b\x07\x08\r\n\x00\x7f\x85\u2028\u2029\u202e\u2066\u200f\u061c\ud800>"
+
+
+def run_hostile(configure: str) -> str:
+    program = HOSTILE.format(configure=configure)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    return done.stderr.decode()
+
+
+def test_what_clients_send_moves_no_cursor_in_text() -> None:
+    text = run_hostile('configure(LogConfig(format="text"), service="frontend")')
+    assert all(each.isprintable() for each in text.split("\n"))
+    assert text.count(ESCAPED) == 7
+    assert f"event {ESCAPED} " in text
+    assert f"field='{ESCAPED}'" in text
+    assert f"spaced='a b{ESCAPED}'" in text
+    assert f"library {ESCAPED} " in text
+    assert "ValueError: " + ESCAPED.replace(r"\n", "\n") in text, "the lines of a traceback stay lines"
+
+
+def test_warnings_inside_a_program_move_no_cursor_either() -> None:
+    text = run_hostile("configure_library()")
+    first = text.split("\n")[0]
+    assert f"event {ESCAPED}" in first
+    assert f"field='{ESCAPED}'" in first
+
+
+def test_json_says_what_clients_sent() -> None:
+    text = run_hostile('configure(LogConfig(format="json"), service="frontend")')
+    line = json.loads(text.splitlines()[0])
+    assert line["field"].startswith("<\x1b\x9b\x07")
+    assert text.isascii()
