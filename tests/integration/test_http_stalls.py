@@ -82,11 +82,13 @@ async def test_stalled_headers_and_bodies_keep_nobody_out(engine: FakeEngine, mo
 
 
 async def test_where_too_many_bodies_are_read_the_oldest_gives_way(engine: FakeEngine, model: Path) -> None:
-    async with openai_server(model, engines=[engine.address], http={"max_requests": 2}) as api:
-        async with clients(api, 3) as stalled:
-            for client in stalled:
-                await client.announce(1000)
-            answer = await stalled[0].answer()
+    async with (
+        openai_server(model, engines=[engine.address], http={"max_requests": 2}) as api,
+        clients(api, 3) as stalled,
+    ):
+        for client in stalled:
+            await client.announce(1000)
+        answer = await stalled[0].answer()
     assert answer.status == 429
     assert answer.error["message"] == "2 HTTP bodies are being read; http.max_requests is 2"
     assert int(answer.headers["retry-after"]) >= 1
@@ -119,11 +121,13 @@ async def test_a_body_counts_no_more_when_its_call_is_admitted(manual: FakeEngin
 
 
 async def test_a_body_that_is_too_slow_is_told_so(engine: FakeEngine, model: Path) -> None:
-    async with openai_server(model, engines=[engine.address], http={"body_timeout": 0.2}) as api:
-        async with clients(api, 1) as [client]:
-            await client.announce(1000)
-            await client.send("12345")
-            answer = await client.answer()
+    async with (
+        openai_server(model, engines=[engine.address], http={"body_timeout": 0.2}) as api,
+        clients(api, 1) as [client],
+    ):
+        await client.announce(1000)
+        await client.send("12345")
+        answer = await client.answer()
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
     message = "the body was not complete after 0.2 s, 5 bytes of it were there; http.body_timeout is 0.2"
     assert answer.error["message"] == message
@@ -133,39 +137,43 @@ async def test_a_body_that_is_too_slow_is_told_so(engine: FakeEngine, model: Pat
 async def test_headers_that_are_too_slow_end_the_connection(
     engine: FakeEngine, model: Path, served_before: bool
 ) -> None:
-    async with openai_server(model, engines=[engine.address], http={"header_timeout": 0.2}) as api:
-        async with clients(api, 1) as [client]:
-            if served_before:
-                await client.send("GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-                assert (await client.answer()).status == 200
-            await client.send(POST)
-            answer = await client.answer()
-            await client.closed()
+    async with (
+        openai_server(model, engines=[engine.address], http={"header_timeout": 0.2}) as api,
+        clients(api, 1) as [client],
+    ):
+        if served_before:
+            await client.send("GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await client.answer()).status == 200
+        await client.send(POST)
+        answer = await client.answer()
+        await client.closed()
     assert (answer.status, answer.error["code"]) == (408, "header_timeout")
     assert answer.error["message"] == "the headers were not complete after 0.2 s; http.header_timeout is 0.2"
 
 
 async def test_a_request_may_take_longer_than_its_headers(manual: FakeEngine, model: Path) -> None:
-    async with openai_server(
-        model, engines=[manual.address], http={"header_timeout": 0.05, "body_timeout": 0.05}
-    ) as api:
-        async with clients(api, 2) as [slow, late]:
-            body = '{"prompt": "hello", "max_tokens": 1}'
-            await slow.send(f"{POST}content-length: {len(body)}\r\n\r\n{body}")
-            await manual.until(lambda engine: engine.requests)
-            await late.send(POST)
-            assert (await late.answer()).status == 408, "the time has passed"
-            manual.step()
-            assert (await slow.answer()).status == 200
+    async with (
+        openai_server(model, engines=[manual.address], http={"header_timeout": 0.05, "body_timeout": 0.05}) as api,
+        clients(api, 2) as [slow, late],
+    ):
+        body = '{"prompt": "hello", "max_tokens": 1}'
+        await slow.send(f"{POST}content-length: {len(body)}\r\n\r\n{body}")
+        await manual.until(lambda engine: engine.requests)
+        await late.send(POST)
+        assert (await late.answer()).status == 408, "the time has passed"
+        manual.step()
+        assert (await slow.answer()).status == 200
 
 
 async def test_a_body_that_nobody_waits_for_any_more_ends_the_connection(engine: FakeEngine, model: Path) -> None:
-    async with openai_server(model, engines=[engine.address], http={"header_timeout": 0.2}) as api:
-        async with clients(api, 1) as [client]:
-            await client.send("POST /v1/nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
-            assert (await client.answer()).status == 404
-            await client.send("x")
-            await client.closed()
+    async with (
+        openai_server(model, engines=[engine.address], http={"header_timeout": 0.2}) as api,
+        clients(api, 1) as [client],
+    ):
+        await client.send("POST /v1/nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+        assert (await client.answer()).status == 404
+        await client.send("x")
+        await client.closed()
 
 
 async def test_a_connection_that_never_says_anything_is_closed(

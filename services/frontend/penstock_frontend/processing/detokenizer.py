@@ -50,6 +50,15 @@ class IncrementalDetokenizer:
         """Whether the last tokens wait for the rest of their character."""
         return len(self._window) > self._read
 
+    @property
+    def num_pending(self) -> int:
+        """How many of the last tokens do, those without text aside."""
+        return len(self._window) - self._read
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens alone."""
+        return self._decode([token for token in token_ids if token not in self._skipped])
+
     def push(self, token_id: int) -> str:
         """The text that this token settles; ``""`` for a skipped special token and in the middle of a character."""
         if token_id in self._skipped:

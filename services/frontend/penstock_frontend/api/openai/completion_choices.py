@@ -89,6 +89,7 @@ class ChoiceWriter:
         if self._offsets is None or not self._prompt.token_ids:
             return
         token_id = self._prompt.token_ids[0]
-        written.add(self._offsets.text_of(token_id), self._offsets.next(token_id), None, None)
+        [offset] = self._offsets.of([token_id])
+        written.add(self._offsets.text_of(token_id), offset, None, None)
         if of_prompt is not None:
             add_completion_logprobs(written, of_prompt, self._offsets)

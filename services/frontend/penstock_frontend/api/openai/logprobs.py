@@ -1,6 +1,6 @@
 """Log-probabilities in the forms of completions and chat completions, and vLLM's of prompts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -64,19 +64,57 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class TextOffsets:
-    """Where the texts of consecutive tokens begin. A token in the middle of a character begins where that does."""
+    """Where the texts of consecutive tokens begin, in characters.
+
+    A token begins with the first character of which it has a part, once all of that is there: inside a character where that
+    does, behind one that is never finished after the U+FFFD that this becomes.
+    """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, text_of: Callable[[int], str]) -> None:
         self._detokenizer = detokenizer
         self._length = 0
+        self._pending: list[int] = []  # tokens that wait for the rest of their character
+        self._num_told = 0  # of them
         self.text_of = text_of
         """The text of a token id, as log-probabilities have it."""
 
-    def next(self, token_id: int) -> int:
-        """The offset of the next token, in characters."""
-        begin = self._length
-        self._length += len(self._detokenizer.push(token_id))
-        return begin
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens. Of those at the end that are not a whole character, as if they stayed that."""
+        offsets: list[int] = []
+        for token_id in token_ids:
+            self._pending.append(token_id)
+            text = self._detokenizer.push(token_id)
+            if text or not self._detokenizer.pending:
+                offsets += self._settle(len(self._pending) - self._detokenizer.num_pending, text)
+        offsets += self._begins(self._pending, self._detokenizer.decode(self._pending))[self._num_told :]
+        self._num_told = len(self._pending)
+        return offsets
+
+    def _settle(self, count: int, text: str) -> list[int]:
+        """The offsets of the first pending tokens, which have become ``text``, as far as they were not told."""
+        settled, self._pending = self._pending[:count], self._pending[count:]
+        offsets = self._begins(settled, text)[self._num_told :]
+        self._num_told = max(self._num_told - count, 0)
+        self._length += len(text)
+        return offsets
+
+    def _begins(self, token_ids: Sequence[int], text: str) -> list[int]:
+        begins = [self._length] if token_ids else []
+        for index in range(1, len(token_ids)):
+            front, rest = self._detokenizer.decode(token_ids[:index]), self._detokenizer.decode(token_ids[index:])
+            # A text that is decoded alone may lack its leading space.
+            if text.startswith(front) and text[len(front) :].lstrip(" ") == rest.lstrip(" "):
+                begin = len(front)
+            else:
+                begin = _num_common(front.rstrip(REPLACEMENT), text)
+            begins.append(max(begins[-1], self._length + begin))
+        return begins
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def entries(logprobs: Logprobs, position: int) -> Iterator[tuple[int, str, float, int]]:
@@ -88,12 +126,13 @@ def entries(logprobs: Logprobs, position: int) -> Iterator[tuple[int, str, float
 
 def add_completion_logprobs(into: CompletionLogprobs, logprobs: Logprobs, offsets: TextOffsets) -> None:
     """Append all positions to those of a completion's choice."""
-    for position in range(len(logprobs)):
-        (token_id, text, logprob, _), *_ = found = list(entries(logprobs, position))
+    chosen = [logprobs.token_ids[begin] for begin in logprobs.offsets[: len(logprobs)]]
+    for position, offset in enumerate(offsets.of(chosen)):
+        (_, text, logprob, _), *_ = found = list(entries(logprobs, position))
         top: dict[str, float] = {}
         for _, other, value, _ in found:
             top.setdefault(other, value)  # texts of partial characters are alike: the likeliest stays
-        into.add(text, offsets.next(token_id), top, logprob)
+        into.add(text, offset, top, logprob)
 
 
 def chat_logprobs(logprobs: Logprobs | None, *, top: int) -> ChatLogprobs | None:
