@@ -109,13 +109,15 @@ def expected_output(
     params = request.sampling_params
     grammar = None
     if params.structured_output is not None:
-        grammar = FakeGrammars(vocab_size, *eos).compile(params.structured_output).result()()
+        grammars = FakeGrammars(vocab_size, *eos)
+        grammars.start(params.structured_output, [], lambda: None)
+        (grammar,) = grammars.started
     tokens: list[int] = []
     while True:
         token = oracle_token(params.seed or 0, len(tokens), vocab_size)
         if grammar is not None:
             token = next(t % vocab_size for t in range(token, token + vocab_size) if grammar.allows(t % vocab_size))
-            grammar.accept([token])
+            grammar.accept(token)
         tokens.append(token)
         if len(tokens) >= params.min_tokens:
             if tokens[-1] in eos and not params.ignore_eos:

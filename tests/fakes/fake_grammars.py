@@ -2,21 +2,33 @@
 ``"broken"`` cannot be compiled, ``"refused"`` is refused at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
-from penstock_common.errors import InvalidArgument
+import numpy as np
+
+from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.structured_output.base import Grammar, Mask, bitmask_words
 
 
 class FakeGrammar:
-    """Allows tokens by parity, and after ``length`` of them only ``eos``."""
+    """Allows tokens by parity, and after ``length`` of them only ``eos``.
 
-    def __init__(self, parity: int, length: int, eos: int, vocab_size: int) -> None:
+    ``slow``: masks come only when ``arrive`` is called; ``prompt``: as ``Grammar`` says. ``fail`` ends it.
+    """
+
+    def __init__(self, parity: int, length: int, eos: int, vocab_size: int, changed: Callable[[], None]) -> None:
         self._parity, self._length, self._eos, self._vocab_size = parity, length, eos, vocab_size
+        self._changed = changed
         self.taken: list[int] = []
         self.terminated = False
+        self.slow = False
+        self.prompt = True
+        self.late = False
+        self.ready = True
+        self.closed = False
+        self.failure: RequestFailed | None = None
 
     def allows(self, token: int) -> bool:
         if self.terminated:
@@ -25,53 +37,92 @@ class FakeGrammar:
             return token == self._eos
         return token % 2 == self._parity and token != self._eos
 
-    def accept(self, token_ids: Sequence[int]) -> bool:
-        for token in token_ids:
-            if not self.allows(token):
-                return False
-            if len(self.taken) == self._length:
-                self.terminated = True
-            else:
-                self.taken.append(token)
+    def accept(self, token: int) -> bool:
+        assert self.ready, "a token was sampled without a mask"
+        if not self.allows(token):
+            return False
+        if len(self.taken) == self._length:
+            self.terminated = True
+        else:
+            self.taken.append(token)
+            self.ready = not self.slow
         return True
 
-    def fill(self, row: Any) -> None:
-        row[:] = 0
+    @property
+    def mask(self) -> Mask:
+        row = np.zeros(bitmask_words(self._vocab_size), np.int32)
         for token in range(self._vocab_size):
             if self.allows(token):
                 row[token // 32] |= (1 << (token % 32)) - (1 << 32 if token % 32 == 31 else 0)
+        return row
+
+    def wanted(self) -> bool:
+        return self.prompt or self.missed()
+
+    def missed(self) -> bool:
+        self.late = not self.ready and self.failure is None
+        return not self.late
+
+    def arrive(self) -> None:
+        """The mask is there."""
+        self.ready = True
+        if self.late:
+            self.late = False
+            self._changed()
+
+    def fail(self, error: RequestFailed) -> None:
+        self.failure = error
+        self._changed()
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class FakeGrammars:
-    """A GrammarBackend. ``manual``: constraints wait for ``compile_all``."""
+    """A GrammarBackend. ``manual``: constraints wait for ``compile_all``. ``started`` has every grammar; ``make`` makes them."""
 
     def __init__(self, vocab_size: int = 50, eos: int = 7, *, manual: bool = False) -> None:
         self._vocab_size, self._eos, self._manual = vocab_size, eos, manual
-        self.waiting: list[tuple[StructuredOutput, Future]] = []
+        self.waiting: list[tuple[StructuredOutput, Sequence[int], Callable[[], None], Future[Grammar]]] = []
+        self.started: list[FakeGrammar] = []
+        self.make: type[FakeGrammar] = FakeGrammar
+        self.waits = 0
         self.is_shut_down = False
 
     def check(self, constraint: StructuredOutput) -> None:
         if constraint.regex == "refused":
             raise InvalidArgument("refused at once", field="sampling_params.structured_output.regex")
 
-    def compile(self, constraint: StructuredOutput) -> Future:
-        future: Future = Future()
-        self.waiting.append((constraint, future))
+    def start(
+        self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
+    ) -> "Future[Grammar]":
+        future: Future[Grammar] = Future()
+        self.waiting.append((constraint, prior_token_ids, changed, future))
         if not self._manual:
             self.compile_all()
         return future
 
     def compile_all(self) -> None:
         waiting, self.waiting = self.waiting, []
-        for constraint, future in waiting:
+        for constraint, prior, changed, future in waiting:
             kind, _, length = (constraint.regex or "").partition(":")
             if kind == "broken":
                 future.set_exception(
                     InvalidArgument("cannot be compiled", field="sampling_params.structured_output.regex")
                 )
+                continue
+            grammar = self.make(["even", "odd"].index(kind), int(length or 1000), self._eos, self._vocab_size, changed)
+            if all(grammar.accept(token) for token in prior):
+                self.started.append(grammar)
+                future.set_result(grammar)
             else:
-                parity, count = ["even", "odd"].index(kind), int(length or 1000)
-                future.set_result(lambda p=parity, n=count: FakeGrammar(p, n, self._eos, self._vocab_size))
+                future.set_exception(InvalidArgument("does not follow", field="prior_output_token_ids"))
+
+    def flush(self) -> None:
+        pass
+
+    def wait(self, grammars: Iterable[Grammar]) -> None:
+        self.waits += 1
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock_enginecore.core.structured_output.base import Grammar, bitmask_words
+from penstock_enginecore.core.structured_output.base import bitmask_words
+from tests.fakes.followed import Walk
 
 KEYS = ["a", "name", "naïve key", 'quo"te', "back\\slash", "line\nbreak", "id", "kind", "größe", "a b", "aa", ""]
 PATTERNS = [
@@ -99,7 +100,7 @@ class RandomModel:
         self.eos_token_ids = eos_token_ids
         self.closing = np.array([i in eos_token_ids or (bool(t) and not t.strip(b'"]}')) for i, t in enumerate(tokens)])
 
-    def run(self, grammar: Grammar, rng: random.Random, budget: int = 3000) -> bytes:
+    def run(self, grammar: Walk, rng: random.Random, budget: int = 3000) -> bytes:
         """The output's bytes. Fails unless the grammar ends within ``budget`` tokens, with an end token at the end only."""
         row = np.empty(bitmask_words(len(self.tokens)), np.int32)
         output: list[int] = []
@@ -115,7 +116,7 @@ class RandomModel:
         assert not self.eos_token_ids & set(output[:-1])
         return b"".join(self.tokens[t] for t in output[:-1])
 
-    def allowed(self, grammar: Grammar, row: np.ndarray) -> np.ndarray:
+    def allowed(self, grammar: Walk, row: np.ndarray) -> np.ndarray:
         """Ids of the tokens that the grammar allows next."""
         row[:] = -1
         grammar.fill(row)

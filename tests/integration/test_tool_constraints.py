@@ -18,6 +18,7 @@ from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 from penstock_frontend.processing.tool_choice import tool_constraint
+from tests.fakes.followed import follow_here
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 EOS = 1
@@ -73,7 +74,7 @@ def test_the_engine_lets_calls_of_the_tools_through_and_nothing_else(
 ) -> None:
     constraint = tool_constraint(TOOLS, "required", parser, **options)
     assert constraint is not None
-    grammar = backend.compile(constraint).result(60)()
+    grammar = follow_here(backend, **dict([constraint.constraint]))
     tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]
     assert grammar.accept(tokens) is allowed
     if allowed:

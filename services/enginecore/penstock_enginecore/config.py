@@ -155,7 +155,9 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constrained decoding. ``compile_timeout``: seconds a constraint may take to compile. ``compile_memory``: bytes it may
     take in the compiling process, on top of what that process needs itself. ``max_constraint_bytes``: size of a constraint's
-    text. ``cache_size``: how many compiled constraints are kept, of up to some 16 MB each at 128 000 tokens.
+    text. ``cache_size``: how many compiled constraints are kept, of up to some 16 MB each at 128 000 tokens. ``token_budget``:
+    seconds of processor time that following a constraint may take for one token of one request; a step waits a quarter of it
+    at most. ``follow_memory``: bytes that all constraints that are followed may take together.
     """
 
     backend: Literal["xgrammar"] = "xgrammar"
@@ -163,6 +165,8 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     compile_memory: ByteSize = 1024 * 1024 * 1024
     max_constraint_bytes: ByteSize = 256 * 1024
     cache_size: int = 64
+    token_budget: float = 0.02
+    follow_memory: ByteSize = 4 * 1024 * 1024 * 1024
 
     def __post_init__(self) -> None:
         check_choice("structured_output.backend", self.backend, ("xgrammar",))
@@ -170,6 +174,8 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         check_range("structured_output.compile_memory", self.compile_memory, low=64 * 1024 * 1024)
         check_range("structured_output.max_constraint_bytes", self.max_constraint_bytes, low=1, high=16 * 1024 * 1024)
         check_range("structured_output.cache_size", self.cache_size, low=1, high=100_000)
+        check_range("structured_output.token_budget", self.token_budget, low=0.001, high=10)
+        check_range("structured_output.follow_memory", self.follow_memory, low=256 * 1024 * 1024)
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

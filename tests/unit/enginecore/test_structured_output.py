@@ -20,17 +20,18 @@ from tokenizers import Tokenizer
 from penstock_common.errors import Internal, InvalidArgument, Unavailable, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, StructuredOutputConfig
-from penstock_enginecore.core.structured_output.base import Grammar, bitmask_words
+from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.structured_output.backend import XgrammarBackend
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 from penstock_enginecore.structured_output.vocabulary import token_bytes
+from tests.fakes.followed import TIMEOUT, Followed, Walk, follow, follow_here
+from tests.fakes.followed import allowed as allowed_by
 from tests.fakes.random_schemas import RandomModel, random_schema
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
 VOCAB_SIZE = 2100
 """Larger than the tokenizer's 2048 tokens, and no multiple of 32."""
 EOS = frozenset({1, 5})
-TIMEOUT = 120
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
@@ -55,19 +56,12 @@ def model() -> RandomModel:
     return RandomModel(token_bytes(Tokenizer.from_file(str(MODEL / "tokenizer.json")), VOCAB_SIZE), set(EOS))
 
 
-def compiled(backend: XgrammarBackend, **constraint: Any) -> Grammar:
-    return backend.compile(StructuredOutput(**constraint)).result(TIMEOUT)()
-
-
 def outputs(backend: XgrammarBackend, model: RandomModel, count: int = 10, **constraint: Any) -> list[str]:
-    factory = backend.compile(StructuredOutput(**constraint)).result(TIMEOUT)
-    return [model.run(factory(), random.Random(seed)).decode() for seed in range(count)]
+    return [model.run(follow_here(backend, **constraint), random.Random(seed)).decode() for seed in range(count)]
 
 
-def allowed(grammar: Grammar) -> set[int]:
-    row = np.full(bitmask_words(VOCAB_SIZE), -1, np.int32)
-    grammar.fill(row)
-    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+def allowed(grammar: Followed) -> set[int]:
+    return allowed_by(grammar.grammar.mask)
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -113,13 +107,13 @@ def test_a_recursive_schema_is_followed(backend: XgrammarBackend, model: RandomM
 
 def test_an_additional_key_is_never_a_declared_one(backend: XgrammarBackend):
     schema = {"type": "object", "properties": {"ab": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
-    factory = backend.compile(StructuredOutput(json_schema=json.dumps(schema))).result(TIMEOUT)
-    assert accepts(factory(), '{"ab":null,"abc":1,"a":2}')
-    for text in ('{"ab":1}', '{"a":2,"ab":1}', '{"\\u0061b":1}'):
-        assert not accepts(factory(), text)
+    text = json.dumps(schema)
+    assert accepts(follow_here(backend, json_schema=text), '{"ab":null,"abc":1,"a":2}')
+    for wrong in ('{"ab":1}', '{"a":2,"ab":1}', '{"\\u0061b":1}'):
+        assert not accepts(follow_here(backend, json_schema=text), wrong)
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
+def accepts(grammar: Walk, text: str) -> bool:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     return grammar.accept([*tokenizer.encode(text, add_special_tokens=False).ids, 1])
 
@@ -127,7 +121,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
 @pytest.mark.parametrize("indent", [None, 2, 8])
 def test_usual_layouts_of_json_are_allowed(backend: XgrammarBackend, indent: int | None):
     value = {"a": [1, {"b": "ü", "c": [[], {}]}], "d": -0.5e-3}
-    assert accepts(compiled(backend, json_object=True), json.dumps(value, indent=indent, ensure_ascii=False))
+    assert accepts(follow_here(backend, json_object=True), json.dumps(value, indent=indent, ensure_ascii=False))
 
 
 def test_a_json_object_is_one(backend: XgrammarBackend, model: RandomModel):
@@ -160,15 +154,14 @@ def test_a_structural_tag_constrains_what_is_between_its_tags(backend: XgrammarB
     text = json.dumps(
         {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<c"], "tags": [tag]}}
     )
-    factory = backend.compile(StructuredOutput(structural_tag=text)).result(TIMEOUT)
-    assert accepts(factory(), 'free text <call>{"city": "Bern"}</call> and more')
-    assert accepts(factory(), "nothing but text")
-    assert not accepts(factory(), '<call>{"town": "Bern"}</call>')
-    assert not accepts(factory(), '<call>{"city": "much too long"}</call>')
+    assert accepts(follow_here(backend, structural_tag=text), 'free text <call>{"city": "Bern"}</call> and more')
+    assert accepts(follow_here(backend, structural_tag=text), "nothing but text")
+    assert not accepts(follow_here(backend, structural_tag=text), '<call>{"town": "Bern"}</call>')
+    assert not accepts(follow_here(backend, structural_tag=text), '<call>{"city": "much too long"}</call>')
 
 
 def test_the_end_is_allowed_exactly_where_the_constraint_is_fulfilled(backend: XgrammarBackend):
-    grammar = compiled(backend, regex="ab?")
+    grammar = follow(backend, regex="ab?")
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     assert not allowed(grammar) & EOS
     assert not grammar.accept([1])
@@ -184,7 +177,7 @@ def test_the_end_is_allowed_exactly_where_the_constraint_is_fulfilled(backend: X
 
 
 def test_tokens_up_to_the_first_refused_one_are_taken_in(backend: XgrammarBackend):
-    grammar = compiled(backend, regex="aab")
+    grammar = follow(backend, regex="aab")
     a, b = (Tokenizer.from_file(str(MODEL / "tokenizer.json")).token_to_id(c) for c in "ab")
     assert not grammar.accept([a, b, a])
     assert grammar.accept([a, b, 1])
@@ -192,15 +185,15 @@ def test_tokens_up_to_the_first_refused_one_are_taken_in(backend: XgrammarBacken
 
 def test_padding_and_special_tokens_are_never_allowed(backend: XgrammarBackend):
     tag = '{"type": "structural_tag", "format": {"type": "any_text"}}'
-    free = allowed(compiled(backend, structural_tag=tag))
+    free = allowed(follow(backend, structural_tag=tag))
     assert max(free) < 2048
     assert free & set(range(6)) == EOS
-    assert allowed(compiled(backend, regex="(.|\n)*")) & set(range(6)) == EOS
+    assert allowed(follow(backend, regex="(.|\n)*")) & set(range(6)) == EOS
 
 
 def test_bits_behind_the_vocabulary_are_cleared_in_wider_rows(backend: XgrammarBackend):
     row = np.full(bitmask_words(VOCAB_SIZE) + 3, -1, np.int32)
-    compiled(backend, regex=".*").fill(row)
+    follow(backend, regex=".*").fill(row)
     bits = np.unpackbits(row.view(np.uint8), bitorder="little")
     assert bits[:2048].any()
     assert not bits[2048:].any()
@@ -209,7 +202,7 @@ def test_bits_behind_the_vocabulary_are_cleared_in_wider_rows(backend: XgrammarB
 def test_requests_with_the_same_constraint_share_one_compilation(backend: XgrammarBackend):
     first, second = (backend.compile(StructuredOutput(regex="shared{1,3}")) for _ in range(2))
     assert first is second
-    one, other = first.result(TIMEOUT)(), first.result(TIMEOUT)()
+    one, other = (follow(backend, regex="shared{1,3}") for _ in range(2))
     assert one.accept([Tokenizer.from_file(str(MODEL / "tokenizer.json")).token_to_id("s")])
     assert allowed(one) != allowed(other)
     assert not first.cancel()
@@ -219,20 +212,20 @@ def test_what_the_library_cannot_read_is_refused_with_its_reason(backend: Xgramm
     with pytest.raises(
         InvalidArgument, match='structured_output.grammar cannot be compiled: EBNF .* "gone" is not defined'
     ) as e:
-        compiled(backend, grammar="root ::= gone")
+        follow(backend, grammar="root ::= gone")
     assert e.value.field == "sampling_params.structured_output.grammar"
 
 
 def test_a_constraint_that_allows_no_output_is_refused(backend: XgrammarBackend):
     with pytest.raises(InvalidArgument, match="structured_output.grammar allows no output"):
-        compiled(backend, grammar='root ::= again\nagain ::= again "a"\n')
+        follow(backend, grammar='root ::= again\nagain ::= again "a"\n')
 
 
 def test_what_check_refuses_compile_refuses_too(backend: XgrammarBackend):
     with pytest.raises(InvalidArgument, match="#/not is not supported"):
         backend.check(StructuredOutput(json_schema='{"not": {}}'))
     with pytest.raises(InvalidArgument, match="#/not is not supported"):
-        compiled(backend, json_schema='{"not": {}}')
+        follow(backend, json_schema='{"not": {}}')
 
 
 def test_too_much_time_ends_one_constraint_and_no_other():
@@ -244,7 +237,7 @@ def test_too_much_time_ends_one_constraint_and_no_other():
         assert isinstance(error, InvalidArgument)
         assert error.field == "sampling_params.structured_output.choice"
         assert "the limit is 0.5 seconds (structured_output.compile_timeout)" in error.message
-        assert allowed(futures[1].result(TIMEOUT)())
+        assert allowed(follow(with_little_time, regex="after"))
         assert with_little_time.compile(slow) is not futures[0]
     finally:
         with_little_time.shutdown()
@@ -259,7 +252,7 @@ def test_too_much_memory_ends_one_constraint_and_no_other(capfd: pytest.CaptureF
         error = futures[0].exception(TIMEOUT)
         assert isinstance(error, InvalidArgument)
         assert "the limit is 67108864 bytes (structured_output.compile_memory)" in error.message
-        assert allowed(futures[1].result(TIMEOUT)())
+        assert allowed(follow(with_little_memory, regex="after"))
     finally:
         with_little_memory.shutdown()
     assert capfd.readouterr() == ("", "")
@@ -267,7 +260,7 @@ def test_too_much_memory_ends_one_constraint_and_no_other(capfd: pytest.CaptureF
 
 def test_shutdown_ends_the_process_and_what_waits():
     backend = backend_with()
-    assert allowed(compiled(backend, regex="a"))
+    assert allowed(follow(backend, regex="a"))
     pid = backend.compiler_pid
     assert pid is not None
     waiting = [backend.compile(StructuredOutput(choice=("a" * 250_000 + str(i),))) for i in range(3)]

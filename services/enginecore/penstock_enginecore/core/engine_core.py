@@ -1,16 +1,13 @@
 """The engine core: one scheduler, one executor, steps in order."""
 
 import logging
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import Any
 
-import numpy as np
-
-from penstock_common.errors import PenstockError, RequestFailed, Unimplemented
+from penstock_common.errors import PenstockError
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
@@ -18,6 +15,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.error_dump import dump_step, keep_step
 from penstock_enginecore.core.extensions import extend
+from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
@@ -25,14 +23,9 @@ from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
-from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
-from penstock_enginecore.core.structured_output.base import (
-    GrammarBackend,
-    GrammarBackendFactory,
-    GrammarFactory,
-    bitmask_words,
-)
+from penstock_enginecore.core.structured_output.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from penstock_enginecore.executor.base import Executor, Progress
@@ -72,16 +65,15 @@ class EngineCore:
         self.executor = executor
         self.wake: Callable[[], None] = lambda: None
         self._wall_clock = wall_clock
-        self._compiled: queue.SimpleQueue[tuple[Request, Future[GrammarFactory]]] = queue.SimpleQueue()
         self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._max_batches = max(config.executor.max_concurrent_batches, 2 if config.scheduler.async_scheduling else 1)
         self.stalled = False
         executor.load_model(progress)
         self.kv_cache_config = self._size_kv_cache(progress)
         self.vocab_size = executor.vocab_size
-        self._grammars: GrammarBackend | None = None
+        grammars: GrammarBackend | None = None
         if make_grammars is not None:
-            self._grammars = make_grammars(config, vocab_size=self.vocab_size, eos_token_ids=executor.eos_token_ids)
+            grammars = make_grammars(config, vocab_size=self.vocab_size, eos_token_ids=executor.eos_token_ids)
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=config.scheduler,
@@ -95,6 +87,7 @@ class EngineCore:
                 wall_clock=wall_clock,
             )
         )
+        self._grammars = GrammarIntake(grammars, self.scheduler, self.vocab_size, lambda: self.wake())
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
             max_model_len=self.max_model_len,
@@ -152,7 +145,7 @@ class EngineCore:
         validate_request(request, self._limits)
         constraint = request.sampling_params.structured_output
         if constraint is not None:
-            self._grammar_backend().check(constraint)
+            self._grammars.check(constraint)
         prepared = Request(request, client_id=client_id, max_model_len=self.max_model_len)
         self.scheduler.hash_prompt(prepared)
         return prepared
@@ -168,40 +161,7 @@ class EngineCore:
             return
         self.scheduler.add_request(request, Hold.GRAMMAR)
         if not request.finished:
-            compiling = self._grammar_backend().compile(constraint)
-            compiling.add_done_callback(lambda future: self._on_compiled(request, future))
-
-    def _grammar_backend(self) -> GrammarBackend:
-        if self._grammars is None:
-            raise Unimplemented(
-                "sampling_params.structured_output is not served by this engine",
-                field="sampling_params.structured_output",
-            )
-        return self._grammars
-
-    def _on_compiled(self, request: Request, future: "Future[GrammarFactory]") -> None:
-        self._compiled.put((request, future))
-        self.wake()
-
-    def _take_grammars(self) -> None:
-        """Let requests go on whose constraint is compiled, and end those whose constraint cannot be."""
-        while not self._compiled.empty():
-            request, future = self._compiled.get()
-            if request.finished:
-                continue
-            try:
-                grammar = future.result()()
-            except RequestFailed as e:
-                self.scheduler.fail(request, RequestError.from_exception(e))
-                continue
-            prior = request.all_token_ids[request.num_prompt_tokens :]
-            if not grammar.accept(prior):
-                message = "prior_output_token_ids do not follow the constraint of structured_output"
-                error = RequestError(code="INVALID_ARGUMENT", message=message, field="prior_output_token_ids")
-                self.scheduler.fail(request, error)
-                continue
-            request.grammar = grammar
-            self.scheduler.release(request, Hold.GRAMMAR)
+            self._grammars.start(request, constraint)
 
     def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
         """End those of a client's requests that exist, with ABORT outputs. Returns their ids."""
@@ -240,7 +200,7 @@ class EngineCore:
         ``stalled`` says whether there was nothing to do: another step is of use only once something has changed.
         Raises EngineDeadError.
         """
-        self._take_grammars()
+        self._grammars.take()
         started = len(self._batches) < self._max_batches and self._start_batch(drain_aborts)
         room = len(self._batches) < self._max_batches
         if self._batches and not (started and room and not self._batches[0][1].done()):
@@ -261,7 +221,7 @@ class EngineCore:
             # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
             if self._batches and self.scheduler.constrained(scheduled) and not self.finish_batches(drain_aborts):
                 return True
-            future = self.executor.sample_tokens(self._bitmask(scheduled))
+            future = self.executor.sample_tokens(self._grammars.bitmask(scheduled))
         except EngineDeadError:
             raise
         except Exception as e:
@@ -270,16 +230,6 @@ class EngineCore:
             return True
         self._batches.append((scheduled, future))
         return True
-
-    def _bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
-        requests = self.scheduler.constrained(scheduled) if self._grammars is not None else []
-        if not requests:
-            return None
-        bitmask = np.empty((len(requests), bitmask_words(self.vocab_size)), dtype=np.int32)
-        for row, request in zip(bitmask, requests, strict=True):
-            if request.grammar is not None:
-                request.grammar.fill(row)
-        return GrammarBitmask([request.key for request in requests], bitmask)
 
     def _finish_batch(self, drain_aborts: Callable[[], None]) -> bool:
         """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then."""
@@ -346,8 +296,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Release the device."""
-        if self._grammars is not None:
-            self._grammars.shutdown()
+        self._grammars.shutdown()
         self.executor.shutdown()
 
     def call_utility(self, method: str, arguments: bytes) -> Any:

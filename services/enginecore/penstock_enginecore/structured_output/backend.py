@@ -2,16 +2,15 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import xgrammar
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ModelConfig, StructuredOutputConfig
-from penstock_enginecore.core.structured_output.base import GrammarFactory
+from penstock_enginecore.core.structured_output.base import Grammar
 from penstock_enginecore.core.structured_output.constraint import FIELD, check_constraint, check_size
-from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+from penstock_enginecore.structured_output.follower import CompiledConstraint, GrammarFollower
 from penstock_enginecore.structured_output.process import LIMIT, CompileProcess
 from penstock_enginecore.structured_output.vocabulary import check_tokenizer, load_tokenizer_info
 
@@ -31,9 +30,10 @@ class XgrammarBackend:
         self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._lock = threading.Lock()
         self._closed = False
-        self._cache: OrderedDict[StructuredOutput, Future[GrammarFactory]] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutput, Future[CompiledConstraint]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._tokenizer: str | None = None
+        self._follower = GrammarFollower(config, vocab_size, self._eos_token_ids)
         self._process: CompileProcess | None = None
 
     def check(self, constraint: StructuredOutput) -> None:
@@ -52,14 +52,31 @@ class XgrammarBackend:
         if check_size(constraint, self._config.max_constraint_bytes) <= _CHECKED_AT_ONCE:
             check_constraint(constraint, self._config.max_constraint_bytes)
 
-    def compile(self, constraint: StructuredOutput) -> Future[GrammarFactory]:
+    def start(
+        self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
+    ) -> "Future[Grammar]":
+        """See ``GrammarBackend.start``."""
+        started: Future[Grammar] = Future()
+        tokens = tuple(prior_token_ids)
+        self.compile(constraint).add_done_callback(lambda compiled: self._begin(compiled, tokens, changed, started))
+        return started
+
+    def flush(self) -> None:
+        """See ``GrammarBackend.flush``."""
+        self._follower.flush()
+
+    def wait(self, grammars: Iterable[Grammar]) -> None:
+        """See ``GrammarBackend.wait``."""
+        self._follower.wait(grammars)
+
+    def compile(self, constraint: StructuredOutput) -> Future[CompiledConstraint]:
         """The future of this constraint, shared by all who ask for it. It cannot be cancelled."""
         with self._lock:
             found = self._cache.get(constraint)
             if found is not None:
                 self._cache.move_to_end(constraint)
                 return found
-            future: Future[GrammarFactory] = Future()
+            future: Future[CompiledConstraint] = Future()
             future.set_running_or_notify_cancel()
             if self._closed:
                 future.set_exception(Unavailable("the engine is stopping", field=FIELD))
@@ -70,13 +87,43 @@ class XgrammarBackend:
             self._thread.submit(self._run, constraint, future)
         return future
 
+    def _begin(
+        self,
+        compiled: "Future[CompiledConstraint]",
+        tokens: Sequence[int],
+        changed: Callable[[], None],
+        started: "Future[Grammar]",
+    ) -> None:
+        """Follow what was compiled. On any thread."""
+        if (error := compiled.exception()) is not None:
+            started.set_exception(error)
+        elif self._follower.running or self._closed:
+            _pass_on(self._follower.begin(compiled.result(), tokens, changed), started)
+        else:  # the process is gone, and only this thread may start another
+            self._thread.submit(self._begin_again, compiled, tokens, changed, started)
+
+    def _begin_again(
+        self,
+        compiled: "Future[CompiledConstraint]",
+        tokens: Sequence[int],
+        changed: Callable[[], None],
+        started: "Future[Grammar]",
+    ) -> None:
+        try:
+            self._started()
+        except RequestFailed as e:
+            started.set_exception(e)
+        else:
+            _pass_on(self._follower.begin(compiled.result(), tokens, changed), started)
+
     def shutdown(self) -> None:
-        """Kill the process and end the thread; what has not been compiled fails as Unavailable."""
+        """Kill the processes and end the thread; what has not been compiled fails as Unavailable."""
         with self._lock:
             self._closed = True
             process = self._process
         if process is not None:
             process.close()
+        self._follower.close()
         self._thread.shutdown(wait=True)
 
     @property
@@ -84,10 +131,10 @@ class XgrammarBackend:
         """The process that compiles, if it is running."""
         return self._process.pid if self._process is not None else None
 
-    def _run(self, constraint: StructuredOutput, future: "Future[GrammarFactory]") -> None:
+    def _run(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]") -> None:
         """Fulfil ``future``. On the backend's thread."""
         try:
-            factory = self._factory(constraint)
+            compiled = self._compiled(constraint)
         except RequestFailed as e:
             self._fail(constraint, future, e)
         except Exception as e:
@@ -95,9 +142,9 @@ class XgrammarBackend:
             failure.__cause__ = e
             self._fail(constraint, future, failure)
         else:
-            future.set_result(factory)
+            future.set_result(compiled)
 
-    def _fail(self, constraint: StructuredOutput, future: "Future[GrammarFactory]", error: RequestFailed) -> None:
+    def _fail(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]", error: RequestFailed) -> None:
         """What is wrong stays wrong and is remembered; what took too long, or failed otherwise, may be tried again."""
         if not isinstance(error, InvalidArgument) or error.reason == LIMIT:
             with self._lock:
@@ -105,28 +152,32 @@ class XgrammarBackend:
                     del self._cache[constraint]
         future.set_exception(error)
 
-    def _factory(self, constraint: StructuredOutput) -> GrammarFactory:
-        info, process = self._started()
-        compiled = xgrammar.CompiledGrammar.deserialize_json(process.compile(constraint), info)
-        return _GrammarMaker(compiled, self._vocab_size)
+    def _compiled(self, constraint: StructuredOutput) -> CompiledConstraint:
+        process = self._started()
+        kind, _ = constraint.constraint
+        return self._follower.compiled(f"{FIELD}.{kind}", process.compile(constraint).encode())
 
-    def _started(self) -> tuple[xgrammar.TokenizerInfo, CompileProcess]:
-        if self._info is None:
-            self._info = load_tokenizer_info(self._model, self._vocab_size, self._eos_token_ids)
+    def _started(self) -> CompileProcess:
+        """What compiles; what follows grammars starts beside it."""
+        if self._tokenizer is None:
+            info = load_tokenizer_info(self._model, self._vocab_size, self._eos_token_ids)
+            self._tokenizer = info.serialize_json()
         with self._lock:
             if self._closed:
                 raise Unavailable("the engine is stopping", field=FIELD)
             if self._process is None:
-                self._process = CompileProcess(self._config, self._info.serialize_json())
-            return self._info, self._process
+                self._process = CompileProcess(self._config, self._tokenizer)
+        self._follower.start(self._tokenizer.encode())
+        return self._process
 
 
-class _GrammarMaker:
-    """A GrammarFactory."""
+def _pass_on(source: "Future[Grammar]", target: "Future[Grammar]") -> None:
+    """Let ``target`` become what ``source`` does."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int) -> None:
-        self._compiled = compiled
-        self._vocab_size = vocab_size
+    def done(future: "Future[Grammar]") -> None:
+        if (error := future.exception()) is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(future.result())
 
-    def __call__(self) -> XgrammarGrammar:
-        return XgrammarGrammar(self._compiled, self._vocab_size)
+    source.add_done_callback(done)

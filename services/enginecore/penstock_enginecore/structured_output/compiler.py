@@ -1,14 +1,9 @@
 """Compiles constraints inside the child process. Nothing here runs in the engine."""
 
-import ctypes
-import os
 import re
-import resource
-import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -19,10 +14,8 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.core.structured_output.constraint import FIELD, grammar_source
+from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
-
-_PR_SET_PDEATHSIG = 1
-_OUT_OF_MEMORY = ("bad_alloc", "std::length_error", "cannot allocate")
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -42,15 +35,12 @@ class Job(msgspec.Struct, frozen=True):
 Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
 
 
-_NICENESS = 10
-
-
 def main(connection: Connection, memory: int) -> None:
     """Read the tokenizer, serialized, from ``connection``, then answer each Job with a Reply until it is closed.
 
     ``memory`` is in bytes above what is in use when the first Job may come.
     """
-    _detach()
+    detach(NICENESS)
     try:
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
     except EOFError:
@@ -77,10 +67,8 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
         return Reply("compiled", compile_constraint(compiler, job).serialize_json())
     except InvalidArgument as e:
         return Reply("refused", e.message)
-    except MemoryError:
-        return Reply("memory")
-    except RuntimeError as e:  # xgrammar's own, with the place in its sources in front
-        if any(sign in str(e) for sign in _OUT_OF_MEMORY):
+    except (MemoryError, RuntimeError) as e:  # xgrammar's own, with the place in its sources in front
+        if out_of_memory(e):
             return Reply("memory")
         kind, _ = job.constraint.constraint
         return Reply("refused", f"{FIELD}.{kind} cannot be compiled: {_reason(str(e))}")
@@ -100,25 +88,6 @@ def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar
         kind, _ = job.constraint.constraint
         raise InvalidArgument(f"{FIELD}.{kind} allows no output that this model can write", field=f"{FIELD}.{kind}")
     return compiled
-
-
-def limit_memory(headroom: int) -> None:
-    """Let this process's address space grow by ``headroom`` bytes and no more."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + headroom
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _detach() -> None:
-    """Die with the engine, leave Ctrl-C to it, keep its terminal clean, and take no core that its steps could have."""
-    os.nice(_NICENESS)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
 
 
 def _reason(text: str) -> str:

@@ -2,9 +2,7 @@
 
 import contextlib
 import multiprocessing
-import os
 import subprocess
-import sys
 import threading
 from multiprocessing.connection import Connection
 
@@ -15,6 +13,7 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output import compiler
+from penstock_enginecore.structured_output.child import start_python
 
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory."""
@@ -97,13 +96,8 @@ class CompileProcess:
         ours, theirs = multiprocessing.Pipe()
         with theirs, self._lock:
             self._raise_if_closed()
-            # Not a multiprocessing.Process: that would import the main module again, which may be anybody's script.
-            self._process = subprocess.Popen(  # noqa: S603 - nothing in it comes from a request
-                [sys.executable, "-P", "-m", compiler.__name__, str(theirs.fileno()), str(self._config.compile_memory)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            arguments = [str(theirs.fileno()), str(self._config.compile_memory)]
+            self._process = start_python(compiler.__name__, arguments, [theirs.fileno()])
             self._connection = ours
         try:
             ours.send_bytes(self._tokenizer.encode())

@@ -178,6 +178,16 @@ class EngineMachine(RuleBasedStateMachine):
     def constraints_are_compiled(self):
         self.grammars.compile_all()
 
+    @rule(slow=st.booleans(), prompt=st.booleans())
+    def masks_change_their_pace(self, slow, prompt):
+        for grammar in self.grammars.started:
+            grammar.slow, grammar.prompt = slow, prompt
+
+    @rule()
+    def masks_arrive(self):
+        for grammar in self.grammars.started:
+            grammar.arrive()
+
     @rule(preempt_running=st.booleans())
     def reset(self, preempt_running):
         self.engine.finish_batches()
@@ -233,6 +243,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.control.wake_up()
         self.engine.control.resume()
         self.grammars.compile_all()
+        self.masks_arrive()
+        self.masks_change_their_pace(slow=False, prompt=True)
         run_to_end(self.engine, transcript=self.transcript)
         assert_nothing_left(self.engine)
         assert set(self.transcript.ends) == set(self.added)

@@ -54,6 +54,11 @@ class Scheduler(Protocol):
     def release(self, request: Request, hold: Hold) -> None:
         """Take a reason to wait away from a request that may have ended meanwhile."""
 
+    def hold_back(self, request: Request, hold: Hold) -> None:
+        """Take a running request's turn and KV blocks away until ``release``: a step goes on without it. The results of the
+        steps in flight do not count for it. One that does not run is left alone.
+        """
+
     def fail(self, request: Request, error: RequestError) -> bool:
         """End a request that cannot be served with an ERROR output. Returns False, and does nothing, when it is not one of the
         living.
@@ -72,8 +77,8 @@ class Scheduler(Protocol):
         """Choose the work of the next step; may be nothing. Ends requests whose deadline has passed."""
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """Requests of a step that get a token which their grammar decides on. The tokens of all steps before it must have
-        been taken in.
+        """Requests of a step that get a token which their grammar decides on, in batch order. The tokens of all steps before it
+        must have been taken in.
         """
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:

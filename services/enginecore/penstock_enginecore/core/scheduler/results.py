@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from penstock_common.errors import InvalidArgument
+from penstock_common.incidents import incident
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
@@ -66,7 +67,7 @@ class StepResults:
         if request.num_placeholders:
             request.num_placeholders -= len(token_ids)
         token_ids, ended = append_tokens(request, token_ids, self._eos_token_ids)
-        error = _follow_grammar(request, token_ids) if request.grammar is not None else None
+        error = self._follow_grammar(request, token_ids) if request.grammar is not None else None
         if error is not None:
             self._outbox.add_end(request, [], error=error)
             return True
@@ -77,6 +78,17 @@ class StepResults:
         add = self._outbox.add_end if ended or request.finished else self._outbox.add_tokens
         add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs).num_nans_in_logits = num_nans
         return request.finished
+
+    def _follow_grammar(self, request: Request, token_ids: list[int]) -> RequestError | None:
+        """As ``_follow_grammar``; what goes wrong in it ends the request alone."""
+        try:
+            return _follow_grammar(request, token_ids)
+        except Exception as e:
+            del request.all_token_ids[-len(token_ids) :]
+            request.status = RequestStatus.FINISHED_ERROR
+            return RequestError.from_exception(
+                incident(e, request=request.request_id, doing="following the constraint")
+            )
 
 
 def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
@@ -102,7 +114,9 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
     grammar = request.grammar
     if grammar is None:
         return None
-    if not grammar.accept(token_ids):
+    for token_id in token_ids:
+        if grammar.accept(token_id):
+            continue
         if request.finished:  # it ended at a stop token or at its length, where a constraint need not be fulfilled
             return None
         del request.all_token_ids[-len(token_ids) :]

@@ -104,6 +104,14 @@ class DefaultScheduler(Scheduler):
             self._held.remove(request)
             self._waiting.add(request)
 
+    def hold_back(self, request: Request, hold: Hold) -> None:
+        """Preempt a running request and hold it."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            request.hold |= hold
+            self._preempt(request)
+            self._preempted_keys.append(request.key)
+
     def fail(self, request: Request, error: RequestError) -> bool:
         """End a request that cannot be served, with an ERROR output; one that has ended is left alone."""
         if request.key not in self._requests.by_key:
@@ -148,6 +156,8 @@ class DefaultScheduler(Scheduler):
         self.kv_cache.free(request)
         self._requests.remove(request)
         self._deadlines.discard(request)
+        if request.grammar is not None:
+            request.grammar.close()
         if request.num_charged_tokens:
             self._waiting.charge(request)
 
@@ -250,6 +260,8 @@ class DefaultScheduler(Scheduler):
         return self._config.max_num_batched_tokens - output.total_num_scheduled_tokens
 
     def _num_schedulable(self, request: Request) -> int:
+        if request.grammar is not None and not request.grammar.wanted():
+            return 0
         placeholders = request.num_placeholders
         if placeholders and request.num_output_tokens + placeholders >= request.max_tokens:
             return 0
@@ -284,6 +296,7 @@ class DefaultScheduler(Scheduler):
         request.record_event(EventType.PREEMPTED, self._clock())
         if self._trial and request.key in self._trial:
             request.hold |= Hold.TRIAL
+        if request.hold:
             self._held.add(request)
         else:
             self._waiting.add(request)
@@ -398,10 +411,11 @@ class DefaultScheduler(Scheduler):
         self.preempt_all()
         for key in targets:  # those that had lost their blocks while the step was in flight
             request = requests[key]
-            if not request.hold and key in self._trial:
+            if key in self._trial and not request.hold:
                 self._waiting.remove(request)
-                request.hold = Hold.TRIAL
                 self._held.add(request)
+            if key in self._trial:
+                request.hold |= Hold.TRIAL
         # The workers know no request any more.
         self._finished_keys.clear()
         self._preempted_keys.clear()

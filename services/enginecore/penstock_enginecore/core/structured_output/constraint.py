@@ -11,11 +11,12 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.core.structured_output.charset import literal
 from penstock_enginecore.core.structured_output.json_grammar import Rules
 from penstock_enginecore.core.structured_output.json_schema import parse, schema_grammar
-from penstock_enginecore.core.structured_output.json_types import SchemaError
+from penstock_enginecore.core.structured_output.json_types import SchemaError, shown
 from penstock_enginecore.core.structured_output.regex import RegexError, whole
 
 FIELD = "sampling_params.structured_output"
 _MAX_TAG_DEPTH = 64
+_MAX_ERROR = 1000
 _NAMES_TOKENS = "constraints speak of text, not of tokens"
 _REFUSED_FORMATS = {
     "qwen_xml_parameter": "JSON is the only style of schemas",
@@ -69,9 +70,16 @@ def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSourc
             return GrammarSource("structural_tag", _structural_tag(value))
         return GrammarSource("grammar", _GRAMMARS[kind](value))
     except (SchemaError, RegexError) as e:
-        raise InvalidArgument(f"{field}: {e}", field=field) from None
+        raise InvalidArgument(f"{field}: {_printable(str(e))}", field=field) from None
+    except RecursionError:
+        raise InvalidArgument(f"{field} nests too deep", field=field) from None
     except UnicodeEncodeError:
         raise InvalidArgument(f"{field} holds half of a surrogate pair, which is no character", field=field) from None
+
+
+def _printable(text: str) -> str:
+    """An error's text without halves of surrogate pairs, which cannot be sent, and no longer than is of use."""
+    return text.encode("utf-8", "backslashreplace").decode()[:_MAX_ERROR]
 
 
 def _choice(options: tuple[str, ...]) -> str:
@@ -131,6 +139,8 @@ def _rewritten(part: Any, path: str, depth: int) -> Any:
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
+    if "type" in part and not isinstance(kind, str):
+        raise SchemaError(f"{path}/type", f"is {shown(kind)}; it must be a string")
     if kind == "json_schema":
         return {"type": "grammar", "grammar": _tag_schema(part, path)}
     if kind == "regex":
@@ -143,7 +153,7 @@ def _rewritten(part: Any, path: str, depth: int) -> Any:
 def _tag_schema(part: dict[str, Any], path: str) -> str:
     for key, value in part.items():
         if key not in ("type", "json_schema") and (key, value) != ("style", "json"):
-            raise SchemaError(f"{path}/{key}", f"is {value!r}, which is not supported beside a JSON schema")
+            raise SchemaError(f"{path}/{key}", f"is {shown(value)}, which is not supported beside a JSON schema")
     try:
         return schema_grammar(part.get("json_schema"))
     except SchemaError as e:

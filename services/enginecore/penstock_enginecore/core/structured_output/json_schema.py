@@ -6,18 +6,27 @@ no others unless ``additionalProperties`` says so, numbers and blanks are bounde
 """
 
 import json
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from penstock_enginecore.core.structured_output import number
 from penstock_enginecore.core.structured_output.formats import FORMATS
 from penstock_enginecore.core.structured_output.json_grammar import SEPARATOR, Rules, json_literal, other_strings
-from penstock_enginecore.core.structured_output.json_types import KEYWORDS, TYPES, Schema, SchemaError, SchemaTypes
+from penstock_enginecore.core.structured_output.json_types import (
+    KEYWORDS,
+    TYPES,
+    Schema,
+    SchemaError,
+    SchemaTypes,
+    shown,
+)
 from penstock_enginecore.core.structured_output.regex import MAX_REPEAT, RegexError, in_json_string
 
 MAX_DEPTH = 64
 """How deeply schemas may nest."""
+MAX_NESTING = 256
+"""How deeply the JSON text of a schema may nest, values of ``const`` and ``enum`` included."""
 MAX_EXPONENT = 300
 """Largest power of ten of a number."""
 MAX_REFS = 1000
@@ -35,14 +44,35 @@ def parse(text: str) -> Any:
     try:
         value = json.loads(text, parse_float=_fraction, parse_constant=refuse)
     except RecursionError:
-        raise SchemaError("", f"nests more than {MAX_DEPTH} deep") from None
+        raise _too_deep() from None
     except ValueError as e:
         raise SchemaError("", f"is not valid JSON: {e}") from None
+    _check_nesting(value)
     return value
 
 
+def _too_deep() -> SchemaError:
+    return SchemaError("", f"nests more than {MAX_NESTING} deep")
+
+
+def _check_nesting(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [part for whole in level if isinstance(whole, dict | list) for part in _parts(whole)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return whole.values() if isinstance(whole, dict) else whole
+
+
 def _fraction(text: str) -> Decimal:
-    value = Decimal(text)
+    try:
+        value = Decimal(text)
+    except InvalidOperation:  # its exponent does not fit
+        raise ValueError(f"the number {text[:40]} is out of range") from None
     if abs(value.adjusted()) > MAX_EXPONENT:
         raise ValueError(f"the number {text[:40]} is out of range")
     return value
@@ -125,7 +155,7 @@ class _Converter:
         return self.bounded(keywords, path, "number", number.number_range)
 
     def integer(self, keywords: Schema, path: str, _depth: int) -> str:
-        if keywords.get("multipleOf", 1) != 1:
+        if (step := keywords.get("multipleOf", 1)) != 1 or isinstance(step, bool):
             raise SchemaError(f"{path}/multipleOf", "is not supported")
         return self.bounded(keywords, path, "integer", number.integer_range)
 
@@ -161,7 +191,7 @@ class _Converter:
             raise SchemaError(path, "must be a string")
         if path.endswith("/format"):
             if pattern not in FORMATS:
-                raise SchemaError(path, f"is {pattern!r}; supported: {', '.join(FORMATS)}")
+                raise SchemaError(path, f"is {shown(pattern)}; supported: {', '.join(FORMATS)}")
             pattern = FORMATS[pattern]
         try:
             return self.rules.add(f'"\\"" {in_json_string(pattern)} "\\""')
@@ -179,10 +209,12 @@ class _Converter:
         low, high = _count(keywords, "minItems", path), _count(keywords, "maxItems", path)
         _in_order(low, high, "Items", path)
         prefix = keywords.get("prefixItems", [])
-        if isinstance(items, list) or not isinstance(prefix, list):
+        if isinstance(items, list):
             raise SchemaError(
                 f"{path}/items", "must be one schema; write the schemas of a tuple as a list in prefixItems"
             )
+        if not isinstance(prefix, list):
+            raise SchemaError(f"{path}/prefixItems", "must be a list of schemas")
         places = [self.convert(s, f"{path}/prefixItems/{i}", depth + 1) for i, s in enumerate(prefix[:high])]
         if items is False:
             high = len(places) if high is None else min(high, len(places))
@@ -199,7 +231,7 @@ class _Converter:
         for name in _names(keywords, path):
             if name not in properties:
                 if keywords.get("additionalProperties") is False:
-                    raise SchemaError(f"{path}/required", f"names {name!r}, which additionalProperties forbids")
+                    raise SchemaError(f"{path}/required", f"names {shown(name)}, which additionalProperties forbids")
                 properties[name] = keywords.get("additionalProperties", True)
         if "patternProperties" in keywords:
             return self.pattern_object(keywords, properties, path, depth)
@@ -225,12 +257,12 @@ class _Converter:
         try:
             return json_literal(name)
         except ValueError:
-            raise SchemaError(path, f"has the property {name!r}, which cannot be written") from None
+            raise SchemaError(path, f"has the property {shown(name)}, which cannot be written") from None
 
     def check_counts(self, keywords: Schema, declared: int, more: Any, path: str) -> None:
         """Refuse counts that the members of an object do not keep by themselves."""
         low, high = _count(keywords, "minProperties", path), _count(keywords, "maxProperties", path)
-        if low > len(keywords.get("required", ())):
+        if low > len(_names(keywords, path)):
             raise SchemaError(
                 f"{path}/minProperties", f"is {low}; it is only honoured up to the number of required properties"
             )
@@ -331,9 +363,9 @@ def _count(keywords: Schema, name: str, path: str) -> Any:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | Decimal) or value != int(value) or value < 0:
-        raise SchemaError(f"{path}/{name}", f"is {value}; it must be a whole number of at least 0")
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a whole number of at least 0")
     if value > MAX_REPEAT:
-        raise SchemaError(f"{path}/{name}", f"is {value}; the limit is {MAX_REPEAT}")
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; the limit is {MAX_REPEAT}")
     return int(value)
 
 
@@ -350,10 +382,11 @@ def _mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
 
 
 def _names(keywords: Schema, path: str) -> list[str]:
+    """The required names, each once."""
     names = keywords.get("required", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise SchemaError(f"{path}/required", "must be a list of strings")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def _escaped(name: str) -> str:

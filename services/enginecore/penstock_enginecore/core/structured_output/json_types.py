@@ -1,5 +1,6 @@
 """What can be said about JSON schemas without writing a grammar: keywords, types, references, values."""
 
+import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from itertools import combinations
@@ -29,6 +30,8 @@ _ANNOTATIONS = frozenset(
 _COMBINED = frozenset({"$ref", "const", "enum", "anyOf", "oneOf", "allOf"})
 _WITHOUT_EFFECT = {"uniqueItems": False, "nullable": False}
 _KNOWN = frozenset(_ANNOTATIONS | _COMBINED | {"type"} | set().union(*KEYWORDS.values()))
+_MAX_SHOWN = 100
+_INDEX = re.compile("[0-9]{1,9}")
 MAX_ONE_OF = 128
 """Branches of a ``oneOf``: each pair is compared."""
 
@@ -39,6 +42,19 @@ class SchemaError(ValueError):
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path} {what}" if path else what)
         self.path = path
+
+
+def shown(value: Any) -> str:
+    """A value as an error quotes it: its beginning."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def present(schema: Any) -> Any:
+    """A schema without the keywords that are null, which serializers write for absent ones. A ``const`` may be null."""
+    if not isinstance(schema, dict):
+        return schema
+    return {name: value for name, value in schema.items() if value is not None or name == "const"}
 
 
 def fits(value: Any, kind: str) -> bool:
@@ -59,7 +75,8 @@ class SchemaTypes:
     def keywords(self, schema: Any, path: str) -> Schema:
         """The keywords of ``schema`` that constrain. Raises SchemaError for one that is not honoured."""
         if not isinstance(schema, dict):
-            raise SchemaError(path, f"is {schema!r}; a schema is an object, true or false")
+            raise SchemaError(path, f"is {shown(schema)}; a schema is an object, true or false")
+        schema = present(schema)
         for name, value in schema.items():
             if name in _WITHOUT_EFFECT and value is _WITHOUT_EFFECT[name]:
                 continue
@@ -84,10 +101,10 @@ class SchemaTypes:
             return tuple(speaks)
         kinds = given if isinstance(given, list) else [given]
         if not kinds or any(kind not in TYPES for kind in kinds):
-            raise SchemaError(f"{path}/type", f"is {given!r}; known types are {', '.join(TYPES)}")
+            raise SchemaError(f"{path}/type", f"is {shown(given)}; known types are {', '.join(TYPES)}")
         for name in keywords:
             if name != "type" and not any(name in KEYWORDS[kind] for kind in kinds):
-                raise SchemaError(f"{path}/{name}", f"does not go with type {given!r}")
+                raise SchemaError(f"{path}/{name}", f"does not go with type {shown(given)}")
         return tuple(kind for kind in TYPES if kind in kinds and not (kind == "integer" and "number" in kinds))
 
     def values(self, keywords: Schema, path: str) -> list[Any]:
@@ -131,7 +148,9 @@ class SchemaTypes:
     def pointer(self, reference: Any, path: str) -> str:
         """The place that ``$ref`` names. Raises SchemaError unless it is a JSON pointer into this document."""
         if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
-            raise SchemaError(f"{path}/$ref", f"is {reference!r}; only places of this schema can be referred to: #/...")
+            raise SchemaError(
+                f"{path}/$ref", f"is {shown(reference)}; only places of this schema can be referred to: #/..."
+            )
         return reference
 
     def resolve(self, pointer: str, path: str = "") -> Any:
@@ -141,10 +160,10 @@ class SchemaTypes:
             key = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(here, dict) and key in here:
                 here = here[key]
-            elif isinstance(here, list) and key.isdigit() and int(key) < len(here):
+            elif isinstance(here, list) and _INDEX.fullmatch(key) and int(key) < len(here):
                 here = here[int(key)]
             else:
-                raise SchemaError(f"{path}/$ref", f"is {pointer!r}, which this schema does not have")
+                raise SchemaError(f"{path}/$ref", f"is {shown(pointer)}, which this schema does not have")
         return here
 
     def disjoint(self, a: Any, b: Any) -> bool:
@@ -163,15 +182,16 @@ class SchemaTypes:
         return any(self._told_apart(a, b, name) for name in shared)
 
     def _told_apart(self, a: Schema, b: Schema, name: str) -> bool:
-        mine, yours = (self._constants(self._followed(s.get("properties", {}).get(name))) for s in (a, b))
+        mine, yours = (self._constants(self._followed((s.get("properties") or {}).get(name))) for s in (a, b))
         return mine is not None and yours is not None and not any(_equal(x, y) for x in mine for y in yours)
 
     def _followed(self, schema: Any) -> Any:
         """``schema``, or what it refers to; a circle of references is left as it is."""
+        schema = present(schema)
         for _ in range(10):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = self.resolve(self.pointer(schema["$ref"], "#"), "#")
+            schema = present(self.resolve(self.pointer(schema["$ref"], "#"), "#"))
         return schema
 
     def _constants(self, schema: Any) -> list[Any] | None:
@@ -181,12 +201,12 @@ class SchemaTypes:
         return values if isinstance(values, list) else None
 
     def _types(self, schema: Schema) -> set[str]:
-        """The types that a value of ``schema`` may have; an integer is a number."""
+        """The types that a value of ``schema`` may have; an integer is a number. Without ``type`` a value of any, whatever the
+        keywords speak of.
+        """
         if (values := self._constants(schema)) is not None:
             return {kind for kind in TYPES if kind != "integer" and any(fits(value, kind) for value in values)}
         given = schema.get("type")
-        if given is None and not set(schema) & (_COMBINED | {"not", "if"}):
-            given = list(self.declared({k: v for k, v in schema.items() if k not in _ANNOTATIONS}, "#")) or None
         kinds = TYPES if given is None else given if isinstance(given, list) else [given]
         return {"number" if kind == "integer" else kind for kind in kinds}
 
@@ -204,6 +224,7 @@ class SchemaTypes:
 
     def _finite(self, schema: Any, known: set[str]) -> bool:
         """Whether some value fulfils ``schema``, given that some fulfil the ``known`` places."""
+        schema = present(schema)
         if not isinstance(schema, dict):
             return schema is not False
         if "$ref" in schema:

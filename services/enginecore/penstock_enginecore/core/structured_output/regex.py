@@ -13,6 +13,10 @@ MAX_REPEAT = 65_536
 """The largest bound of a repetition."""
 MAX_DEPTH = 64
 """How deeply groups may nest."""
+MAX_EMPTY_REPEAT = 8
+"""How often what may be empty is repeated, all its repetitions around each other multiplied: each way to leave some of them out
+is followed.
+"""
 
 _DIGIT = CharSet.of("0123456789")
 _WORD = _DIGIT | CharSet([(ord("a"), ord("z")), (ord("A"), ord("Z")), (ord("_"), ord("_"))])
@@ -216,6 +220,11 @@ class _Parser:
             raise self.error(f"a repetition of more than {MAX_REPEAT}", at)
         if high is not None and high < low:
             raise self.error("a repetition whose bounds are out of order", at)
+        if (high or low) > 1 and (times := _empty_repeats(item) * (high or low)) > MAX_EMPTY_REPEAT and _nullable(item):
+            raise self.error(
+                f"what may be empty is repeated up to {times} times (the limit is {MAX_EMPTY_REPEAT}; repeat what is not)",
+                at,
+            )
         self.take("?")  # lazy: the same texts match
         if self.peek() in ("*", "+", "?") or (self.peek() == "{" and self.bounds() is not None):
             raise self.error("a repetition of a repetition", at)
@@ -236,14 +245,15 @@ class _Parser:
 
     def bracket(self, at: int) -> CharSet:
         negated = self.take("^")
-        found = CharSet(())
+        parts: list[CharSet] = []
         while not self.take("]"):
             low = self.class_item()
             if self.peek() == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
                 dash = self.position
                 self.position += 1
                 low = self.span(low, self.class_item(), dash)
-            found |= low
+            parts.append(low)
+        found = CharSet(span for part in parts for span in part.ranges)
         found = ~found if negated else found
         if not found:
             raise self.error("a character class that matches nothing", at)
@@ -295,3 +305,22 @@ class _Parser:
 
 def _number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 9
+
+
+def _nullable(node: Node) -> bool:
+    """Whether the empty text matches."""
+    if isinstance(node, Repeat):
+        return node.low == 0 or _nullable(node.item)
+    if isinstance(node, Group):
+        return any(all(_nullable(part) for part in option) for option in node.options)
+    return isinstance(node, Anchor)
+
+
+def _empty_repeats(node: Node) -> int:
+    """How often, at most, something that may be empty is repeated in ``node``, repetitions around each other multiplied."""
+    if isinstance(node, Repeat):
+        times = node.high or node.low
+        return _empty_repeats(node.item) * (max(times, 1) if _nullable(node.item) else 1)
+    if isinstance(node, Group):
+        return max((_empty_repeats(part) for option in node.options for part in option), default=1)
+    return 1

@@ -1,0 +1,131 @@
+"""Constrained requests between the scheduler and the grammars: held until theirs is there, masked, ended when it fails."""
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from penstock_common.errors import RequestFailed, Unimplemented
+from penstock_common.incidents import incident
+from penstock_common.types.outputs import RequestError
+from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.scheduler.base import Scheduler
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, SchedulerOutput
+from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, bitmask_words
+
+
+class GrammarIntake:
+    """All methods belong to the busy loop's thread, except ``check``.
+
+    ``wake`` is called, on any thread, when ``take`` has something to do. Whatever goes wrong with a request's grammar ends that
+    request alone. Without a ``backend`` constraints are refused.
+    """
+
+    def __init__(
+        self, backend: GrammarBackend | None, scheduler: Scheduler, vocab_size: int, wake: Callable[[], None]
+    ) -> None:
+        self._backend = backend
+        self._scheduler = scheduler
+        self._words = bitmask_words(vocab_size)
+        self._wake = wake
+        self._changed: queue.SimpleQueue[tuple[Request, Future[Grammar] | None]] = queue.SimpleQueue()
+
+    def check(self, constraint: StructuredOutput) -> None:
+        """Refuse a constraint that can be seen to be wrong. Any thread. Raises InvalidArgument or Unimplemented."""
+        self._served().check(constraint)
+
+    def start(self, request: Request, constraint: StructuredOutput) -> None:
+        """Get the grammar of a request that is held until then."""
+        prior = request.all_token_ids[request.num_prompt_tokens :]
+        try:
+            starting = self._served().start(constraint, prior, partial(self._put, request, None))
+        except Exception as e:
+            self._fail(request, e, "starting the constraint")
+            return
+        starting.add_done_callback(lambda future: self._put(request, future))
+
+    def take(self) -> None:
+        """Let requests go on whose grammar, or next mask, has come, and end those whose grammar has failed."""
+        if self._backend is None:
+            return
+        self._flush()
+        while not self._changed.empty():
+            request, future = self._changed.get()
+            try:
+                self._take(request, future)
+            except Exception as e:
+                self._fail(request, e, "starting the constraint")
+
+    def bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
+        """The masks of a step whose forward pass runs. Requests whose mask does not come in time lose their turn."""
+        requests = self._scheduler.constrained(scheduled) if self._backend is not None else []
+        if not requests or self._backend is None:
+            return None
+        self._flush()
+        if not all(request.grammar is None or request.grammar.ready for request in requests):
+            self._backend.wait([request.grammar for request in requests if request.grammar is not None])
+        keys, bitmask = [], np.empty((len(requests), self._words), dtype=np.int32)
+        for request in requests:
+            try:
+                if self._mask(request, bitmask[len(keys)]):
+                    keys.append(request.key)
+            except Exception as e:
+                self._fail(request, e, "reading the constraint's mask")
+        return GrammarBitmask(keys, bitmask[: len(keys)]) if keys else None
+
+    def shutdown(self) -> None:
+        """End what is running."""
+        if self._backend is not None:
+            self._backend.shutdown()
+
+    def _served(self) -> GrammarBackend:
+        if self._backend is None:
+            raise Unimplemented(
+                "sampling_params.structured_output is not served by this engine",
+                field="sampling_params.structured_output",
+            )
+        return self._backend
+
+    def _flush(self) -> None:
+        if self._backend is not None:
+            self._backend.flush()
+
+    def _put(self, request: Request, future: "Future[Grammar] | None") -> None:
+        self._changed.put((request, future))
+        self._wake()
+
+    def _take(self, request: Request, future: "Future[Grammar] | None") -> None:
+        if future is not None:
+            grammar = future.result()
+            if request.finished:
+                grammar.close()
+                return
+            request.grammar = grammar
+        elif request.grammar is not None and request.grammar.failure is not None:
+            raise request.grammar.failure
+        self._scheduler.release(request, Hold.GRAMMAR)
+
+    def _mask(self, request: Request, row: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> bool:
+        """Whether the request has its mask, which is then in ``row``."""
+        grammar = request.grammar
+        if grammar is None:
+            raise RuntimeError("a constrained request runs without its grammar")
+        if grammar.failure is not None:
+            raise grammar.failure
+        if not grammar.ready and not grammar.missed():
+            self._scheduler.hold_back(request, Hold.GRAMMAR)
+            return False
+        row[:] = grammar.mask
+        return True
+
+    def _fail(self, request: Request, error: Exception, doing: str) -> None:
+        """End a request; what is no fault of its own gets a number."""
+        if request.finished:
+            return
+        failure = (
+            error if isinstance(error, RequestFailed) else incident(error, request=request.request_id, doing=doing)
+        )
+        self._scheduler.fail(request, RequestError.from_exception(failure))

@@ -1,0 +1,295 @@
+"""Follows grammars inside a child process: takes tokens in, and computes which may come next. Nothing here runs in the engine.
+
+The process started first imports the library and reads the vocabulary; what follows grammars is a fork of it, so that another
+one is there at once when one must be ended. Tokens are worked on by two threads: ``fast`` has those whose request's last token
+cost little, ``slow``, at a low priority, all others and the beginnings. A third looks at what the two take of the processor,
+and ends the process when a token costs far too much: the library cannot be interrupted. It releases the GIL while it works.
+"""
+
+import contextlib
+import itertools
+import mmap
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import xgrammar
+
+from penstock_enginecore.core.structured_output.base import bitmask_words
+from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
+from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+from penstock_enginecore.structured_output.messages import (
+    MAX_PACKET,
+    Advance,
+    Begin,
+    Masks,
+    Ready,
+    Result,
+    Settings,
+    ToEngine,
+    ToFollower,
+    encode,
+    read_file,
+)
+
+FAST, SLOW = 0, 1
+_OVER = 2
+_GRACE = 5
+"""Times its budget that a token may take before the process is ended: what takes less is told, and only its request ends."""
+_MAX_DESCRIPTORS = 2
+
+
+class Marks:
+    """Which number each lane works on, and whether a token took too much: readable when the process is gone."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def __getitem__(self, place: int) -> int:
+        return int(struct.unpack_from("=q", self._memory, 8 * place)[0])
+
+    def __setitem__(self, place: int, value: int) -> None:
+        struct.pack_into("=q", self._memory, 8 * place, value)
+
+    def suspects(self) -> list[int]:
+        """The numbers that are worked on."""
+        return [number for number in (self[FAST], self[SLOW]) if number]
+
+    def clear(self) -> None:
+        """Nothing is worked on."""
+        for place in (FAST, SLOW, _OVER):
+            self[place] = 0
+
+
+def main(channel: socket.socket, tokenizer: bytes, settings: Settings) -> None:
+    """Serve ``channel`` until its other end is closed, by one process after the other."""
+    detach(0)
+    info = xgrammar.TokenizerInfo.deserialize_json(tokenizer.decode())
+    marks = Marks()
+    suspects, costly = list[int](), False
+    for generation in itertools.count(1):
+        child = os.fork()
+        if not child:
+            detach(0)
+            limit_memory(settings.memory)
+            Follower(channel, info, settings, generation, marks).run(Ready(generation, suspects, costly))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        suspects, costly = marks.suspects(), bool(marks[_OVER])
+        if status == 0 or not suspects:  # the engine has gone, or nothing that was asked for ended it
+            return
+        marks.clear()
+
+
+class _Matcher:
+    """A number's place in its grammar, and what its last token cost in seconds of CPU time."""
+
+    def __init__(self, grammar: XgrammarGrammar) -> None:
+        self.grammar = grammar
+        self.cost = 0.0
+        self.taken = 0
+
+
+class Follower:
+    """The work of one process. The main thread receives, and so the engine never waits to send."""
+
+    def __init__(
+        self, channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings, generation: int, marks: Marks
+    ) -> None:
+        self._channel = channel
+        self._info = info
+        self._settings = settings
+        self._generation = generation
+        self._marks = marks
+        self._words = bitmask_words(info.vocab_size)
+        self._lock = threading.Lock()
+        self._matchers: dict[int, _Matcher] = {}
+        self._ended: set[int] = set()
+        self._compiled: OrderedDict[int, xgrammar.CompiledGrammar] = OrderedDict()
+        self._fast: queue.SimpleQueue[list[tuple[int, int]]] = queue.SimpleQueue()
+        self._slow: queue.SimpleQueue[tuple[int, int] | tuple[Begin, list[int]]] = queue.SimpleQueue()
+        self._clocks = [0, 0]
+        self._limits = [0.0, 0.0]
+        self._busy = threading.Event()
+
+    def run(self, ready: Ready) -> None:
+        """Until the engine closes its end."""
+        for place, work in ((FAST, self._work_fast), (SLOW, self._work_slow)):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            self._clocks[place] = time.pthread_getcpuclockid(thread.ident or 0)
+        threading.Thread(target=self._watch, daemon=True).start()
+        self._send(ready)
+        decoder = msgspec.msgpack.Decoder(ToFollower)
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_PACKET, _MAX_DESCRIPTORS)
+            if not data:
+                return
+            message = decoder.decode(data)
+            if message.generation != self._generation:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            elif isinstance(message, Begin):
+                self._slow.put((message, descriptors))
+            else:
+                self._advance(message)
+
+    def _advance(self, message: Advance) -> None:
+        """Hand tokens to the lanes, and forget what has ended."""
+        with self._lock:
+            for number in message.ended:
+                if self._matchers.pop(number, None) is None:
+                    self._ended.add(number)  # it has not begun
+        patience, fast = self._settings.patience, []
+        for number, token in message.tokens:
+            matcher = self._matchers.get(number)
+            if matcher is None or matcher.cost > patience:  # in the slow lane it is behind its beginning
+                self._slow.put((number, token))
+            else:
+                fast.append((number, token))
+        if fast:
+            self._fast.put(fast)
+
+    # The lanes.
+
+    def _work_fast(self) -> None:
+        while True:
+            results, rows = [], []
+            for number, token in self._fast.get():
+                matcher = self._matchers.get(number)
+                if matcher is None:
+                    continue
+                result, row = self._follow(FAST, number, matcher, (token,))
+                results.append(result)
+                rows.append(row)
+                if len(rows) * self._words * 4 > MAX_PACKET // 2 or len(results) > 500:
+                    self._tell(results, rows)
+                    results, rows = [], []
+            self._tell(results, rows)
+
+    def _work_slow(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            first, second = self._slow.get()
+            if isinstance(first, Begin) and isinstance(second, list):
+                self._begin(first, *second)
+            elif isinstance(first, int) and isinstance(second, int) and (matcher := self._matchers.get(first)):
+                result, row = self._follow(SLOW, first, matcher, (second,))
+                self._tell([result], [row])
+
+    def _begin(self, begin: Begin, tokens: int, text: int | None = None) -> None:
+        number = begin.number
+        prior = np.frombuffer(read_file(tokens), np.int32).tolist()
+        self._start_watching(SLOW, number, self._settings.begin_budget)
+        try:
+            compiled = self._load(begin.grammar, None if text is None else read_file(text))
+            if compiled is None:
+                self._tell([Result(number, "unknown")], [])
+                return
+            matcher = _Matcher(XgrammarGrammar(compiled, self._info.vocab_size))
+        except Exception as e:
+            self._tell([_failed(number, e)], [])
+            return
+        finally:
+            self._marks[SLOW] = 0
+        with self._lock:
+            if number in self._ended:
+                self._ended.discard(number)
+                return
+            self._matchers[number] = matcher
+        result, row = self._follow(SLOW, number, matcher, prior)
+        self._tell([result], [row])
+
+    def _load(self, grammar: int, text: bytes | None) -> xgrammar.CompiledGrammar | None:
+        """The compiled grammar, None without one. The least recently begun one is forgotten: who follows it has it."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            if text is None:
+                return None
+            compiled = xgrammar.CompiledGrammar.deserialize_json(text.decode(), self._info)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > self._settings.kept:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return compiled
+
+    def _follow(self, lane: int, number: int, matcher: _Matcher, tokens: Sequence[int]) -> tuple[Result, bytes]:
+        """Take tokens in. Returns what became of it, and the next mask, empty unless the result has one."""
+        row, budget = np.zeros(self._words, np.int32), self._settings.token_budget
+        started = before = time.thread_time()
+        try:
+            for token in tokens:
+                before = time.thread_time()
+                self._start_watching(lane, number, _GRACE * budget)
+                if not matcher.grammar.accept((token,)):
+                    return Result(number, "refused"), b""
+                matcher.taken += 1
+                now = time.thread_time()
+                if now - before > budget or now - started > self._settings.begin_budget:
+                    return Result(number, "costly"), b""
+            self._start_watching(lane, number, _GRACE * budget)
+            matcher.grammar.fill(row)
+            matcher.cost = time.thread_time() - before
+        except Exception as e:
+            return _failed(number, e), b""
+        finally:
+            self._marks[lane] = 0
+        if matcher.cost > budget:
+            return Result(number, "costly"), b""
+        return Result(number, "mask", matcher.taken, matcher.cost), row.tobytes()
+
+    def _tell(self, results: list[Result], rows: Iterable[bytes]) -> None:
+        if results:
+            self._send(Masks(self._generation, results, b"".join(rows)))
+
+    def _send(self, message: ToEngine) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the engine has gone: the main thread ends the process
+            self._channel.send(encode(message))
+
+    # The watch.
+
+    def _start_watching(self, lane: int, number: int, limit: float) -> None:
+        self._limits[lane] = time.thread_time() + limit
+        self._marks[lane] = number
+        if not self._busy.is_set():
+            self._busy.set()
+
+    def _watch(self) -> None:
+        """End the process when a lane takes more than its limit."""
+        while self._busy.wait():
+            time.sleep(self._settings.token_budget)
+            for lane in (FAST, SLOW):
+                # Twice: between the two looks it may have been done with, and the limit be the next one's.
+                if self._over(lane) and self._over(lane):
+                    self._marks[_OVER] = 1
+                    self._marks[SLOW if lane == FAST else FAST] = 0
+                    os._exit(1)
+            if not self._marks.suspects():
+                self._busy.clear()
+                if self._marks.suspects():
+                    self._busy.set()
+
+    def _over(self, lane: int) -> bool:
+        return bool(self._marks[lane]) and time.clock_gettime(self._clocks[lane]) > self._limits[lane]
+
+
+def _failed(number: int, error: Exception) -> Result:
+    if out_of_memory(error):
+        return Result(number, "memory")
+    return Result(number, "failed", text=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(
+        socket.socket(fileno=int(sys.argv[1])),
+        read_file(int(sys.argv[2])),
+        msgspec.json.decode(sys.argv[3], type=Settings),
+    )

@@ -1,0 +1,82 @@
+"""Constraints of a real backend, followed step by step as a test likes it."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import xgrammar
+
+from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, Mask
+from penstock_enginecore.structured_output.backend import XgrammarBackend
+from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+
+TIMEOUT = 120
+
+
+class Walk(Protocol):
+    """A constraint, followed."""
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens in up to the first that is not allowed."""
+
+    def fill(self, row: Mask) -> None:
+        """Write the mask into a row of at least its length."""
+
+    @property
+    def terminated(self) -> bool:
+        """Whether nothing may follow."""
+
+
+class Followed:
+    """In the backend's process; waits for every mask."""
+
+    def __init__(self, backend: GrammarBackend, grammar: Grammar) -> None:
+        self._backend = backend
+        self.grammar = grammar
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens in up to the first that is not allowed."""
+        for token in token_ids:
+            if not self.grammar.accept(token):
+                return False
+            self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Until there is a mask, or a failure, which is raised."""
+        self._backend.flush()
+        while not (self.grammar.ready or self.grammar.failure or self.terminated):
+            self._backend.wait([self.grammar])
+        if self.grammar.failure is not None:
+            raise self.grammar.failure
+
+    def fill(self, row: Mask) -> None:
+        """Write the mask into a row of at least its length."""
+        row[:] = 0
+        row[: len(self.grammar.mask)] = self.grammar.mask
+
+    @property
+    def terminated(self) -> bool:
+        """Whether nothing may follow."""
+        return self.grammar.terminated
+
+
+def follow(backend: GrammarBackend, prior: Sequence[int] = (), **constraint: Any) -> Followed:
+    """Compile a constraint and take ``prior`` in. Raises what is wrong with it."""
+    started = backend.start(StructuredOutput(**constraint), prior, lambda: None)
+    return Followed(backend, started.result(TIMEOUT))
+
+
+def follow_here(backend: XgrammarBackend, **constraint: Any) -> Walk:
+    """As ``follow``, without the process: for tests of what is allowed, not of how it is found out."""
+    compiled = backend.compile(StructuredOutput(**constraint)).result(TIMEOUT)
+    assert backend._tokenizer is not None
+    info = xgrammar.TokenizerInfo.deserialize_json(backend._tokenizer)
+    grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.text.decode(), info)
+    return XgrammarGrammar(grammar, info.vocab_size)
+
+
+def allowed(mask: Mask) -> set[int]:
+    """The tokens of a mask."""
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
