@@ -67,7 +67,8 @@ class GrammarIntake:
         self._flush()
         if not all(request.grammar is None or request.grammar.ready for request in requests):
             self._backend.wait([request.grammar for request in requests if request.grammar is not None])
-        keys, bitmask = [], np.empty((len(requests), self._words), dtype=np.int32)
+        keys: list[str] = []
+        bitmask = np.empty((len(requests), self._words), dtype=np.int32)
         for request in requests:
             try:
                 if self._mask(request, bitmask[len(keys)]):

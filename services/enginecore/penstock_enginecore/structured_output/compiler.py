@@ -16,20 +16,26 @@ from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.core.structured_output.constraint import FIELD, grammar_source
 from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
+from penstock_enginecore.structured_output.trial import costs_too_much
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """``text``: the compiled grammar, serialized, or why there is none. ``memory``: it took more than its share."""
+    """``text``: the compiled grammar, serialized, or why there is none. ``memory``: it took more than its share. ``costly``: a
+    token of it does.
+    """
 
-    kind: Literal["ready", "compiled", "refused", "memory"]
+    kind: Literal["ready", "compiled", "refused", "memory", "costly"]
     text: str = ""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to compile. ``max_bytes`` bounds the size of the constraint's text."""
+    """What to compile. ``max_bytes`` bounds the size of the constraint's text, ``token_budget`` what a token may take in seconds
+    of CPU time.
+    """
 
     constraint: StructuredOutput
     max_bytes: int
+    token_budget: float
 
 
 Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
@@ -46,7 +52,7 @@ def main(connection: Connection, memory: int) -> None:
     except EOFError:
         return
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    compile_constraint(compiler, Job(StructuredOutput(choice=("warm",)), 1024))
+    compile_constraint(compiler, Job(StructuredOutput(choice=("warm",)), 1024, 1.0))
     limit_memory(memory)
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     connection.send_bytes(encoder.encode(Reply("ready")))
@@ -64,10 +70,13 @@ def main(connection: Connection, memory: int) -> None:
 def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
     """Compile one constraint."""
     try:
-        return Reply("compiled", compile_constraint(compiler, job).serialize_json())
+        compiled = compile_constraint(compiler, job)
+        if costs_too_much(compiled, job.token_budget):
+            return Reply("costly")
+        return Reply("compiled", compiled.serialize_json())
     except InvalidArgument as e:
         return Reply("refused", e.message)
-    except (MemoryError, RuntimeError) as e:  # xgrammar's own, with the place in its sources in front
+    except Exception as e:  # xgrammar's own, with the place in its sources in front, and what it lets through
         if out_of_memory(e):
             return Reply("memory")
         kind, _ = job.constraint.constraint

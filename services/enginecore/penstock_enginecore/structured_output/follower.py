@@ -34,9 +34,8 @@ from penstock_enginecore.structured_output.messages import (
     memory_file,
     packet_pair,
 )
+from penstock_enginecore.structured_output.process import TOO_COSTLY, over_budget
 
-TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
-"""Reason of a ResourceExhausted for a constraint whose tokens cost too much."""
 _PATIENCE = 0.25
 """Part of a token's budget that a step waits for a mask, and above which it does not wait for the next one."""
 _MAX_TOKENS = 2000
@@ -385,14 +384,8 @@ class GrammarFollower:
         return incident(RuntimeError(what), request=str(grammar.number), doing="following the constraint")
 
     def _over(self, grammar: FollowedGrammar) -> ResourceExhausted:
-        budget = self._config.token_budget
-        return ResourceExhausted(
-            f"{grammar.compiled.field} takes more than {1000 * budget:g} ms of processor time for one token, behind "
-            f"{len(grammar.tokens)} tokens; the limit is structured_output.token_budget. Repeat what cannot be empty, and "
-            "let each text be read in one way only",
-            field=grammar.compiled.field,
-            reason=TOO_COSTLY,
-        )
+        message = over_budget(grammar.compiled.field, self._config.token_budget)
+        return ResourceExhausted(message, field=grammar.compiled.field, reason=TOO_COSTLY)
 
     def _fatal(self, grammar: FollowedGrammar) -> Internal:
         error = RuntimeError("the process that followed the constraint ended")

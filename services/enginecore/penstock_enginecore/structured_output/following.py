@@ -45,6 +45,8 @@ _OVER = 2
 _GRACE = 5
 """Times its budget that a token may take before the process is ended: what takes less is told, and only its request ends."""
 _MAX_DESCRIPTORS = 2
+_MAX_UNEXPLAINED = 3
+"""Ends of processes that worked on nothing."""
 
 
 class Marks:
@@ -74,7 +76,7 @@ def main(channel: socket.socket, tokenizer: bytes, settings: Settings) -> None:
     detach(0)
     info = xgrammar.TokenizerInfo.deserialize_json(tokenizer.decode())
     marks = Marks()
-    suspects, costly = list[int](), False
+    suspects, costly, unexplained = list[int](), False, 0
     for generation in itertools.count(1):
         child = os.fork()
         if not child:
@@ -84,7 +86,8 @@ def main(channel: socket.socket, tokenizer: bytes, settings: Settings) -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         suspects, costly = marks.suspects(), bool(marks[_OVER])
-        if status == 0 or not suspects:  # the engine has gone, or nothing that was asked for ended it
+        unexplained += not suspects
+        if status == 0 or unexplained > _MAX_UNEXPLAINED:  # the engine has gone, or this does not work
             return
         marks.clear()
 

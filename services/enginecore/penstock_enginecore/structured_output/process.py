@@ -15,6 +15,8 @@ from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output import compiler
 from penstock_enginecore.structured_output.child import start_python
 
+TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
+"""Reason of an error for a constraint whose tokens cost too much to follow."""
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory."""
 _START_TIMEOUT = 120.0
@@ -48,7 +50,7 @@ class CompileProcess:
         kind, _ = constraint.constraint
         field = f"{FIELD}.{kind}"
         connection = self._started()
-        job = compiler.Job(constraint, self._config.max_constraint_bytes)
+        job = compiler.Job(constraint, self._config.max_constraint_bytes, self._config.token_budget)
         try:
             connection.send_bytes(msgspec.msgpack.encode(job))
             reply = self._receive(connection, self._config.compile_timeout)
@@ -64,6 +66,8 @@ class CompileProcess:
         if reply.kind == "memory":
             self._stop()
             raise self._over(field, "takes too much memory to compile;", "memory")
+        if reply.kind == "costly":
+            raise InvalidArgument(over_budget(field, self._config.token_budget), field=field, reason=TOO_COSTLY)
         if reply.kind == "refused":
             raise InvalidArgument(reply.text, field=field)
         return reply.text
@@ -127,3 +131,11 @@ class CompileProcess:
         code = process.wait(_JOIN_TIMEOUT)
         self._process = self._connection = None
         return code
+
+
+def over_budget(field: str, budget: float) -> str:
+    """Why a constraint ends its request that costs more than ``budget`` seconds of CPU time for one token."""
+    return (
+        f"{field} takes more than {1000 * budget:g} ms of processor time for one token (structured_output.token_budget). "
+        "Repeat only what cannot be empty, and let each text be read in one way only"
+    )
