@@ -234,7 +234,7 @@ class DefaultScheduler(Scheduler):
 
     def _waiting_suspects(self) -> list[Request]:
         requests = self._requests.by_key
-        return [requests[key] for key in self._trial.group if key in requests and requests[key].hold & Hold.TRIAL]
+        return [requests[key] for key in self._trial.group if key in requests and requests[key].hold == Hold.TRIAL]
 
     def _schedule_running(self, output: SchedulerOutput, running: list[Request]) -> None:
         for request in running:
