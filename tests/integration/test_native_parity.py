@@ -194,6 +194,25 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_s
     engine.shutdown()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+@pytest.mark.parametrize("has_float16", [False, True])
+def test_float16_is_computed_as_float32_whatever_the_processor_has(
+    architecture: str, dtype: str, has_float16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    model = save_tiny_model(architecture, tmp_path, hidden_size=64)
+    model.half().save_pretrained(tmp_path)
+    expected = expected_tokens(model.float())
+    capabilities = torch.cpu.get_capabilities() | {"avx512_fp16": has_float16, "amx_fp16": has_float16}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype})
+    assert ("decoder" if architecture in DECODERS else "linear") in computing(engine)
+    assert engine.control.collective_rpc("worker_info")[0]["dtype"] == "float32"
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
 def test_weights_are_held_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_tiny_model("qwen3", tmp_path, hidden_size=64, intermediate_size=1024, num_hidden_layers=4)

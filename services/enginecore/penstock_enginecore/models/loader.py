@@ -23,11 +23,8 @@ from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_FEATURES = {
-    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
-    torch.float16: ("avx512_fp16", "amx_fp16"),
-}
-"""The instruction sets, as torch names them, with which a CPU computes in a half precision."""
+_BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
+"""The instruction sets, as torch names them, with which a CPU computes in bfloat16."""
 _PROGRESS_INTERVAL = 1.0
 """Seconds between two progress lines."""
 
@@ -73,20 +70,19 @@ def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.d
 
 
 def resolve_dtype(wanted: str, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. ``auto`` is the checkpoint's, but float32 for a half precision that the CPU only
-    emulates.
+    """The dtype to compute in. ``auto`` is the checkpoint's, but float32 for bfloat16 that the CPU only emulates. CPUs
+    compute float16, wanted or stored, as float32, which holds every number of it.
     """
-    if wanted != "auto":
-        return _DTYPES[wanted]
-    dtype = hf_config.dtype
+    dtype = _DTYPES[wanted] if wanted != "auto" else hf_config.dtype
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
         return torch.float32
-    return dtype if device.type != "cpu" or _cpu_computes_in(dtype) else torch.float32
+    emulated = dtype == torch.float16 or (wanted == "auto" and dtype == torch.bfloat16 and not _cpu_has_bfloat16())
+    return torch.float32 if device.type == "cpu" and emulated else dtype
 
 
-def _cpu_computes_in(dtype: torch.dtype) -> bool:
+def _cpu_has_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities()
-    return dtype == torch.float32 or any(capabilities.get(name, False) for name in _CPU_FEATURES[dtype])
+    return any(capabilities.get(name, False) for name in _BFLOAT16_FEATURES)
 
 
 def _source(config: ModelConfig) -> dict[str, Any]:
