@@ -5,6 +5,10 @@
 // queries; rows are those queries times the query heads that share the key head. Keys are taken kKeys at a time from
 // positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018): a row's
 // result does not depend on how many rows are computed beside it, nor on how its prompt was cut.
+//
+// What a row does not see takes no part in it, whatever it is: nothing times no number is no number. Chunks without a key that
+// the task sees are not read, they may be another request's by now. Of the others, scores of keys that a row does not see are
+// replaced, and its sum of values leaves theirs out.
 #pragma once
 
 #include <algorithm>
@@ -133,24 +137,27 @@ constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{
 constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// Scales and masks the scores of a row, and turns them into weights: row sees keys low..high of the tile at `base`.
-inline void weigh(Scratch& s, int64_t row, int64_t base, int64_t low, int64_t high, const Reach& reach, int64_t value_size) {
+// Keys of a tile.
+struct Span {
+  int64_t from;
+  int64_t to;
+  bool empty() const { return from >= to; }
+};
+
+// Scales and masks the scores of a row, and turns them into weights: of the tile the row sees the keys of `seen`, one at least.
+inline void weigh(Scratch& s, int64_t row, const Span& seen, const Reach& reach, int64_t value_size) {
   float* scores = s.scores[row];
   vf best = splat(-INFINITY);
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     vf x = load(scores + j) * splat(reach.scaling);
     if (reach.softcap != 0.0f) x = hyperbolic_tangent(x / splat(reach.softcap)) * splat(reach.softcap);
-    if (base + j < low || base + j + kLanes > high + 1)
+    if (j < seen.from || j + kLanes > seen.to)
       for (int i = 0; i < kLanes; ++i)
-        if (base + j + i < low || base + j + i > high) x[i] = -INFINITY;
+        if (j + i < seen.from || j + i >= seen.to) x[i] = -INFINITY;
     store(scores + j, x);
-    best = max(best, x);
+    best = max(x, best);  // passes over what is no number
   }
   const float peak = std::max(s.peak[row], largest(best));
-  if (peak == -INFINITY) {
-    for (int64_t j = 0; j < kKeys; ++j) scores[j] = 0.0f;
-    return;
-  }
   vf total{};
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     const vf x = load(scores + j), distance = x - splat(peak);
@@ -175,6 +182,17 @@ inline int64_t lowest(const Reach& reach, int64_t position) {
   return low;
 }
 
+// output[row..row + count) += weights x values of the keys of `span`, whose first chunk begins at `key`.
+inline void add_values(Scratch& s, int64_t row, int64_t count, const Span& span, int64_t key, const float* values,
+                       int64_t value_size, const float* ahead) {
+  values += (span.from - key) * value_size;
+  int64_t column = 0;
+  for (; column + kPanel <= value_size; column += kPanel)
+    kValueTiles[count - 1](s, row, span.from, values, span.to - span.from, value_size, column, ahead);
+  for (; column < value_size; column += kLanes)
+    kNarrowValueTiles[count - 1](s, row, span.from, values, span.to - span.from, value_size, column, ahead);
+}
+
 inline void attend(const Attention& a, const AttentionTask& task) {
   static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
   Scratch& s = *scratch;
@@ -190,21 +208,26 @@ inline void attend(const Attention& a, const AttentionTask& task) {
     s.peak[row] = a.reach.sinks != nullptr ? a.reach.sinks[head] : -INFINITY;
     s.total[row] = a.reach.sinks != nullptr ? 1.0f : 0.0f;
   }
-  const int64_t end = position + task.count;
+  const int64_t begin = lowest(a.reach, position), end = position + task.count;
+  // A chunk that holds a key of begin..end, all of which some row sees: beyond them any key does, since it is masked.
+  const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
-    return a.cache.keys + chunk_of(a.group, task.request, std::min(key, end - 1)) * kChunk * a.cache.key_stride +
-           task.kv_head * a.head_size * kChunk;
+    return a.cache.keys + chunk(key) * a.cache.key_stride + task.kv_head * a.head_size * kChunk;
   };
   const auto value_chunk = [&](int64_t key) {
-    return a.cache.values + chunk_of(a.group, task.request, std::min(key, end - 1)) * kChunk * a.cache.value_stride +
-           task.kv_head * a.value_size * kChunk;
+    return a.cache.values + chunk(key) * a.cache.value_stride + task.kv_head * a.value_size * kChunk;
   };
-  for (int64_t base = lowest(a.reach, position) / kKeys * kKeys; base < end; base += kKeys) {
+  for (int64_t base = begin / kKeys * kKeys; base < end; base += kKeys) {
     const int64_t keys = std::min(kKeys, end - base);
+    // What a row sees of keys from..to of the tile. Neither bound falls from a row to the next.
+    const auto seen = [&](int64_t row, int64_t from, int64_t to) {
+      const int64_t at = position + row / heads;
+      return Span{std::max(from, lowest(a.reach, at) - base), std::min(to, at + 1 - base)};
+    };
     // A row whose position is before the tile sees nothing of it.
     const int64_t first_row = std::max<int64_t>(0, base - position) * heads;
-    for (int64_t j = 0; j < keys; j += kPanel) {
-      const int64_t left = base + j, right = left + kLanes;  // beyond the end any keys do: they are masked
+    for (int64_t j = std::max<int64_t>(0, begin - base) / kPanel * kPanel; j < keys; j += kPanel) {
+      const int64_t left = base + j, right = left + kLanes;
       const float *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
       const Ahead ahead{value_chunk(left), value_chunk(right)};
       for (int64_t row = first_row; row < rows;) {
@@ -213,21 +236,20 @@ inline void attend(const Attention& a, const AttentionTask& task) {
         row += count;
       }
     }
-    for (int64_t row = first_row; row < rows; ++row) {
-      const int64_t at = position + row / heads;
-      weigh(s, row, base, lowest(a.reach, at), at, a.reach, a.value_size);
-    }
-    for (int64_t j = 0; j < keys; j += kChunk) {
+    for (int64_t row = first_row; row < rows; ++row)
+      if (const Span span = seen(row, 0, keys); !span.empty()) weigh(s, row, span, a.reach, a.value_size);
+    for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk * kChunk; j < keys; j += kChunk) {
       const float *values = value_chunk(base + j), *ahead = key_chunk(base + j + kKeys);
-      const int64_t tokens = std::min<int64_t>(kChunk, keys - j);
-      for (int64_t row = first_row; row < rows;) {
-        const int64_t count = std::min<int64_t>(kTile, rows - row);
-        int64_t column = 0;
-        for (; column + kPanel <= a.value_size; column += kPanel)
-          kValueTiles[count - 1](s, row, j, values, tokens, a.value_size, column, ahead);
-        for (; column < a.value_size; column += kLanes)
-          kNarrowValueTiles[count - 1](s, row, j, values, tokens, a.value_size, column, ahead);
-        row += count;
+      const int64_t last = std::min(keys, j + kChunk);
+      for (int64_t row = first_row, count; row < rows; row += count) {
+        count = std::min<int64_t>(kTile, rows - row);
+        const Span first = seen(row, j, last), final = seen(row + count - 1, j, last);
+        if (first.from == final.from && first.to == final.to) {
+          if (!first.empty()) add_values(s, row, count, first, j, values, a.value_size, ahead);
+        } else {
+          for (int64_t i = row; i < row + count; ++i)
+            if (const Span span = seen(i, j, last); !span.empty()) add_values(s, i, 1, span, j, values, a.value_size, ahead);
+        }
       }
     }
   }

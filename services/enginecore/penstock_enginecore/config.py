@@ -33,11 +33,11 @@ Task = Literal["auto", "generate", "embed", "classify"]
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which checkpoint to serve and how.
 
-    ``path`` is a directory or a Hugging Face model id. ``dtype`` auto is the checkpoint's own, except that
-    bfloat16 becomes float32 on a CPU without native support; CPUs compute float16 as float32. ``max_model_len`` None takes the model's own limit, lowered to
-    what the KV cache can hold. ``max_logprobs``: how many of the likeliest tokens a request may have reported per position,
-    -1 for the whole vocabulary. ``task`` auto follows the checkpoint: causal language models generate, those with a
-    classification head classify, encoders and sentence-transformers directories embed.
+    ``path`` is a directory or a Hugging Face model id. ``dtype`` auto is the checkpoint's own, except that bfloat16
+    becomes float32 on a CPU without native support; CPUs compute float16 as float32. ``max_model_len`` None takes the
+    model's own limit, lowered to what the KV cache can hold. ``max_logprobs``: how many of the likeliest tokens a request
+    may have reported per position, -1 for the whole vocabulary. ``task`` auto follows the checkpoint: causal language
+    models generate, those with a classification head classify, encoders and sentence-transformers directories embed.
     """
 
     path: str

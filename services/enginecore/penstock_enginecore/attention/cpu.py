@@ -4,6 +4,9 @@ Requests that compute one token (decode) are batched: sorted by length, cut into
 gathered into one padded tensor per bucket, and the query heads that share a key head laid along the query axis.
 Requests that compute several tokens (prefill) run one by one. A sliding window shortens what is gathered, so far keys
 are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys.
+
+The fused kernel masks by adding and multiplies what is masked by nothing, which is wrong where a number is not finite. So a
+decode is padded with a key of its own, and a prefill with such numbers takes the explicit way, which selects.
 """
 
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from penstock_enginecore.attention.base import (
     KVCache,
     StepPlan,
 )
+from penstock_enginecore.attention.selection import weighted_values
 
 _MAX_PADDING = 1.25
 """A bucket's longest request is at most this many times as long as its shortest, ..."""
@@ -33,7 +37,7 @@ _QUERY_CHUNK = 512
 @dataclass(frozen=True, slots=True)
 class _DecodeBucket:
     """``tokens`` int64 ``[batch]``: positions in the flat batch. ``slots`` int64 ``[batch * length]``, padded at the
-    end with the null slot. ``mask`` float32 ``[batch, 1, 1, length]``, 0 or -inf, None when no request is padded.
+    end with the request's last. ``mask`` bool ``[batch, 1, 1, length]``: what is no padding; None when no request is padded.
     """
 
     tokens: torch.Tensor
@@ -114,14 +118,13 @@ def _plan(metadata: AttentionMetadata, window: int | None, chunk: int | None) ->
 def _plan_bucket(metadata: AttentionMetadata, requests: IntArray, lengths: IntArray) -> _DecodeBucket:
     longest = int(lengths[-1])
     offsets = np.arange(longest)
-    positions = (metadata.seq_lens[requests] - lengths)[:, None] + offsets
-    valid = offsets < lengths[:, None]
-    positions[~valid] = 0
+    ends = metadata.seq_lens[requests][:, None]
+    positions = np.minimum(ends - lengths[:, None] + offsets, ends - 1)
     blocks = metadata.block_table[requests[:, None], positions // metadata.block_size].astype(np.int64)
-    slots = np.where(valid, blocks * metadata.block_size + positions % metadata.block_size, 0)
+    slots = blocks * metadata.block_size + positions % metadata.block_size
     mask = None
     if lengths[0] != longest:
-        mask = torch.from_numpy(np.where(valid, np.float32(0), np.float32(-np.inf)))[:, None, None, :]
+        mask = torch.from_numpy(offsets < lengths[:, None])[:, None, None, :]
     tokens = torch.from_numpy(metadata.query_start_loc[requests])
     return _DecodeBucket(tokens, torch.from_numpy(slots.reshape(-1)), longest, mask)
 
@@ -155,12 +158,11 @@ def _decode(query: torch.Tensor, cache: KVCache, bucket: _DecodeBucket, params: 
     values = values.view(batch, bucket.length, cache.num_kv_heads, -1).transpose(1, 2)
     groups = num_heads // cache.num_kv_heads
     folded = query.reshape(batch, cache.num_kv_heads, groups, -1)
-    mask = None if bucket.mask is None else bucket.mask.to(query.dtype)
     if params.softcap is None and params.sinks is None:
-        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=params.scaling)
+        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bucket.mask, scale=params.scaling)
     else:
         sinks = None if params.sinks is None else params.sinks.view(1, cache.num_kv_heads, groups, 1)
-        output = _explicit(folded, keys, values, mask, sinks, params)
+        output = _weights(folded, keys, bucket.mask, sinks, params).to(values.dtype) @ values
     return output.reshape(batch, num_heads, -1)
 
 
@@ -169,7 +171,7 @@ def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, para
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values))
-    plain = params.softcap is None and params.sinks is None
+    plain = params.softcap is None and params.sinks is None and _is_tame(query, keys, values, params.scaling)
     window = params.sliding_window
     if plain and num_keys == num_queries and (window is None or window >= num_keys):
         output = F.scaled_dot_product_attention(
@@ -189,10 +191,8 @@ def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, para
         else:
             groups = num_heads // num_kv_heads
             sinks = None if params.sinks is None else params.sinks.view(1, num_heads, 1, 1)
-            bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-            chunks.append(
-                _explicit(rows, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), bias, sinks, params)
-            )
+            weights = _weights(rows, k.repeat_interleave(groups, 1), mask, sinks, params)
+            chunks.append(weighted_values(weights.to(v.dtype), v.repeat_interleave(groups, 1), mask))
     return torch.cat(chunks, dim=2)[0].transpose(0, 1)
 
 
@@ -206,21 +206,27 @@ def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: i
     return visible
 
 
-def _explicit(
+def _is_tame(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:
+    """Whether all values are finite, and all scores certainly (Cauchy-Schwarz), so that a masked one can be added to."""
+    q, k, v = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (query, keys, values))
+    return bool((q * k * scaling + v).isfinite())
+
+
+def _weights(
     query: torch.Tensor,
     keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
+    visible: torch.Tensor | None,
     sinks: torch.Tensor | None,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """What the fused kernel cannot do: soft cap and sinks. ``[batch, heads, queries, head size]`` in and out."""
+    """What the fused kernel cannot do: soft cap, sinks, and scores that are not finite. ``[batch, heads, queries, head
+    size]`` in, ``[batch, heads, queries, keys]`` out, float32.
+    """
     scores = (query @ keys.transpose(-1, -2)).float() * params.scaling
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
-    if mask is not None:
-        scores = scores + mask
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
-    return weights.to(values.dtype) @ values
+    return scores.softmax(dim=-1)[..., : keys.shape[2]]

@@ -3,10 +3,12 @@
 import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.selection import weighted_values
+from penstock_enginecore.core.kv_cache.spec import first_key
 
 
 class ReferenceAttention(AttentionBackend):
-    """Reads every key and value back from the cache and materializes the scores."""
+    """Reads every key and value that a query sees back from the cache and materializes the scores."""
 
     def attend(
         self,
@@ -21,14 +23,19 @@ class ReferenceAttention(AttentionBackend):
         metadata = plan.metadata
         outputs = []
         for i in range(metadata.num_requests):
-            start, end = metadata.query_start_loc[i : i + 2]
-            slots = torch.from_numpy(metadata.slots(i, 0, int(metadata.seq_lens[i]))).to(plan.device)
+            start, end = (int(x) for x in metadata.query_start_loc[i : i + 2])
+            length = int(metadata.seq_lens[i])
+            first = first_key(length - (end - start), params.sliding_window, params.chunk)
+            slots = torch.from_numpy(metadata.slots(i, first, length)).to(plan.device)
             keys, values = cache.gather(slots)
-            outputs.append(_attend_one(query[start:end], keys, values, params))
+            outputs.append(_attend_one(query[start:end], keys, values, first, params))
         return torch.cat(outputs)
 
 
-def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+def _attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, params: AttentionParams
+) -> torch.Tensor:
+    """``query`` stands at the last of the ``keys``, which begin at position ``first``."""
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
@@ -36,8 +43,8 @@ def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys.float()) * params.scaling
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
-    query_position = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
-    key_position = torch.arange(num_keys, device=query.device)[None, :]
+    key_position = torch.arange(first, first + num_keys, device=query.device)[None, :]
+    query_position = key_position[0, num_keys - num_queries :, None]
     visible = key_position <= query_position
     if params.sliding_window is not None:
         visible &= key_position > query_position - params.sliding_window
@@ -48,4 +55,5 @@ def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p
         sinks = params.sinks.float()[:, None, None].expand(num_heads, num_queries, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1)[..., :num_keys]
-    return torch.einsum("hqk,khd->qhd", weights, values.float()).to(query.dtype)
+    output = weighted_values(weights, values.float().transpose(0, 1), visible)
+    return output.transpose(0, 1).to(query.dtype)

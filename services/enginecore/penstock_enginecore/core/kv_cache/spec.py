@@ -3,6 +3,16 @@
 import msgspec
 
 
+def first_key(position: int, sliding_window: int | None, attention_chunk: int | None) -> int:
+    """The first position that a query at ``position`` sees. It never falls as ``position`` rises."""
+    first = 0
+    if sliding_window is not None:
+        first = max(position - sliding_window + 1, 0)
+    if attention_chunk is not None:
+        first = max(position // attention_chunk * attention_chunk, first)
+    return first
+
+
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One attention layer's demand. ``dtype_size`` in bytes. ``sliding_window``: keys a query sees, itself included.
     ``attention_chunk``: a query at position p sees keys from ``p // attention_chunk * attention_chunk``. Both in tokens,
@@ -50,13 +60,8 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.sliding_window is not None or self.attention_chunk is not None
 
     def first_key(self, position: int) -> int:
-        """The first position that a query at ``position`` sees. It never falls as ``position`` rises."""
-        first = 0
-        if self.sliding_window is not None:
-            first = max(position - self.sliding_window + 1, 0)
-        if self.attention_chunk is not None:
-            first = max(position // self.attention_chunk * self.attention_chunk, first)
-        return first
+        """See ``first_key``."""
+        return first_key(position, self.sliding_window, self.attention_chunk)
 
     def num_blocks_for(self, num_blocks: int) -> int:
         """The most blocks that a sequence filling ``num_blocks`` blocks holds here at once."""
