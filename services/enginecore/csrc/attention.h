@@ -150,7 +150,10 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Reach& reach,
   vf best = splat(-INFINITY);
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     vf x = load(scores + j) * splat(reach.scaling);
-    if (reach.softcap != 0.0f) x = hyperbolic_tangent(x / splat(reach.softcap)) * splat(reach.softcap);
+    if (reach.softcap != 0.0f) {
+      const vf capped = hyperbolic_tangent(x / splat(reach.softcap)) * splat(reach.softcap);
+      x = x == x ? capped : x;  // the polynomial makes a number of what is none
+    }
     if (j < seen.from || j + kLanes > seen.to)
       for (int i = 0; i < kLanes; ++i)
         if (j + i < seen.from || j + i >= seen.to) x[i] = -INFINITY;

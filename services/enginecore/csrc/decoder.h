@@ -46,11 +46,14 @@ class Decoder {
     step_ = step;
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
+    num_tokens_ = tokens;
+    num_rows_ = step.num_rows;
     qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
     attended_.resize(tokens, m.num_heads * m.head_size);
     gated_.resize(tokens, m.intermediate);
     plan_attention(attention(0), plan_);  // the same for all layers
+    num_attentions_ = static_cast<int64_t>(plan_.size());
     pool_.run(forward_job_);
   }
 
@@ -61,6 +64,7 @@ class Decoder {
     step_.rows = rows;
     step_.num_rows = num_rows;
     step_.logits = logits;
+    num_rows_ = num_rows;
     normed_.resize(num_rows, model_.hidden);
     pool_.run(head_job_);
   }
@@ -81,39 +85,44 @@ class Decoder {
     logits(cursor);
   }
 
-  bool norm(Cursor& cursor, const float* weight) {
-    const int64_t tokens = step_.num_tokens;
-    return cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t task) {
-      for (int64_t t = task * kRowTask; t < std::min(tokens, (task + 1) * kRowTask); ++t)
-        rms_norm(step_.x + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
+  // `task` for each token, some at a time.
+  template <class Task>
+  bool each_token(Cursor& cursor, const Task& task) {
+    const int64_t tokens = num_tokens_;
+    return cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t index) {
+      for (int64_t t = index * kRowTask; t < std::min(tokens, (index + 1) * kRowTask); ++t) task(t);
     });
   }
 
-  bool product(Cursor& cursor, const Buffer& from, const Linear& linear, const Output& output) {
-    const Product product(from.data(), step_.num_tokens, from.stride(), linear, output);
-    return cursor(product.tasks(), product);
+  bool norm(Cursor& cursor, const float* weight) {
+    return each_token(cursor, [&](int64_t t) {
+      rms_norm(step_.x + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
+    });
+  }
+
+  // `output` says in a task where the sums go.
+  template <class Where>
+  bool product(Cursor& cursor, const Buffer& from, const Linear& linear, const Where& output) {
+    const Blocks blocks(num_tokens_, linear.n);
+    return cursor(blocks.tasks(), [&](int64_t task) { Product(from.data(), from.stride(), linear, output(), blocks)(task); });
   }
 
   bool layer(Cursor& cursor, size_t index) {
-    const Model& m = model_;
     const Layer& l = layers_[index];
-    const int64_t tokens = step_.num_tokens;
+    const auto residual = [&](const float* bias) {
+      return [this, bias] { return Output{step_.x, model_.hidden, bias, model_.hidden, Epilogue::kAdd}; };
+    };
     if (!norm(cursor, l.input_norm)) return false;
-    if (!product(cursor, normed_, l.qkv, {qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore})) return false;
-    if (!cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t task) {
-          for (int64_t t = task * kRowTask; t < std::min(tokens, (task + 1) * kRowTask); ++t) keep(index, t);
-        }))
+    if (!product(cursor, normed_, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
-    if (!cursor(static_cast<int64_t>(plan_.size()), [&](int64_t task) { attend(attention(index), plan_[task]); })) return false;
-    const Output residual{step_.x, m.hidden, nullptr, m.hidden, Epilogue::kAdd};
-    Output out = residual;
-    out.bias = l.output.bias;
-    if (!product(cursor, attended_, l.output, out)) return false;
+    if (!each_token(cursor, [&](int64_t t) { keep(index, t); })) return false;
+    if (!cursor(num_attentions_, [&](int64_t task) { attend(attention(index), plan_[task]); })) return false;
+    if (!product(cursor, attended_, l.output, residual(l.output.bias))) return false;
     if (!norm(cursor, l.post_norm)) return false;
-    if (!product(cursor, normed_, l.gate_up, {gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}))
+    if (!product(cursor, normed_, l.gate_up,
+                 [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}; }))
       return false;
-    out.bias = l.down.bias;
-    return product(cursor, gated_, l.down, out);
+    return product(cursor, gated_, l.down, residual(l.down.bias));
   }
 
   // Norms and rotates a token's queries and keys, and puts its keys and values into the cache.
@@ -136,15 +145,16 @@ class Decoder {
   }
 
   void logits(Cursor& cursor) {
-    const int64_t rows = step_.num_rows;
+    const int64_t rows = num_rows_;
     if (!cursor(rows, [&](int64_t row) {
           rms_norm(step_.x + step_.rows[row] * model_.hidden, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
         }))
       return;
     const Linear& head = model_.head;
-    const Product product(normed_.data(), rows, normed_.stride(), head,
-                          {step_.logits, head.n, head.bias, head.n, Epilogue::kStore});
-    cursor(product.tasks(), product);
+    const Blocks blocks(rows, head.n);
+    cursor(blocks.tasks(), [&](int64_t task) {
+      Product(normed_.data(), normed_.stride(), head, {step_.logits, head.n, head.bias, head.n, Epilogue::kStore}, blocks)(task);
+    });
   }
 
   static constexpr int kPhases = 8;       // of a layer
@@ -155,6 +165,7 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
+  Count num_tokens_, num_rows_, num_attentions_;
   Buffer qkv_, normed_, attended_, gated_;
   std::vector<AttentionTask> plan_;
 };

@@ -112,22 +112,26 @@ constexpr std::array<Tile, sizeof...(kRows)> tiles(std::integer_sequence<int, kR
 constexpr auto kTiles = tiles<float>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kHalfTiles = tiles<uint16_t>(std::make_integer_sequence<int, kTile>{});
 
-// A product cut into tasks of at most kBlockRows rows and kGroup panels.
+// How a product of `rows` rows and `n` output features is cut into tasks of at most kBlockRows rows and `group` panels.
+struct Blocks {
+  Blocks(int64_t rows, int64_t n)
+      : rows(rows), group(rows > kTile ? 2 : 1), groups((panels(n) + group - 1) / group), blocks((rows + kBlockRows - 1) / kBlockRows) {}
+  int64_t tasks() const { return groups * blocks; }
+
+  static constexpr int64_t kBlockRows = 8 * kTile;
+  int64_t rows, group, groups, blocks;
+};
+
+// Does the tasks of a product.
 class Product {
  public:
-  Product(const float* a, int64_t rows, int64_t stride, const Linear& linear, const Output& output)
-      : a_(a), rows_(rows), stride_(stride), linear_(linear), output_(output) {
-    group_ = rows > kTile ? 2 : 1;
-    groups_ = (panels(linear.n) + group_ - 1) / group_;
-    blocks_ = (rows + kBlockRows - 1) / kBlockRows;
-  }
-
-  int64_t tasks() const { return groups_ * blocks_; }
+  Product(const float* a, int64_t stride, const Linear& linear, const Output& output, const Blocks& cut)
+      : a_(a), stride_(stride), linear_(linear), output_(output), cut_(cut) {}
 
   void operator()(int64_t task) const {
-    const int64_t first_panel = task / blocks_ * group_, block = task % blocks_;
-    const int64_t last_panel = std::min(first_panel + group_, panels(linear_.n));
-    const int64_t start = rows_ * block / blocks_, end = rows_ * (block + 1) / blocks_;
+    const int64_t first_panel = task / cut_.blocks * cut_.group, block = task % cut_.blocks;
+    const int64_t last_panel = std::min(first_panel + cut_.group, panels(linear_.n));
+    const int64_t start = cut_.rows * block / cut_.blocks, end = cut_.rows * (block + 1) / cut_.blocks;
     const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
     const bool widen = linear_.half && count > 1;
     if (widen) widen_panels(first_panel, last_panel);
@@ -155,12 +159,11 @@ class Product {
     for (int64_t i = 0; i < count; i += kLanes) store(wide.data() + i, load(from + i));
   }
 
-  static constexpr int64_t kBlockRows = 8 * kTile;
   const float* a_;
-  int64_t rows_, stride_;
+  int64_t stride_;
   const Linear& linear_;
   Output output_;
-  int64_t group_, groups_, blocks_;
+  const Blocks& cut_;
 };
 
 }  // namespace penstock

@@ -21,6 +21,7 @@ class Operators {
     pool_.prepare(1);
     packing_ = weight;
     linear_ = to;
+    num_tasks_ = panels(to.n);
     pool_.run(pack_job_);
   }
 
@@ -29,6 +30,8 @@ class Operators {
     linear_ = linear;
     x_ = x, rows_ = rows, stride_ = stride;
     if (conflicts()) padded_.resize(rows, linear.k);
+    num_copies_ = conflicts() ? rows : 0;
+    num_tasks_ = Blocks(rows, linear.n).tasks();
     output_ = {out, out_stride, linear.bias, linear.n, Epilogue::kStore};
     pool_.run(linear_job_);
   }
@@ -37,24 +40,27 @@ class Operators {
     pool_.prepare(1);
     attention_ = attention;
     plan_attention(attention_, plan_);
+    num_tasks_ = static_cast<int64_t>(plan_.size());
     pool_.run(attend_job_);
   }
 
   void write(const Write& write) {
     pool_.prepare(1);
     write_ = write;
+    num_tasks_ = (write.num_tokens + kTokens - 1) / kTokens;
     pool_.run(write_job_);
   }
 
   void sample(const Sampling& sampling) {
     pool_.prepare(1);
     sampling_ = sampling;
+    num_tasks_ = sampling.rows;
     pool_.run(sample_job_);
   }
 
  private:
   void pack(Cursor& cursor) {
-    cursor(panels(linear_.n), [this](int64_t panel) {
+    cursor(num_tasks_, [this](int64_t panel) {
       const Linear& to = linear_;
       void* packed = const_cast<void*>(to.packed);
       if (to.half) pack_panel(packing_, to.n, to.k, static_cast<uint16_t*>(packed), panel);
@@ -66,27 +72,26 @@ class Operators {
   bool conflicts() const { return rows_ > 4 && stride_ * sizeof(float) % 4096 == 0; }
 
   void linear(Cursor& cursor) {
-    if (conflicts() && !cursor(rows_, [this](int64_t row) {
-          std::memcpy(padded_.row(row), x_ + row * stride_, linear_.k * sizeof(float));
-        }))
+    if (!cursor(num_copies_, [this](int64_t row) { std::memcpy(padded_.row(row), x_ + row * stride_, linear_.k * sizeof(float)); }))
       return;
-    const Product product(conflicts() ? padded_.data() : x_, rows_, conflicts() ? padded_.stride() : stride_, linear_, output_);
-    cursor(product.tasks(), product);
+    cursor(num_tasks_, [this](int64_t task) {
+      const Blocks blocks(rows_, linear_.n);
+      Product(conflicts() ? padded_.data() : x_, conflicts() ? padded_.stride() : stride_, linear_, output_, blocks)(task);
+    });
   }
 
   void attend(Cursor& cursor) {
-    cursor(static_cast<int64_t>(plan_.size()), [this](int64_t task) { penstock::attend(attention_, plan_[task]); });
+    cursor(num_tasks_, [this](int64_t task) { penstock::attend(attention_, plan_[task]); });
   }
 
   void write(Cursor& cursor) {
-    const int64_t tokens = write_.num_tokens;
-    cursor((tokens + kTokens - 1) / kTokens, [&](int64_t task) {
-      for (int64_t t = task * kTokens; t < std::min(tokens, (task + 1) * kTokens); ++t) write_token(write_, t);
+    cursor(num_tasks_, [this](int64_t task) {
+      for (int64_t t = task * kTokens; t < std::min(write_.num_tokens, (task + 1) * kTokens); ++t) write_token(write_, t);
     });
   }
 
   void sample(Cursor& cursor) {
-    cursor(sampling_.rows, [this](int64_t row) {
+    cursor(num_tasks_, [this](int64_t row) {
       static thread_local std::vector<double> sums;
       sample_row(sampling_, row, sums);
     });
@@ -99,6 +104,7 @@ class Operators {
   const Pool::Job attend_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this};
   const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
   const Pool::Job sample_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this};
+  Count num_copies_, num_tasks_;
   const float* packing_ = nullptr;
   Linear linear_{};
   Buffer padded_;

@@ -59,6 +59,25 @@ class Cursor {
   uint64_t program_;
 };
 
+// A number that says how many tasks a phase has: the one thing of a program that a thread may read when the program is over.
+//
+// A late thread of program P reads the count, then `next` of the phase, while the caller prepares P + 1: it stores the new
+// number of the program into `next`, then a new count. The count is stored with release and loaded with acquire. So a thread
+// that loads a count of P + 1 synchronizes with that store, the store into `next` before it happens before the thread's load of
+// `next`, and the thread finds that P is over. With relaxed stores, or plain ones, a weakly ordered processor (and any compiler)
+// may let the count be seen first: a thread could take a task of the new count under the old number. Weaker than release and
+// acquire is wrong, stronger buys nothing: no third thing is ordered. Everything else that a program reads, it reads in its
+// tasks. A thread that took a task of P holds the caller in P until the task is done (`done`: release, acquire), and what the
+// caller wrote for P happens before, by `started_`.
+class Count {
+ public:
+  void operator=(int64_t count) { count_.store(count, std::memory_order_release); }
+  operator int64_t() const { return count_.load(std::memory_order_acquire); }
+
+ private:
+  std::atomic<int64_t> count_{0};
+};
+
 class Pool {
  public:
   static constexpr int kMaxPhases = 8192;  // of a program; of which there are eight per layer of a decoder
@@ -75,7 +94,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   // Ends the program before for threads that are late. Call it before anything changes that a program reads: such a thread
-  // may still ask for the number of tasks of a phase, but finds that none is left to take. The next program has `num_phases` at most.
+  // may still ask for the number of tasks of a phase, which therefore is a Count or never changes, but finds that none is left
+  // to take. The next program has `num_phases` at most.
   void prepare(int num_phases);
   // Runs a job's program. The job and its argument must stay where they are until `quiet`.
   void run(const Job& job);

@@ -203,7 +203,9 @@ def spoil(step: Step, request: int, position: int, number: float) -> Step:
 
 
 @every_backend
-@pytest.mark.parametrize(("number", "position"), zip(POISONS.values(), (150, 171, 197, 144), strict=True), ids=POISONS)
+@pytest.mark.parametrize(
+    ("number", "position"), list(zip(POISONS.values(), (150, 171, 197, 144), strict=True)), ids=POISONS
+)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_a_tokens_vectors_reach_no_token_before_it(
     backend: Backend, number: float, position: int, params: AttentionParams

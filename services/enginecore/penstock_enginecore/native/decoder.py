@@ -61,12 +61,9 @@ class NativeDecoder:
         self._bound: Mapping[torch.nn.Module, LayerCache] | None = None
         self._keep: list[Any] = []
         self._handle = self._build([call.params for call in calls])
+        library.free_with(self, self._handle, "decoder")
         self._embedding = cast("torch.Tensor", module.get_input_embeddings().weight)
         self._rotary = _Rotary(self._module.model.rotary_emb, self._model.head_size, max_len)
-
-    def __del__(self) -> None:
-        if handle := getattr(self, "_handle", None):
-            self._library.free(handle, "decoder")
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import functools
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,33 @@ _CAPABILITIES = {
 }
 """Instruction sets, best first, and what torch calls the features they need."""
 
+_DIRECTORY = Path(__file__).parent
+"""Where the kernels are."""
+
 
 class KernelsError(ConfigError):
     """The kernels cannot be had; the message says why."""
+
+
+class _Context:
+    """The threads of a library and what they work with. Refers to nothing, and is freed with its last reference: that of the
+    library, or of an object of the library's that outlives it.
+    """
+
+    def __init__(self, functions: ctypes.CDLL, num_threads: int) -> None:
+        self._functions = functions
+        self.handle = ctypes.c_void_p()
+        code = functions.penstock_context_new(num_threads, ctypes.byref(self.handle))
+        if code:
+            raise KernelsError(f"{num_threads} threads cannot be started: {os.strerror(code)}")
+
+    def __del__(self) -> None:
+        if self.handle:
+            self._functions.penstock_context_free(self.handle)
+
+    def free(self, handle: ctypes.c_void_p, name: str) -> None:
+        """Free an object that was made in this context."""
+        getattr(self._functions, f"penstock_{name}_free")(handle)
 
 
 class NativeLibrary:
@@ -35,18 +60,11 @@ class NativeLibrary:
         self.isa = isa
         self.num_threads = num_threads
         self.lanes: int = self._functions.penstock_lanes()
-        self._context = ctypes.c_void_p()
-        code = self._functions.penstock_context_new(num_threads, ctypes.byref(self._context))
-        if code:
-            raise KernelsError(f"{num_threads} threads cannot be started: {os.strerror(code)}")
-
-    def __del__(self) -> None:
-        if getattr(self, "_context", None):
-            self.free(self._context, "context")
+        self._context = _Context(self._functions, num_threads)
 
     def call(self, name: str, *arguments: Any) -> None:
         """The function ``penstock_<name>`` of this context. MemoryError or OSError where it fails."""
-        self.call_on(self._context, name, *arguments)
+        self.call_on(self._context.handle, name, *arguments)
 
     def call_on(self, handle: ctypes.c_void_p, name: str, *arguments: Any) -> None:
         """The same of another object of the library's: ``handle`` comes first."""
@@ -60,9 +78,12 @@ class NativeLibrary:
             error = OSError(code, f"the kernel {name!r} failed: {os.strerror(code)}")
             raise MemoryError(str(error)) if code == errno.ENOMEM else error
 
-    def free(self, handle: ctypes.c_void_p, name: str) -> None:
-        """Let go of an object: ``penstock_<name>_free``."""
-        getattr(self._functions, f"penstock_{name}_free")(handle)
+    def free_with(self, owner: object, handle: ctypes.c_void_p, name: str) -> None:
+        """Let go of an object, ``penstock_<name>_free``, when ``owner`` is gone. The context outlives it, even where one
+        collection of garbage finds both: the finalizer holds the context. Nothing is freed as the process ends: other threads
+        may still compute.
+        """
+        weakref.finalize(owner, self._context.free, handle, name).atexit = False
 
 
 def open_library(isa: str, num_threads: int) -> NativeLibrary:
@@ -72,7 +93,7 @@ def open_library(isa: str, num_threads: int) -> NativeLibrary:
     for name in runnable if isa == "auto" else [isa]:
         if name not in runnable:
             raise KernelsError(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
-        path = Path(__file__).with_name(f"kernels_{name}.so")
+        path = _DIRECTORY / f"kernels_{name}.so"
         if path.is_file():
             return NativeLibrary(path, name, num_threads)
     raise KernelsError("the package was built without kernels; a C++ compiler must be there when it is installed")

@@ -1,0 +1,144 @@
+// Hammers the thread pool for ThreadSanitizer: programs of all kinds, one after the other, from several callers with pools of
+// their own and with a pool that they take turns at, on more threads than there are cores. Every result is checked.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "decoder.h"
+#include "operators.h"
+
+namespace {
+
+using namespace penstock;
+
+void check(bool right, const char* what) {
+  if (right) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::abort();
+}
+
+std::vector<float> numbers(int64_t count, uint32_t seed) {
+  std::vector<float> made(count);
+  for (float& x : made) {
+    seed = seed * 1664525u + 1013904223u;
+    x = static_cast<float>(seed >> 8) / 16777216.0f - 0.5f;
+  }
+  return made;
+}
+
+struct Weight {
+  Weight(Operators& operators, int64_t n, int64_t k, uint32_t seed) : packed(panels(n) * kPanel * k) {
+    linear = {packed.data(), nullptr, n, k, 0};
+    const std::vector<float> plain = numbers(n * k, seed);
+    operators.pack(plain.data(), linear);
+  }
+  std::vector<float> packed;
+  Linear linear;
+};
+
+// Everything a caller works with: a small decoder and the operators beside it, in one context.
+class Caller {
+ public:
+  Caller(Pool& pool, uint32_t seed)
+      : operators_(pool),
+        norm_(kHidden, 1.0f),
+        qkv_(operators_, (kHeads + 2) * kHead, kHidden, seed),
+        out_(operators_, kHidden, kHeads * kHead, seed + 1),
+        gate_up_(operators_, 4 * kPanel, kHidden, seed + 2),
+        down_(operators_, kHidden, 2 * kPanel, seed + 3),
+        wide_(operators_, 40, 1024, seed + 4) {
+    for (Layer& layer : layers_)
+      layer = {norm_.data(), norm_.data(), nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
+               {20, 0, 0.25f, 0.0f, nullptr}};
+    const Model model{kLayers, kHidden, kHeads, 1, kHead, 2 * kPanel, 1e-5f, layers_, norm_.data(), qkv_.linear};
+    decoder_ = std::make_unique<Decoder>(model, pool);
+  }
+
+  void decode(int64_t tokens) {
+    const int64_t starts[] = {0, tokens}, lens[] = {tokens};
+    const int64_t zeros[kLayers] = {};
+    std::vector<int64_t> slots(tokens), rows(1 + tokens % 3);
+    for (int64_t i = 0; i < tokens; ++i) slots[i] = kChunk + i;
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i) % tokens;
+    const int32_t table[] = {1, 2, 3, 4, 5};
+    std::vector<float> keys(6 * kChunk * kHead), values(keys.size());
+    const Group group{slots.data(), table, 5, kChunk};
+    const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
+    std::vector<float> x = numbers(tokens * kHidden, 7), cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
+    std::vector<float> logits(rows.size() * qkv_.linear.n), again(logits.size());
+    decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), cosines.data(), sines.data(),
+                       static_cast<int64_t>(rows.size()), rows.data(), logits.data()});
+    decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data());
+    check(logits == again, "the head alone gives other logits");
+  }
+
+  void multiply(int64_t rows) {
+    const std::vector<float> x = numbers(rows * 1024, static_cast<uint32_t>(rows));
+    std::vector<float> out(rows * 40), one(40);
+    operators_.linear(wide_.linear, x.data(), rows, 1024, out.data(), 40);
+    operators_.linear(wide_.linear, x.data() + (rows - 1) * 1024, 1, 1024, one.data(), 40);
+    check(std::equal(one.begin(), one.end(), out.end() - 40), "a row's product depends on those beside it");
+  }
+
+  void draw(int64_t rows) {
+    const int64_t width = 300;
+    const std::vector<float> logits = numbers(rows * width, 3), temperatures(rows, 1.0f);
+    const std::vector<double> uniforms(rows, 0.5);
+    std::vector<float> peaks(rows);
+    std::vector<int64_t> columns(rows, -1);
+    operators_.sample({rows, width, logits.data(), temperatures.data(), uniforms.data(), peaks.data(), columns.data()});
+    for (int64_t column : columns) check(column >= 0 && column < width, "a draw is out of range");
+  }
+
+  void work(int round) {
+    decode(1 + round * 7 % 40);
+    multiply(1 + round * 5 % 30);
+    draw(1 + round % 9);
+  }
+
+ private:
+  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16;
+  Operators operators_;
+  std::vector<float> norm_;
+  Weight qkv_, out_, gate_up_, down_, wide_;
+  Layer layers_[kLayers];
+  std::unique_ptr<Decoder> decoder_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
+  std::mutex turn;
+  Pool shared(3);
+  std::vector<std::thread> callers;
+  for (uint32_t i = 0; i < 3; ++i)
+    callers.emplace_back([&, i] {
+      for (int life = 0; life < 3; ++life) {
+        Pool own(4);
+        Caller alone(own, i);
+        std::unique_ptr<Caller> beside;
+        {
+          const std::lock_guard<std::mutex> lock(turn);
+          beside = std::make_unique<Caller>(shared, i);
+        }
+        for (int round = 0; round < rounds / 3; ++round) {
+          alone.work(round + static_cast<int>(i));
+          const std::lock_guard<std::mutex> lock(turn);
+          beside->work(round);
+        }
+        own.quiet();
+        const std::lock_guard<std::mutex> lock(turn);
+        shared.quiet();
+        beside.reset();
+      }
+    });
+  for (std::thread& caller : callers) caller.join();
+  shared.quiet();
+  std::puts("every program gave what it should");
+}
