@@ -126,8 +126,8 @@ bench: setup ## Measure the engine, the session, the public API and transformers
 	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)
 
 .PHONY: fuzz
-fuzz: setup ## 50 000 hostile requests at a real system, beside a neighbour that must not notice (10 minutes)
-	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7)
+fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that must not notice (20 minutes)
+	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)
 
 .PHONY: clean
 clean: ## Remove the environment and caches

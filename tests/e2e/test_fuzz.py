@@ -1,4 +1,4 @@
-"""A small storm of hostile requests at a whole system of processes. `make fuzz` is the large one."""
+"""A small storm of hostile requests at whole systems of processes. `make fuzz` is the large one."""
 
 import pytest
 
@@ -8,7 +8,15 @@ pytestmark = pytest.mark.slow
 
 
 async def test_hostile_requests_are_their_senders_errors_and_leave_nothing_behind() -> None:
-    options = Options(requests=1500, seed=1, rate=150.0, at_once=16, quiet=0.5, schema_examples=4)
+    options = Options(
+        requests=1000,
+        seed=1,
+        rate=150.0,
+        at_once=16,
+        quiet=0.0,
+        schema_examples=4,
+        variants=("plain", "bfloat16"),
+    )
     result = await fuzz(options)
     assert not result.wrong, report(result)
-    assert result.tally.count >= 1500
+    assert result.findings.count >= 1000

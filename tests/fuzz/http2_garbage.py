@@ -55,14 +55,14 @@ def _frame(rng: Random) -> bytes:
     return frame if rng.random() < 0.8 else b"\xff\xff\xff" + frame[3:]
 
 
-async def connect(address: str, rng: Random) -> End:
-    """Send garbage, and see that the connection is closed, or leave it."""
+async def connect(address: str, sent: bytes) -> End:
+    """Send this, and see that the connection is closed, or leave it."""
     host, port = address.rsplit(":", 1)
     writer = None
     try:
         async with asyncio.timeout(_PATIENCE):
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(garbage(rng))
+            writer.write(sent)
             await writer.drain()
             await reader.read()
             return End("(closed)")

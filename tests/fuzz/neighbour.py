@@ -1,6 +1,8 @@
-"""A client that does nothing wrong: it streams answers one after the other, in a process of its own, and times their tokens.
+"""Clients that do nothing wrong: they ask for answers one after the other, in a process of their own, and know what must come.
 
-``python -m tests.fuzz.neighbour HOST:PORT`` runs until its input is closed, then prints the moments of its tokens.
+``python -m tests.fuzz.neighbour HOST:PORT HTTP_PORT KIND...`` first asks for everything while nobody else is there and says
+``ready``; then it goes on until its input is closed. Each line it prints is JSON: ``{"ready": true}``, ``{"error": ...}``, or
+what came since the last one: ``{"counts": {kind: tokens}, "flowing": [kind, ...], "gaps": [[moment, seconds], ...]}``.
 """
 
 import asyncio
@@ -8,19 +10,19 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
-from penstock.common.v1.sampling_pb2 import SamplingParams
-from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
+from tests.fuzz.neighbour_kinds import GENERATING, KINDS, POOLING, VARIETY, Ask
 
-_STREAMS = 2
-_TOKENS = 200
+_TELL = 0.25
+_PATIENCE = 120.0
+_START = 120.0
 
 
 class Itl(NamedTuple):
@@ -33,31 +35,55 @@ class Itl(NamedTuple):
 
 
 class Neighbour:
-    """The process."""
+    """The process. ``on_error`` gets what went wrong, at once. ``counts``: tokens, or vectors, by
+    kind. ``flowing``: kinds that have begun to get an answer and wait for more of it.
+    """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, http_port: int, *, pools: bool, on_error: Callable[[str], None]) -> None:
+        self._given = [address, str(http_port), *(POOLING if pools else GENERATING)]
+        self._on_error = on_error
         self._process: asyncio.subprocess.Process | None = None
+        self._ready = asyncio.Event()
+        self.counts: dict[str, int] = {}
+        self.flowing: list[str] = []
+        self.gaps: list[tuple[float, float]] = []
 
     async def __aenter__(self) -> "Neighbour":
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, self._address, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            __name__,
+            *self._given,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=2**24,
         )
+        self._reading = asyncio.create_task(self._read())
+        async with asyncio.timeout(_START):
+            await self._ready.wait()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is not None and self._process.returncode is None:
+        assert self._process is not None
+        if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
+        await self._reading
 
-    async def end(self) -> tuple[list[tuple[float, float]], list[str]]:
-        """Moment and latency (seconds) of every token but the first ones; and what went wrong."""
+    async def _read(self) -> None:
         assert self._process is not None
-        output, _ = await self._process.communicate(b"")
-        told = json.loads(output)
-        return told["gaps"], told["errors"]
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            told = json.loads(line)
+            if "error" in told:
+                self._on_error(told["error"])
+            elif "ready" in told:
+                self._ready.set()
+            else:
+                self.counts, self.flowing = told["counts"], told["flowing"]
+                self.gaps += [(at, gap) for at, gap in told["gaps"]]
 
 
 def between(gaps: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> Itl:
@@ -69,35 +95,95 @@ def between(gaps: Sequence[tuple[float, float]], spans: Sequence[tuple[float, fl
     return Itl(cuts[49], cuts[98], max(chosen), len(chosen))
 
 
-async def _main(address: str) -> None:
-    ended = asyncio.Event()
-    asyncio.get_running_loop().run_in_executor(None, sys.stdin.read).add_done_callback(lambda _: ended.set())
-    gaps: list[tuple[float, float]] = []
-    errors: list[str] = []
+class _Client:
+    """What the process does."""
 
-    async def stream(stub: rpc.InferenceServiceStub, number: int) -> None:
-        while not ended.is_set():
-            number += _STREAMS
-            params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True, seed=number, temperature=1.0)
-            request = pb.GenerateRequest(text="Once upon a time there was", sampling_params=params)
-            last, tokens = 0.0, 0
+    def __init__(self, stub: rpc.InferenceServiceStub, http_port: int) -> None:
+        self._stub = stub
+        self._http_port = http_port
+        self._expected: dict[tuple[str, int], Any] = {}
+        self.counts: dict[str, int] = {}
+        self.flowing: set[str] = set()
+        self.gaps: list[tuple[float, float]] = []
+
+    async def learn(self, kind: str) -> None:
+        """What comes while nobody else is there."""
+        for number in range(VARIETY):
+            self._expected[kind, number] = await self._ask(kind, number)
+
+    async def go_on(self, kind: str) -> None:
+        """Ask again and again."""
+        number = 0
+        while True:
+            number = (number + 1) % VARIETY
             try:
-                async for output in stub.Generate(request, timeout=60):
-                    now = time.monotonic()
-                    if last and output.token_ids:
-                        gaps.append((now, now - last))
-                    last, tokens = now, tokens + len(output.token_ids)
-            except grpc.aio.AioRpcError as e:
-                errors.append(f"{e.code().name}: {e.details()}")
-                await asyncio.sleep(0.1)
+                answer = await self._ask(kind, number)
+            except (grpc.aio.AioRpcError, OSError, ValueError, TimeoutError) as e:
+                _tell({"error": f"{kind}: {_reason(e)}"})
+                await asyncio.sleep(0.3)
                 continue
-            if tokens != _TOKENS:
-                errors.append(f"{tokens} of {_TOKENS} tokens came")
+            expected = self._expected[kind, number]
+            if not KINDS[kind].same(answer, expected):
+                _tell({"error": f"{kind}: another answer than undisturbed: {_difference(answer, expected)}"})
+            await asyncio.sleep(KINDS[kind].pause)
 
+    async def _ask(self, kind: str, number: int) -> Any:
+        last = 0.0
+
+        def came(count: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if last and KINDS[kind].timed:
+                self.gaps.append((now, now - last))
+            last = now
+            self.flowing.add(kind)
+            self.counts[kind] = self.counts.get(kind, 0) + count
+
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return await KINDS[kind].ask(Ask(self._stub, self._http_port, number, came))
+        finally:
+            self.flowing.discard(kind)
+
+    async def tell(self) -> None:
+        """Say what came, again and again."""
+        while True:
+            await asyncio.sleep(_TELL)
+            gaps, self.gaps = self.gaps, []
+            _tell({"counts": self.counts, "flowing": [*self.flowing], "gaps": gaps})
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _difference(answer: Any, expected: Any) -> str:
+    for name, value in expected.items():
+        if (got := answer.get(name)) != value:
+            at = next((i for i, (a, b) in enumerate(zip(got or (), value, strict=False)) if a != b), -1)
+            return f"{name} differs at {at}: {str(got)[:120]} where it was {str(value)[:120]}"
+    return f"{[*answer]} where there was {[*expected]}"
+
+
+def _tell(line: object) -> None:
+    print(json.dumps(line), flush=True)
+
+
+async def _main(address: str, http_port: int, kinds: Sequence[str]) -> None:
+    ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     async with make_channel(address) as channel:
-        await asyncio.gather(*(stream(rpc.InferenceServiceStub(channel), number) for number in range(_STREAMS)))
-    print(json.dumps({"gaps": gaps, "errors": errors}))
+        client = _Client(rpc.InferenceServiceStub(channel), http_port)
+        for kind in kinds:
+            await client.learn(kind)
+        client.gaps.clear()
+        _tell({"ready": True})
+        tasks = [asyncio.create_task(work) for work in (client.tell(), *map(client.go_on, kinds))]
+        await ended
+        for task in tasks:
+            task.cancel()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1]))
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

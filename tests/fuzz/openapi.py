@@ -11,8 +11,8 @@ from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.generation.modes import GenerationMode
 from schemathesis.specs.openapi import checks
 
+from tests.fuzz.findings import Findings
 from tests.fuzz.rpc_calls import End
-from tests.fuzz.tally import Tally
 
 _CHECKS = (
     schemathesis.checks.not_a_server_error,
@@ -24,22 +24,24 @@ _CHECKS = (
 _SHORT = {"max_tokens": 2, "max_completion_tokens": 2}
 
 
-async def schema_storm(port: int, tally: Tally, *, examples: int, seed: int) -> list[str]:
+async def schema_storm(port: int, findings: Findings, *, examples: int, seed: int) -> list[str]:
     """Requests that the document allows and requests that it does not, so many of each operation. Returns what is wrong."""
-    return await asyncio.to_thread(_storm, f"http://127.0.0.1:{port}", tally, examples, seed)
+    return await asyncio.to_thread(_storm, f"http://127.0.0.1:{port}", findings, examples, seed)
 
 
-def _storm(url: str, tally: Tally, examples: int, seed: int) -> list[str]:
+def _storm(url: str, findings: Findings, examples: int, seed: int) -> list[str]:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", config=SchemathesisConfig())
     wrong: list[str] = []
     for found in schema.get_all_operations():
         operation: Any = found.ok()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            wrong += _check(operation, mode, tally, url=url, examples=examples // 2, seed=seed)
+            wrong += _check(operation, mode, findings, url=url, examples=examples // 2, seed=seed)
     return wrong
 
 
-def _check(operation: Any, mode: GenerationMode, tally: Tally, *, url: str, examples: int, seed: int) -> list[str]:
+def _check(
+    operation: Any, mode: GenerationMode, findings: Findings, *, url: str, examples: int, seed: int
+) -> list[str]:
     wrong: list[str] = []
     target = f"schemathesis {operation.method} {operation.path}"
 
@@ -61,7 +63,7 @@ def _check(operation: Any, mode: GenerationMode, tally: Tally, *, url: str, exam
             case.validate_response(response, checks=_CHECKS)
         except (Failure, FailureGroup) as e:
             problem = "; ".join(str(each) for each in getattr(e, "exceptions", [e]))
-        tally.add(target, End(str(response.status_code), problem), case.as_curl_command()[:1500], 0)
+        findings.ended(target, End(str(response.status_code), problem), None, case.as_curl_command()[:1500], 0)
 
     _known = ("max_tokens", "max_completion_tokens") if "completions" in operation.path else ()
     try:

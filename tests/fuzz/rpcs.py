@@ -15,12 +15,11 @@ from penstock.enginecore.v1 import service_pb2 as enginecore
 from penstock.inference.v1 import service_pb2 as inference
 from tests.fuzz.mutate import mutated
 from tests.fuzz.seeds import SEEDS, VLLM_SEEDS
-from tests.fuzz.wire import decode
 
 CONTROL = ("Pause", "Resume", "Sleep", "WakeUp", "StartProfile", "StopProfile", "CollectiveRpc")
 """What puts the system to sleep for everybody: sent when nobody else is there, and undone."""
 _CONTROL_UTILITIES = (b"pause", b"resume", b"sleep", b"wake_up", b"profile", b"collective_rpc", b"shutdown")
-_OURS = (b"engine-0", b"penstock-tiny")
+_OURS = (b"engine-0", b"engine-1", b"penstock-tiny")
 """No peer that pretends to be the engine that serves: identities are what certificates are for."""
 
 
@@ -89,41 +88,34 @@ def _of(port: str, service: ServiceDescriptor, seeds: dict[str, Any], weight: fl
     ]
 
 
-def messages(rpc: Rpc, rng: Random) -> list[bytes]:
-    """What a call sends: one message, or a stream that begins well, or not."""
+def messages(rpc: Rpc, rng: Random) -> tuple[list[bytes], int]:
+    """What a call sends: one message, or a stream that begins well, or not. Also which seed it was made from, the last one."""
     if not rpc.client_stream:
-        return [_allowed(rpc, rng)]
+        message, seed = _allowed(rpc, rng)
+        return [message], seed
     sent: list[bytes] = []
+    seed = 0
     if rng.random() < 0.75:
         sent.append(rpc.seeds[0])  # a hello
     for _ in range(rng.choice((0, 1, 1, 2, 4, 8))):
-        sent.append(_allowed(rpc, rng))
+        message, seed = _allowed(rpc, rng)
+        sent.append(message)
     if sent and rng.random() < 0.2:
         sent.append(sent[-1])
-    return sent
+    return sent, seed
 
 
-def _allowed(rpc: Rpc, rng: Random) -> bytes:
+def _allowed(rpc: Rpc, rng: Random) -> tuple[bytes, int]:
     while True:
-        message = mutated(rng.choice(rpc.seeds), rpc.request, rng)
+        seed = rng.randrange(len(rpc.seeds))
+        message = mutated(rpc.seeds[seed], rpc.request, rng)
         if rpc.port == "coordinator" and any(name in message for name in _OURS):
             continue
         if rpc.method == "Session" and any(name in message for name in _CONTROL_UTILITIES):
             continue
-        return message
+        return message, seed
 
 
 def cheap(rpc: Rpc) -> list[bytes]:
     """A valid call."""
     return [rpc.seeds[0]]
-
-
-def readable(rpc: Rpc, sent: Sequence[bytes]) -> str:
-    """The messages in words where they can be read."""
-    lines = []
-    for message in sent:
-        try:
-            lines.append(str(decode(message, rpc.request))[:2000])
-        except (IndexError, ValueError):
-            lines.append("(not readable)")
-    return "\n".join(lines)

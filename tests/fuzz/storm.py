@@ -2,39 +2,50 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Iterator
 from random import Random
 
 import grpc
 
 from penstock_common.rpc.channel import make_channel
 from tests.fuzz import http2_garbage, http_calls, rpc_calls
+from tests.fuzz.attacks import Attacks, Attempt
+from tests.fuzz.findings import Findings
+from tests.fuzz.http_calls import HttpCase
 from tests.fuzz.rpc_calls import Case, End
-from tests.fuzz.rpcs import CONTROL, Rpc, cheap, rpcs
+from tests.fuzz.rpcs import CONTROL, cheap, rpcs
 from tests.fuzz.system import System
-from tests.fuzz.tally import Tally
+from tests.fuzz.watch import Watch
 
 _HTTP_SHARE = 0.25
-_GARBAGE_SHARE = 0.01
 _CHANNELS = 4
 _PATIENCE = 15.0
 """Seconds that a call may take beyond its deadline."""
 _CHEAP = ("Tokenize", "Detokenize", "GetModel", "ListModels", "HealthCheck", "GetLoads")
+_RECENT = 5.0
+"""Seconds for which what has ended may still be the cause of what happens."""
+_SUSPECTS = 32
 
 
 class Storm:
     """``async with Storm(...)``: connections are open. ``rate``: requests per second, at most."""
 
-    def __init__(self, system: System, tally: Tally, *, seed: int, rate: float, at_once: int) -> None:
+    def __init__(
+        self, system: System, watch: Watch, attacks: Attacks, findings: Findings, *, rate: float, at_once: int
+    ) -> None:
         self._system = system
-        self._tally = tally
-        self._seed = seed
+        self._watch = watch
+        self._attacks = attacks
+        self._findings = findings
         self._rate = rate
         self._at_once = at_once
-        self._rpcs = [rpc for rpc in rpcs() if rpc.method not in CONTROL or rpc.port != "admin"]
-        self._rpcs = [rpc for rpc in self._rpcs if rpc.method not in ("StartProfile", "StopProfile")]
         self._channels: dict[str, list[grpc.aio.Channel]] = {}
-        self._next = 0
+        self._flying: dict[int, Attempt] = {}
+        self._ended: deque[tuple[float, Attempt]] = deque(maxlen=_SUSPECTS)
+        self._faulty: set[int] = set()
+        self.late: list[Attempt] = []
+        """What had no answer in time."""
 
     async def __aenter__(self) -> "Storm":
         for name, address in self._system.addresses.items():
@@ -48,99 +59,118 @@ class Storm:
             for channel in channels:
                 await channel.close()
 
-    async def hostile(self, count: int, report: Callable[[], None] = lambda: None) -> None:
-        """Send so many hostile requests."""
-        await self._paced(count, self._one, report)
-
-    async def valid(self, count: int) -> None:
-        """Send so many that are valid and cheap, at the same pace."""
-        await self._paced(count, self._valid_one)
-
-    async def one(self, number: int) -> None:
-        """Send the hostile request of this number again."""
-        await self._one(number)
-
-    async def special(self) -> None:
-        """Send what costs more, each once."""
-        rng = Random(self._seed)
-        for case in http_calls.special_cases(rng):
-            self._tally.add(
-                f"http {case.path}",
-                await http_calls.call(self._system.http_port, case),
-                repr(case.raw[:200]),
-                len(case.raw),
-            )
-        for rpc in self._rpcs:
-            if rpc.method in ("Generate", "Tokenize", "Session", "EngineSession"):
-                case = Case(rpc, [b"\x0a" + b"\xff\xff\xff\x7f", bytes(65 * 1024 * 1024)][1:])
-                self._tally.add(rpc.name, await self._call(case, Random(0)), "65 MiB of zeros", 65 * 2**20)
-
-    async def control(self, count: int) -> None:
-        """Hostile calls of what puts the system to sleep, then wake it up. Nobody else may be there."""
-        chosen = [rpc for rpc in rpcs() if rpc.port == "admin" and rpc.method in CONTROL]
-        for number in range(count):
-            rng = Random(f"control {self._seed} {number}")
-            rpc = rng.choice(chosen)
-            case = rpc_calls.make_case(rpc, rng)._replace(cancel=None, timeout=10.0)
-            self._tally.add(
-                rpc.name, await self._call(case, rng), f"control {number}: {case.sent!r:.500}", len(case.sent[0])
-            )
-        for method in ("WakeUp", "Resume"):
-            rpc = next(rpc for rpc in chosen if rpc.method == method)
-            await self._call(Case(rpc, [b""]), Random(0))
-
-    async def _paced(
-        self, count: int, one: Callable[[int], Awaitable[None]], report: Callable[[], None] = lambda: None
-    ) -> None:
+    async def hostile(self, attempts: Iterator[Attempt], count: int) -> list[Attempt]:
+        """Send so many hostile requests, or fewer when something happens. Returns whom to suspect of it then: first
+        what got a wrong answer, then the latest.
+        """
+        suspects: dict[int, Attempt] = {}
+        self._watch.on_alarm = lambda: suspects.update(self._suspects())
         room = asyncio.Semaphore(self._at_once)
-        start, told = time.monotonic(), time.monotonic()
         tasks: set[asyncio.Task[None]] = set()
+        start = time.monotonic()
 
-        async def run(number: int) -> None:
+        async def run(attempt: Attempt) -> None:
             try:
-                await one(number)
+                await self.one(attempt)
             finally:
                 room.release()
 
         for index in range(count):
             await room.acquire()
-            task = asyncio.create_task(run(self._next))
-            self._next += 1
+            if self._watch.alarm.is_set() or (attempt := next(attempts, None)) is None:
+                break
+            task = asyncio.create_task(run(attempt))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             if (ahead := start + (index + 1) / self._rate - time.monotonic()) > 0.002:
                 await asyncio.sleep(ahead)
-            if time.monotonic() - told > 10.0:
-                told = time.monotonic()
-                report()
-        await asyncio.gather(*tasks)
+        await self._ending(tasks)
+        return sorted(suspects.values(), key=lambda attempt: (attempt.number not in self._faulty, -attempt.number))
 
-    async def _one(self, number: int) -> None:
-        rng = Random(f"{self._seed} {number}")
-        how = rng.random()
-        if how < _GARBAGE_SHARE:
-            address = rng.choice(list(self._system.addresses.values()))
-            self._tally.add("(HTTP/2 garbage)", await http2_garbage.connect(address, rng), f"number {number}", 0)
-        elif how < _GARBAGE_SHARE + _HTTP_SHARE:
-            case = http_calls.make_case(rng)
+    async def _ending(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for what is on its way; not for ever when the system has gone."""
+        while tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+            if self._watch.down:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _suspects(self) -> dict[int, Attempt]:
+        """What is on its way, and what ended just now."""
+        now = time.monotonic()
+        recent = [attempt for at, attempt in self._ended if now - at < _RECENT]
+        found = {attempt.number: attempt for attempt in [*recent, *self._flying.values()]}
+        return {number: found[number] for number in sorted(found, reverse=True)[:_SUSPECTS]}
+
+    async def one(self, attempt: Attempt) -> End:
+        """Send one and write down how it ended."""
+        self._flying[attempt.number] = attempt
+        try:
+            end = await self._send(attempt)
+        finally:
+            del self._flying[attempt.number]
+            self._ended.append((time.monotonic(), attempt))
+        if end.slow:
+            self.late.append(attempt)
+        if end.problem:
+            self._faulty.add(attempt.number)
+            self._watch.look()
+            if self._watch.down:  # whose fault that is, the trial says
+                end = End("(lost)")
+        self._findings.ended(attempt.target, end, attempt.number, f"{attempt.attack}: {attempt.shown}", attempt.size)
+        return end
+
+    async def _send(self, attempt: Attempt) -> End:
+        match attempt.payload:
+            case Case() as case:
+                return await self._call(case, Random(attempt.number))
+            case HttpCase() as case:
+                return await http_calls.call(self._system.http_port, case)
+            case garbage:
+                address = Random(attempt.number).choice(list(self._system.addresses.values()))
+                return await http2_garbage.connect(address, garbage)
+
+    async def special(self) -> None:
+        """Send what costs more, each once."""
+        for case in http_calls.special_cases(Random(1)):
             end = await http_calls.call(self._system.http_port, case)
-            self._tally.add(f"http {case.path}", end, f"number {number}: {case.raw[:1500]!r}", len(case.raw))
-        else:
-            rpc = rng.choices(self._rpcs, [rpc.weight for rpc in self._rpcs])[0]
-            call = rpc_calls.make_case(rpc, rng)
-            end = await self._call(call, rng)
-            sent = f"number {number}: {call.metadata or ''} {call.sent!r:.1500}"
-            self._tally.add(rpc.name, end, sent, sum(map(len, call.sent)))
+            self._findings.ended(f"http {case.path}", end, None, repr(case.raw[:200]), len(case.raw))
+        for rpc in self._attacks.rpcs:
+            if rpc.method in ("Generate", "Tokenize", "Session", "EngineSession"):
+                end = await self._call(Case(rpc, [bytes(65 * 1024 * 1024)]), Random(0))
+                self._findings.ended(rpc.name, end, None, "65 MiB of zeros", 65 * 2**20)
 
-    async def _valid_one(self, number: int) -> None:
-        rng = Random(f"valid {self._seed} {number}")
+    async def control(self, count: int) -> None:
+        """Hostile calls of what puts the system to sleep, then wake it up. Nobody else may be there."""
+        chosen = [rpc for rpc in rpcs() if rpc.port == "admin" and rpc.method in CONTROL]
+        for number in range(count):
+            rng = Random(f"control {number}")
+            case = rpc_calls.make_case(rng.choice(chosen), rng)._replace(cancel=None, timeout=10.0)
+            end = await self._call(case, rng)
+            self._findings.ended(case.rpc.name, end, None, f"control {number}: {case.sent!r:.500}", len(case.sent[0]))
+        for method in ("WakeUp", "Resume"):
+            rpc = next(rpc for rpc in chosen if rpc.method == method)
+            await self._call(Case(rpc, [b""]), Random(0))
+
+    async def valid(self, count: int) -> None:
+        """Send so many that are valid and cheap, at the same pace."""
+        start = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(count):
+                tasks.create_task(self._valid_one(Random(f"valid {index}")))
+                if (ahead := start + (index + 1) / self._rate - time.monotonic()) > 0.002:
+                    await asyncio.sleep(ahead)
+
+    async def _valid_one(self, rng: Random) -> None:
         if rng.random() < _HTTP_SHARE:
             raw = http_calls.request("POST", "/tokenize", b'{"prompt":"a"}', [])
-            end = await http_calls.call(self._system.http_port, http_calls.HttpCase("/tokenize", raw, valid=True))
-            self._tally.add("valid http /tokenize", end, "", 0)
+            end = await http_calls.call(self._system.http_port, HttpCase("/tokenize", raw, valid=True))
+            self._findings.ended("valid http /tokenize", end, None, "", 0)
             return
-        rpc = rng.choice([rpc for rpc in self._rpcs if rpc.method in _CHEAP and rpc.port == "frontend"])
-        self._tally.add(f"valid {rpc.name}", await self._call(Case(rpc, cheap(rpc), valid=True), rng), "", 0)
+        rpc = rng.choice([rpc for rpc in self._attacks.rpcs if rpc.method in _CHEAP and rpc.port == "frontend"])
+        end = await self._call(Case(rpc, cheap(rpc), valid=True), rng)
+        self._findings.ended(f"valid {rpc.name}", end, None, "", 0)
 
     async def _call(self, case: Case, rng: Random) -> End:
         channel = rng.choice(self._channels[case.rpc.port])
@@ -148,6 +178,3 @@ class Storm:
             return await asyncio.wait_for(rpc_calls.call(channel, case), case.timeout + _PATIENCE)
         except TimeoutError:
             return End("(no end)", f"no end {_PATIENCE} s after its deadline")
-
-
-__all__ = ["Rpc", "Storm"]

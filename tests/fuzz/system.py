@@ -1,4 +1,4 @@
-"""The system under fire: coordinator, engine and frontend as processes, and what they hold."""
+"""The system under fire: coordinator, two engines and a frontend as processes, and what they hold."""
 
 import asyncio
 import contextlib
@@ -21,69 +21,108 @@ from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.processes import Service, free_port
 from tests.fuzz import probe
+from tests.fuzz.variants import NAME, Variant
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
-_WARM_PROMPTS = 10
-_DEFECTS = re.compile(
-    r"unexpected error|Traceback|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I
-)
+_WARM_PROMPTS = 16
 
 
 class Held(msgspec.Struct, frozen=True):
     """What a process holds: memory in MiB, and numbers."""
 
-    rss: int
-    threads: int
-    fds: int
-    tasks: int
+    rss: int = 0
+    threads: int = 0
+    fds: int = 0
+    tasks: int = 0
+
+    @property
+    def amounts(self) -> tuple[int, int, int, int]:
+        """All of it."""
+        return self.rss, self.threads, self.fds, self.tasks
 
 
-class _Probed(Service):
+class Probed(Service):
     """A service that is watched by the probe."""
 
-    def __init__(self, module: str, **flags: object) -> None:
+    def __init__(self, module: str, name: str = "", **flags: object) -> None:
         super().__init__(module, **flags)
-        self.service = module.removeprefix("penstock_")
+        self.service = name or module.removeprefix("penstock_")
         self._arguments.insert(0, self.module)
         self.module = probe.__name__
 
+    def memory(self, name: str, unit: int = 1024) -> int:
+        """What the system counts of the process under this name, memory in MiB; 0 where there is none any more."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith(f"{name}:"):
+                    return int(line.split()[1]) // unit
+        return 0
+
+    def more_log(self, seen: int) -> bytes:
+        """What it has printed behind the first ``seen`` bytes, up to the last whole line."""
+        with self._log.open("rb") as file:
+            file.seek(seen)
+            return file.read().rpartition(b"\n")[0]
+
+    def forget_peak(self) -> None:
+        """Let the largest memory (VmHWM) begin anew with what is held now."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def cpu(self) -> float:
+        """Seconds that the process has computed, in all its threads."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
 
 class System:
-    """``async with System()``: everything answers when the block begins."""
+    """``async with System(variant)``: everything answers when the block begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
         self.http_port, self.admin_port = free_port(), free_port()
-        self.coordinator = _Probed("penstock_coordinator", lease_seconds=2, restart_grace=1)
-        self.engine = _Probed(
-            "penstock_enginecore",
-            model__path=MODEL,
-            engine_id="engine-0",
-            coordinator__address=self.coordinator.address,
-            cache__kv_cache_memory="64MiB",
-            executor__num_threads=1,
-        )
-        self.engine.add_flag("coordinator.advertise", self.engine.address)
-        self.frontend = _Probed(
+        self._folder = tempfile.TemporaryDirectory()
+        model = Path(self._folder.name, NAME)
+        model.mkdir()
+        variant.save(model)
+        self.coordinator = Probed("penstock_coordinator", lease_seconds=2, restart_grace=1)
+        self.engines = [self._engine(f"engine-{number}", model) for number in range(2)]
+        self.frontend = Probed(
             "penstock_frontend",
-            model__path=MODEL,
+            model__path=model,
             coordinator__address=self.coordinator.address,
             admin__port=self.admin_port,
             http__host="127.0.0.1",
             http__port=self.http_port,
         )
-        self._folder = tempfile.TemporaryDirectory()
+
+    def _engine(self, name: str, model: Path) -> Probed:
+        """Two of them, so that what fails is tried again, as it would be."""
+        engine = Probed(
+            "penstock_enginecore",
+            name,
+            model__path=model,
+            engine_id=name,
+            coordinator__address=self.coordinator.address,
+            cache__kv_cache_memory="64MiB",
+            executor__num_threads=1,
+            **self.variant.flags,
+        )
+        engine.add_flag("coordinator.advertise", engine.address)
+        return engine
 
     @property
-    def services(self) -> list[_Probed]:
+    def services(self) -> list[Probed]:
         """All of them."""
-        return [self.coordinator, self.engine, self.frontend]
+        return [self.coordinator, *self.engines, self.frontend]
 
     @property
     def addresses(self) -> dict[str, str]:
         """host:port by the names that the RPCs have."""
         return {
             "coordinator": self.coordinator.address,
-            "engine": self.engine.address,
+            "engine": self.engines[0].address,
             "frontend": self.frontend.address,
             "admin": f"127.0.0.1:{self.admin_port}",
         }
@@ -93,7 +132,11 @@ class System:
         self._stack = contextlib.AsyncExitStack()
         for service in self.services:
             await self._stack.enter_async_context(service)
-        await asyncio.gather(*(service.serving() for service in self.services))
+        try:
+            await asyncio.gather(*(service.serving() for service in self.services))
+        except BaseException:
+            await self._stack.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -103,22 +146,33 @@ class System:
         self._folder.cleanup()
 
     async def answers(self) -> None:
-        """Ask for a few tokens. Raises when the system does not give them within half a minute."""
+        """Ask for a little. Raises when the system does not give it within a minute."""
         async with make_channel(self.frontend.address) as channel:
+            stub = rpc.InferenceServiceStub(channel)
+            if self.variant.pools:
+                await stub.Embed(pb.EmbedRequest(inputs=[pb.PoolingInput(text="Once")]), timeout=60)
+                return
             request = pb.GenerateRequest(text="Once upon", sampling_params={"max_tokens": 3})  # type: ignore[arg-type]
-            answer = [each async for each in rpc.InferenceServiceStub(channel).Generate(request, timeout=30)]
+            answer = [each async for each in stub.Generate(request, timeout=60)]
         assert sum(len(each.token_ids) for each in answer), "no tokens"
 
     async def warm_up(self) -> None:
-        """Touch all of the KV cache, whose memory the system hands out only then."""
+        """Touch all of the KV caches, whose memory the system hands out only then."""
         rng = Random(1)
         async with make_channel(self.frontend.address) as channel:
             stub = rpc.InferenceServiceStub(channel)
-            for _ in range(_WARM_PROMPTS):
+
+            async def ask() -> None:
                 ids = pb.TokenIds(ids=[rng.randrange(6, 2048) for _ in range(1990)])
+                if self.variant.pools:
+                    await stub.Embed(pb.EmbedRequest(inputs=[pb.PoolingInput(token_ids=ids)]), timeout=120)
+                    return
                 request = pb.GenerateRequest(token_ids=ids, sampling_params={"max_tokens": 2})  # type: ignore[arg-type]
-                async for _answer in stub.Generate(request, timeout=60):
+                async for _answer in stub.Generate(request, timeout=120):
                     pass
+
+            count = len(self.engines) if self.variant.pools else _WARM_PROMPTS  # what pools may have no cache to fill
+            await asyncio.gather(*(ask() for _ in range(count)))
 
     async def until_idle(self, seconds: float = 30.0) -> list[str]:
         """Wait until nobody has a request. Returns what is left behind then."""
@@ -128,15 +182,16 @@ class System:
         return left
 
     async def _left(self) -> list[str]:
-        async with make_channel(self.engine.address) as channel:
-            info = await engine_rpc.EngineCoreServiceStub(channel).GetEngineInfo(engine_pb.GetEngineInfoRequest())
-        stats = info.scheduler_stats
-        left = {
-            "running requests in the engine": stats.num_running_reqs,
-            "waiting requests in the engine": stats.num_waiting_reqs,
-            "KV cache in use": stats.kv_cache_usage,
-            "live requests in the frontend": sum(await self.metric("penstock:requests_in_flight")),
-        }
+        left = {"live requests in the frontend": sum(await self.metric("penstock:requests_in_flight"))}
+        for engine in self.engines:
+            async with make_channel(engine.address) as channel:
+                info = await engine_rpc.EngineCoreServiceStub(channel).GetEngineInfo(engine_pb.GetEngineInfoRequest())
+            stats = info.scheduler_stats
+            left |= {
+                f"running requests in {engine.service}": stats.num_running_reqs,
+                f"waiting requests in {engine.service}": stats.num_waiting_reqs,
+                f"KV cache in use in {engine.service}": stats.kv_cache_usage,
+            }
         return [f"{name}: {value:g}" for name, value in left.items() if value]
 
     async def metric(self, name: str) -> list[float]:
@@ -151,13 +206,11 @@ class System:
         """What each process holds now."""
         return {service.service: self._held(service) for service in self.services}
 
-    def _held(self, service: _Probed) -> Held:
-        proc = Path(f"/proc/{service.pid}")
-        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line)
+    def _held(self, service: Probed) -> Held:
         return Held(
-            rss=int(status["VmRSS"].split()[0]) // 1024,
-            threads=int(status["Threads"]),
-            fds=len(list((proc / "fd").iterdir())),
+            rss=service.memory("VmRSS"),
+            threads=service.memory("Threads", unit=1),
+            fds=len(list(Path(f"/proc/{service.pid}/fd").iterdir())),
             tasks=self._probed(service)[-1]["tasks"],
         )
 
@@ -174,7 +227,11 @@ class System:
             )
         return found
 
-    def _probed(self, service: _Probed) -> list[dict[str, Any]]:
+    def holds(self, service: Probed) -> list[dict[str, Any]]:
+        """What held the service's event loop, all of it."""
+        return [block for line in self._probed(service) for block in line["blocks"]]
+
+    def _probed(self, service: Probed) -> list[dict[str, Any]]:
         file = Path(os.environ[probe.FILE].format(pid=service.pid))
         return (
             [json.loads(line) for line in file.read_text().splitlines()]
@@ -185,13 +242,3 @@ class System:
     def logs(self) -> dict[str, str]:
         """Everything that each has printed."""
         return {service.service: service.log() for service in self.services}
-
-    def defects(self) -> list[str]:
-        """Processes that died, and lines of the logs that speak of a defect of ours."""
-        found = [f"the {service.service} has ended" for service in self.services if not service.alive]
-        for service in self.services:
-            lines = service.log().splitlines()
-            at = [index for index, line in enumerate(lines) if _DEFECTS.search(line)]
-            if at:
-                found.append(f"{service.service}, {len(at)} lines of its log: " + "\n".join(lines[at[0] : at[0] + 40]))
-        return found

@@ -202,6 +202,8 @@ def scalar(field: Any, rng: Random) -> int | bytes:
     """A hostile value for a scalar field, as the wire has it."""
     if field.type in (Field.TYPE_STRING, Field.TYPE_BYTES):
         return text(field, rng)
+    if field.name in _FEW:
+        return rng.choice(_FEW_TOKENS) if rng.random() < 0.97 else 2**32 - 1
     if field.type == Field.TYPE_FLOAT:
         return struct.pack("<f", _as_float32(rng.choice(FLOATS)))
     if field.type == Field.TYPE_DOUBLE:
@@ -235,6 +237,7 @@ def text(field: Any, rng: Random) -> bytes:
     return rng.choice(TEXTS).encode()
 
 
+_FEW, _FEW_TOKENS = ("max_tokens", "min_tokens"), (0, 1, 2, 3, 7, 16)
 _ONLY_KNOWN = ("address",)
 """A frontend connects to what an engine says is its address: only this machine's."""
 

@@ -1,0 +1,93 @@
+"""The systems that are put under fire: the same model in several number formats, one with windows, one that pools."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.utils.logging import disable_progress_bar
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
+NAME = "penstock-tiny"
+"""What every variant is served as."""
+VOCAB_SIZE = 2048
+LETTER = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]["a"]
+"""The token that hostile grammars are followed with."""
+DEFAULT_TOKENS = 12
+"""Tokens of an answer whose request names no limit: the storm is about requests, not about computing."""
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_WINDOW = 40
+_POOLED = 2048
+"""Length of the pooled vectors: some 8 000 of them are more than a frame of 64 MiB."""
+
+
+class Variant(NamedTuple):
+    """``save`` writes the checkpoint to a folder; ``flags`` are the engines'. ``hidden``: length of a position's vector.
+    ``longest``: tokens of a sequence. ``peak``: MiB that a process may hold at any moment more than after the warm-up.
+    """
+
+    name: str
+    save: Callable[[Path], None]
+    flags: dict[str, Any]
+    hidden: int
+    longest: int
+    pools: bool = False
+    peak: int = 512
+
+
+def _demo(folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(MODEL / name)
+    _complete(folder)
+
+
+def _windowed(folder: Path) -> None:
+    from tests.fakes.tiny_models import save_tiny_model  # torch, which only this needs
+
+    disable_progress_bar()
+    longest = {"max_position_embeddings": 2048, "sliding_window": _WINDOW}
+    save_tiny_model("mistral", folder, vocab_size=VOCAB_SIZE, **longest)
+    _complete(folder)
+
+
+def _pooling(folder: Path) -> None:
+    from tests.fakes.pooling_models import save_pooling_model
+
+    disable_progress_bar()
+    small = {"intermediate_size": 64, "num_hidden_layers": 1, "initializer_range": 0.05}
+    large = {"hidden_size": _POOLED, "max_position_embeddings": 16_384, "vocab_size": VOCAB_SIZE}
+    save_pooling_model("llama", folder, **small, **large)
+    _complete(folder)
+
+
+def _complete(folder: Path) -> None:
+    """The tokenizer of the demo model, and how long answers are that name no length."""
+    for name in _TOKENIZER:
+        shutil.copy(MODEL / name, folder / name)
+    generation = json.loads((MODEL / "generation_config.json").read_text())
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": DEFAULT_TOKENS}))
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("plain", _demo, {}, 256, 2048),
+        Variant("bfloat16", _demo, {"model__dtype": "bfloat16"}, 256, 2048),
+        Variant("float16", _demo, {"model__dtype": "float16"}, 256, 2048),
+        Variant("windowed", _windowed, {}, 48, 2048),
+        Variant("pooling", _pooling, {"model__task": "embed"}, _POOLED, 16_384, pools=True, peak=1024),
+    )
+}
+_TURNS = ("plain", "bfloat16", "plain", "windowed", "plain", "bfloat16", "pooling", "plain", "windowed", "float16")
+
+
+def variant_of(number: int) -> str:
+    """Whose turn the request of this number is."""
+    return _TURNS[number % len(_TURNS)]
+
+
+def share_of(name: str) -> float:
+    """How many of all requests are a variant's."""
+    return _TURNS.count(name) / len(_TURNS)

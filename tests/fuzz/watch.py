@@ -1,0 +1,179 @@
+"""Watches the system during the storm: who died, who lost whom, who took how much memory, who waited for whom."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+from tests.fuzz.neighbour import Neighbour
+from tests.fuzz.system import Probed, System
+
+EVERY = 0.25
+STARVED = 5.0
+"""Seconds of an engine's computing in which a neighbour must get the next token. Of computing: a busy machine takes longer."""
+HELD = 2000
+"""Milliseconds of its own computing for which one callback may hold an event loop."""
+_DEFECT = re.compile(r"unexpected error|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
+_LOST = re.compile(r"engine gone.*engine-\d|lost their engine|given up")
+_WHY = re.compile(r"\w*(?:Error|Exception)\b|larger than max|QUARANTINED|RETRIES_EXHAUSTED|closed|wedged")
+_FRAME = re.compile(r"[ \t|+]")
+"""What a line of a traceback begins with, unless it is the last."""
+_SAID = re.compile(r"(?:reason|why)=\D{1,60}")
+_TIME = re.compile(r"^[0-9:T.Z-]* ?")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Incident(NamedTuple):
+    """Something that no request may cause. ``kind``: what is compared to find the cause; ``worn``: the system is no more use."""
+
+    kind: str
+    what: str
+    worn: bool = False
+
+
+class Watch:
+    """``async with Watch(system, neighbour)``. ``incidents``: what has happened since they were last taken."""
+
+    def __init__(self, system: System, neighbour: Neighbour) -> None:
+        self._system = system
+        self._neighbour = neighbour
+        self._seen = {service.service: 0 for service in system.services}
+        self._holds = {service.service: 0 for service in system.services}
+        self._most: dict[str, int] = {}
+        self._since: dict[str, tuple[int, float, list[float]]] = {}
+        self._incidents: list[Incident] = []
+        self.peaks: dict[str, int] = {}
+        self.alarm = asyncio.Event()
+        self.on_alarm: Callable[[], None] = lambda: None
+
+    async def __aenter__(self) -> "Watch":
+        for service in self._system.services:
+            service.forget_peak()
+            self._most[service.service] = service.memory("VmRSS") + self._system.variant.peak
+        self.look()
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def down(self) -> bool:
+        """Whether a process has ended."""
+        return not all(service.alive for service in self._system.services)
+
+    def take(self) -> list[Incident]:
+        """What has happened; of each kind once."""
+        found = {incident.kind: incident for incident in reversed(self._incidents)}
+        self._incidents.clear()
+        self.alarm.clear()
+        return [*found.values()]
+
+    def neighbour_error(self, error: str) -> None:
+        """A neighbour got what it must not get."""
+        kind = error.partition(":")[2].strip()[:40] if "another answer" not in error else "another answer"
+        self._add(Incident(f"neighbour: {kind}", f"a neighbour's {error}"))
+
+    async def settle(self, seconds: float = 2 * EVERY) -> None:
+        """Look until nothing more can come of what is over."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            await asyncio.sleep(EVERY)
+            self.look()
+
+    def look(self) -> None:
+        """See what has happened."""
+        for service in self._system.services:
+            if not service.alive:
+                if not any(f"process {service.service} " in known.what for known in self._incidents):
+                    end = service.log().strip().splitlines()[-1:]
+                    self._add(
+                        Incident(
+                            f"{_role(service)} ended", f"the process {service.service} has ended: {end}", worn=True
+                        )
+                    )
+                continue
+            self._memory(service)
+            self._log(service)
+            self._loop(service)
+        if not self._system.variant.pools:  # one step may have to compute a whole long prompt
+            self._starved()
+
+    def _add(self, incident: Incident) -> None:
+        self._incidents.append(incident)
+        self.alarm.set()
+        self.on_alarm()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY)
+            self.look()
+
+    def _memory(self, service: Probed) -> None:
+        peak, name = service.memory("VmHWM"), service.service
+        self.peaks[name] = max(self.peaks.get(name, 0), peak)
+        if peak > self._most[name]:
+            self._add(
+                Incident(
+                    f"memory of {_role(service)}",
+                    f"{name} held {peak} MiB; {self._most[name]} MiB are allowed",
+                    worn=True,
+                )
+            )
+            service.forget_peak()
+            self._most[name] = service.memory("VmRSS") + self._system.variant.peak
+
+    def _log(self, service: Probed) -> None:
+        more = service.more_log(self._seen[service.service])
+        self._seen[service.service] += len(more)
+        for line in _notable(_COLOURS.sub("", more.decode(errors="backslashreplace"))):
+            kind = "a session broke" if _LOST.search(line) else f"log of {_role(service)}"
+            why = _WHY.findall(line) or _SAID.findall(line) or [_TIME.sub("", line)[:60]]
+            self._add(Incident(f"{kind}: {why[-1]}", f"{service.service}: {line}"))
+
+    def _loop(self, service: Probed) -> None:
+        holds = self._system.holds(service)
+        for block in holds[self._holds[service.service] :]:
+            if block["cpu_ms"] > HELD:
+                stack = " < ".join(reversed(block["stack"][-4:]))
+                what = f"{service.service}: its loop was held for {block['cpu_ms']} ms: {stack}"
+                self._add(Incident(f"loop of {_role(service)}", what))
+        self._holds[service.service] = len(holds)
+
+    def _starved(self) -> None:
+        now = [engine.cpu() for engine in self._system.engines]
+        for kind, count in self._neighbour.counts.items():
+            last, moment, computed = self._since.get(kind, (-1, 0.0, now))
+            used = max(a - b for a, b in zip(now, computed, strict=True))
+            waits = count == last and kind in self._neighbour.flowing
+            if waits and used <= STARVED:
+                continue
+            if waits:
+                waited = time.monotonic() - moment
+                what = f"the neighbour {kind} got nothing for {waited:.1f} s, in which an engine computed {used:.1f} s"
+                self._add(Incident("starved", what))
+            self._since[kind] = count, time.monotonic(), now
+
+
+def _role(service: Probed) -> str:
+    """Which of its kind it is says nothing."""
+    return service.service.partition("-")[0]
+
+
+def _notable(text: str) -> Iterator[str]:
+    """Lines that speak of a defect; of a traceback the one that names the exception."""
+    inside = False
+    for line in text.splitlines():
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif inside:
+            if line.strip() and not _FRAME.match(line):
+                inside = False
+                yield line[:300]
+        elif _DEFECT.search(line) or _LOST.search(line):
+            yield line[:400]
