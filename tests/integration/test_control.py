@@ -149,6 +149,42 @@ async def test_an_engine_that_was_paused_stays_so_after_sleep(client: SessionCli
     assert state(server) is PauseState.PAUSED
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_a_pause_while_the_engine_sleeps_outlives_the_sleep(
+    client: SessionClient, server: EngineServer, level: int, mode: str
+) -> None:
+    await start(client, "r")
+    await client.utility("sleep", level, "keep")
+    await client.utility("pause", mode)
+    await client.utility("wake_up")
+    assert state(server) is PauseState.PAUSED
+    await client.utility("resume")
+    assert state(server) is PauseState.RUNNING
+    await client.until_ended("r")
+    assert client.tokens["r"] == oracle_tokens(0, LENGTH, 1000)[: len(client.tokens["r"])]
+
+
+async def test_one_resume_ends_two_pauses(client: SessionClient, server: EngineServer) -> None:
+    await start(client, "r")
+    await client.utility("pause", "keep")
+    await client.utility("pause", "keep")
+    await client.utility("resume")
+    await client.until_ended("r")
+    assert client.tokens["r"] == oracle_tokens(0, LENGTH, 1000)
+
+
+async def test_a_pause_that_was_resumed_before_does_not_count_after_a_sleep(
+    client: SessionClient, server: EngineServer
+) -> None:
+    await client.utility("pause", "keep")
+    await client.utility("resume")
+    await client.utility("sleep", 1)
+    await client.utility("sleep", 1)
+    await client.utility("wake_up")
+    assert state(server) is PauseState.RUNNING
+
+
 async def test_resetting_the_prefix_cache_can_preempt(client: SessionClient) -> None:
     await start(client, "r", max_tokens=900)
     assert await client.utility("reset_prefix_cache") is False

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.config import ServerConfig
+from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import EngineState
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.app import SERVICE_NAME
@@ -167,6 +168,27 @@ async def test_a_new_incarnation_replaces_the_old_which_can_not_come_back():
                 await frontend.view_where(lambda view: view.engines[0].num_running_reqs == 4)
                 seen = [view.engines[0].incarnation for view in frontend.views if view.engines]
                 assert seen == sorted(seen, reverse=True)  # old..., new...: no flapping
+
+
+async def test_two_live_engines_with_one_id_are_told_and_the_first_stays():
+    async with running() as coordinator, connected(address_of(coordinator)) as stub:
+        first, second = (
+            pb.EngineReport(
+                register=pb.Register(engine_id="twin", incarnation=str(n), address=f"10.0.0.{n}:50052", model="demo")
+            )
+            for n in (1, 2)
+        )
+        stream = stub.EngineSession()
+        await stream.write(first)
+        assert (await stream.read()).HasField("registered")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.EngineSession(iter([second])).read()
+        failed = from_rpc_error(error.value)
+        assert (failed.code, failed.reason, failed.field) == ("ALREADY_EXISTS", "ENGINE_ID_TAKEN", "register.engine_id")
+        assert "10.0.0.1:50052" in failed.message
+        assert "10.0.0.2:50052" in failed.message
+        response = await stub.GetCluster(pb.GetClusterRequest())
+        assert [engine.address for engine in response.view.engines] == ["10.0.0.1:50052"]
 
 
 async def test_a_restarted_coordinator_rebuilds_its_state_and_no_frontend_sees_less():

@@ -88,7 +88,11 @@ def assert_unharmed(engine: EngineCore, bad: EngineCoreRequest, quiet: dict[str,
 
 @pytest.mark.parametrize("scheduler", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 20}], ids=repr)
 def test_a_forward_pass_that_raises_ends_the_request_it_raises_for(
-    path: Path, kernels: dict[str, Any], scheduler: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    kernels: dict[str, Any],
+    scheduler: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = build_engine(path, kernels=kernels, scheduler=scheduler, cache={"block_size": 16, "num_blocks": 64})
     quiet = run(engine, *good_requests())
@@ -101,6 +105,7 @@ def test_a_forward_pass_that_raises_ends_the_request_it_raises_for(
 
     monkeypatch.setattr(ModelRunner, "_forward", raising)
     assert_unharmed(engine, generating("bad", [20, 21, POISON, 22]), quiet)
+    assert "in raising" in caplog.text, "the log has the stack of what went wrong"
     engine.shutdown()
 
 

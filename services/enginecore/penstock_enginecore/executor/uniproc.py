@@ -91,14 +91,14 @@ class UniprocExecutor:
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("execute_model must come before sample_tokens")
-        return self._thread.submit(partial(self._compute, partial(self._sample, forward, grammar)))
+        return self._thread.submit(partial(self._sample, forward, grammar))
 
     def _sample(self, forward: Future[None], grammar: GrammarBitmask | None) -> ModelRunnerOutput:
         try:
             forward.result()  # done: it ran before this on the same thread
         finally:
             del forward
-        return self._worker.runner.sample(grammar)
+        return self._compute(partial(self._worker.runner.sample, grammar))
 
     def _compute(self, call: Callable[[], T]) -> T:
         """Half a step. None follows a failed one: the requests' rows may be half written, and their blocks another's."""

@@ -154,3 +154,14 @@ def test_a_step_without_work_says_it_is_stalled():
     assert engine.step(lambda: None) == {}
     assert engine.stalled
     assert engine.has_work
+
+
+def test_the_prefix_cache_is_not_reset_under_a_running_request_that_holds_no_block():
+    """All of its blocks have left its layers' windows."""
+    engine = make_engine(FakeExecutor(windows=(1, 1)))
+    add(engine, make_request(8))
+    engine.step(lambda: None)
+    assert engine.scheduler.stats().num_running_reqs == 1
+    assert engine.scheduler.stats().kv_cache_usage == 0.0
+    assert engine.control.reset_prefix_cache() is False
+    assert engine.control.reset_prefix_cache(preempt_running=True) is True
