@@ -61,6 +61,8 @@ def schema_refused(schema: Any) -> str:
         ({"enum": [1], "minimum": 0}, "#/enum is not supported beside minimum"),
         ({"allOf": [{}, {}]}, "#/allOf is only supported with one schema"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "0 and 1 may both fit"),
+        ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"type": "string"}]}, "0 and 1 may both fit"),
+        ({"oneOf": [{"minLength": 2}, {"type": "integer"}]}, "0 and 1 may both fit"),
         ({"minimum": 1, "maxLength": 2}, "# has keywords of string and number, but no type"),
         ({"type": "string", "minimum": 1}, "#/minimum does not go with type 'string'"),
         ({"type": "array", "items": [{}]}, "#/items must be one schema"),
@@ -223,3 +225,11 @@ def test_annotations_do_not_change_the_grammar():
 def test_a_value_has_the_types_of_json_schema(value: Any, kinds: set[str]):
     known = ("object", "array", "string", "number", "integer", "boolean", "null")
     assert {kind for kind in known if fits(value, kind)} == kinds
+
+
+def test_a_name_that_is_required_twice_is_required_once():
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "a"]}
+    once = json.dumps(schema | {"required": ["a"]})
+    given, expected = (StructuredOutput(json_schema=text) for text in (json.dumps(schema), once))
+    assert grammar_source(given, LIMIT) == grammar_source(expected, LIMIT)
+    assert "#/minProperties is 2" in schema_refused(schema | {"minProperties": 2})
