@@ -1,0 +1,145 @@
+"""What constraints written to do harm cost their engine, and the requests beside them.
+
+``python -m tests.benchmarks.hostile_grammars``: an engine in this process serves a neighbour without a constraint and one with
+an ordinary schema, alone and then beside each hostile constraint in turn, which begins again whenever it has ended. Per
+constraint: seconds until it is refused or has its first token, the most that one of its tokens cost in milliseconds of the
+processor, what it ended with, and the neighbours' milliseconds between two tokens.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.outputs import FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams, StructuredOutput
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.structured_output.factory import make_grammar_backend
+from tests.fakes.hostile_constraints import HOSTILE
+
+MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}, "minItems": 900}
+
+
+class Bench:
+    """An engine, and when each request got its tokens."""
+
+    def __init__(self) -> None:
+        config = EngineCoreConfig(
+            model=ModelConfig(path=str(MODEL), device="cpu"),
+            cache=CacheConfig(kv_cache_memory=128 * 1024 * 1024),
+            executor=ExecutorConfig(num_threads=1),
+            iteration_log_interval=0.0,
+        )
+        executor = UniprocExecutor(config)
+        self.engine = EngineCore(config, executor, make_grammars=make_grammar_backend, progress=lambda line: None)
+        self._woken = threading.Event()
+        self.engine.wake = self._woken.set
+        self.times: dict[str, list[float]] = {}
+        self.ends: dict[str, str] = {}
+        self._number = 0
+
+    def add(self, constraint: dict[str, Any] | None, max_tokens: int = 400) -> str:
+        """Queue a request; returns its id. A refused one has ended."""
+        self._number += 1
+        name = str(self._number)
+        structured = StructuredOutput(**constraint) if constraint else None
+        params = SamplingParams(
+            temperature=1.0,
+            seed=self._number,
+            max_tokens=max_tokens,
+            ignore_eos=not constraint,
+            structured_output=structured,
+        )
+        request = EngineCoreRequest(request_id=name, prompt_token_ids=[5, 6, 7, 8], sampling_params=params)
+        self.times[name] = []
+        try:
+            self.engine.add(self.engine.preprocess("bench", request))
+        except RequestFailed as e:
+            self.ends[name] = e.code
+        return name
+
+    def step(self) -> None:
+        """One step, or a moment's wait where there is nothing to do."""
+        for frame in self.engine.step(lambda: None).values():
+            now = time.perf_counter()
+            for output in frame.outputs:
+                if output.new_token_ids:
+                    self.times[output.request_id].append(now)
+                if output.finish_reason is not None:
+                    code = output.error.code if output.error else FinishReason(output.finish_reason).name
+                    self.ends[output.request_id] = code
+        if self.engine.stalled and self.engine.has_requests:
+            self._woken.wait(0.1)
+            self._woken.clear()
+
+    def gaps(self, name: str) -> list[float]:
+        """Milliseconds between a request's tokens."""
+        times = self.times[name]
+        return [1000 * (b - a) for a, b in itertools.pairwise(times)]
+
+    def cost(self, name: str) -> float:
+        """What the last token of a request cost in milliseconds of CPU time."""
+        for request in self.engine.scheduler._requests.by_key.values():  # type: ignore[attr-defined]
+            if request.request_id == name and request.grammar is not None:
+                return 1000 * float(getattr(request.grammar, "cost", 0.0))
+        return 0.0
+
+    def run(self, hostile: dict[str, Any] | None, tokens: int) -> dict[str, Any]:
+        """Serve the two neighbours, beside the hostile constraint if there is one."""
+        free, schema = self.add(None, tokens), self.add({"json_schema": json.dumps(SCHEMA)}, tokens)
+        while not (self.times[free] and self.times[schema]):
+            self.step()
+        started, first, worst, ended = time.perf_counter(), 0.0, 0.0, set[str]()
+        current = self.add(hostile) if hostile else ""
+        while free not in self.ends or schema not in self.ends:
+            self.step()
+            if not current:
+                continue
+            worst = max(worst, self.cost(current))
+            if not first and (self.times[current] or current in self.ends):
+                first = time.perf_counter() - started
+            if current in self.ends:
+                ended.add(self.ends[current])
+                current = self.add(hostile)
+        self.engine.abort_client("bench")
+        while self.engine.has_work:
+            self.step()
+        quantiles = {"free": self.gaps(free), "schema": self.gaps(schema)}
+        itl = {k: (statistics.median(v), statistics.quantiles(v, n=100)[98]) for k, v in quantiles.items()}
+        return {"first": first, "cost": worst, "verdict": sorted(ended) or ["serves"], "itl": itl}
+
+
+def main() -> int:
+    """Write the table as markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of each neighbour")
+    tokens = parser.parse_args().tokens
+    bench = Bench()
+    bench.run(None, tokens)
+    rows = [("nothing", bench.run(None, tokens))]
+    rows += [(name, bench.run(constraint, tokens)) for name, (constraint, _) in HOSTILE.items()]
+    rows.append(("nothing", bench.run(None, tokens)))
+    bench.engine.shutdown()
+    print("| beside | compiled s | token ms | verdict | free p50 | p99 | schema p50 | p99 |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, row in rows:
+        (a, b), (c, d) = row["itl"]["free"], row["itl"]["schema"]
+        verdict = ", ".join(row["verdict"]) if name != "nothing" else ""
+        print(
+            f"| {name} | {row['first']:.2f} | {row['cost']:.1f} | {verdict} | {a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} |"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
