@@ -170,9 +170,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ids. Request ids, cache salts and constraints on the output are bounded in bytes. ``max_requests`` counts calls;
     each has ``max_n`` sequences at most. ``max_session_requests``: requests of one GenerateSession at once.
     ``max_pooling_inputs``: inputs of one Embed or Classify, documents of one Score. ``max_tenant_bytes`` is of tenants' names.
-    ``max_prompts``: prompts of one completion call over HTTP; each is a request. ``max_prompt_length_in_flight``: characters,
-    token ids and bytes of vectors of all prompts at once. ``max_tenant_requests``: sequences of one tenant at once, 0 for no
-    limit. ``max_sequences_per_call``: prompts of one completion call over HTTP times ``n``.
+    ``max_prompts``: prompts of one completion call over HTTP, each a request; ``max_sequences_per_call``: those times ``n``.
+    ``max_prompt_length_in_flight``: characters, token ids and bytes of vectors of all prompts at once. ``max_tenant_requests``:
+    sequences of one tenant at once, 0 for no limit. ``max_prompt_parts``: of one mixed prompt. ``max_content_parts``,
+    ``max_tool_calls``: of one message. ``max_trace_context_bytes``: names and values of ``routing.trace_context``.
     """
 
     max_requests: int = 20_000
@@ -183,6 +184,12 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_pooling_inputs: int = 2048
     max_prompts: int = 1024
     max_sequences_per_call: int = 4096
+    max_prompt_parts: int = 1024
+    max_messages: int = 4096
+    max_content_parts: int = 1024
+    max_tools: int = 1024
+    max_tool_calls: int = 1024
+    max_trace_context_bytes: int = 8192
     max_request_id_bytes: int = 256
     max_cache_salt_bytes: int = 256
     max_tenant_bytes: int = 256

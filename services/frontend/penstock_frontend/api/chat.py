@@ -8,16 +8,23 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.sampling import refuse_set
 from penstock_frontend.api import convert
+from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat import ChatMessage, ChatRequest, Tool, ToolCall
 from penstock_frontend.processing.chat_output import ChatOutput
+from penstock_frontend.processing.counts import check_conversation
+from penstock_frontend.processing.sampling import check_lists
 
 
-def chat_request(message: pb.ChatRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ChatRequest:
+def chat_request(
+    message: pb.ChatRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+) -> ChatRequest:
     """The domain's request. ``time_left``: seconds until the call's deadline.
 
-    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
+    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read and for lists that are too long.
     """
     refuse_set(message, ("lora",))
+    check_conversation(message.messages, message.tools, limits)
+    check_lists(message.sampling_params, limits)
     return ChatRequest(
         messages=[_message(each) for each in message.messages],
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(message.tools)],

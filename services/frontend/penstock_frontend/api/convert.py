@@ -11,21 +11,26 @@ from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_pr
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.auth.principal import tenant_of_caller
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.counts import check_count
 from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
 from penstock_frontend.processing.request import Finish, GenerateRequest, RequestOutput, Usage
+from penstock_frontend.processing.sampling import check_lists
 
 _INT32 = range(-(2**31), 2**31)
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def generate_request(
-    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None
+    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> GenerateRequest:
     """The domain's request. ``time_left``: seconds until the call's deadline.
 
-    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
+    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read and for lists that are too long.
     """
     refuse_set(message, ("lora",))
+    check_count("mixed.parts", len(message.mixed.parts), limits, "max_prompt_parts")
+    check_lists(message.sampling_params, limits)
     return GenerateRequest(
         prompt=_prompt(message),
         sampling=sampling(message.sampling_params),

@@ -32,11 +32,11 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._chat = chat
         self._labels = labels
         self._model = config.model
-        self._max_session_requests = config.limits.max_session_requests
+        self._limits = config.limits
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
-        converted = convert.generate_request(request, metadata=_metadata(context), time_left=context.time_remaining())
+        converted = convert.generate_request(request, **_call(context), limits=self._limits)
         live = self._llm.accept(converted.request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
@@ -51,7 +51,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             self._llm,
             metadata=_metadata(context),
             time_left=context.time_remaining,
-            max_requests=self._max_session_requests,
+            limits=self._limits,
         )
         context.add_done_callback(lambda _: session.close())  # type: ignore[arg-type]  # its stub is no Protocol
         async for response in session.responses(request_iterator):
@@ -59,7 +59,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Answers a conversation; the answer is streamed."""
-        converted = chat.chat_request(request, **_call(context))
+        converted = chat.chat_request(request, **_call(context), limits=self._limits)
         live = self._llm.accept(converted.request_id, demand_of(converted))
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._chat.run(converted, live):

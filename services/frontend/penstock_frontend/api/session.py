@@ -11,6 +11,7 @@ from penstock_common.incidents import incident
 from penstock_frontend.admission import Place, demand_of
 from penstock_frontend.api import convert
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.request import GenerateRequest
 
 _MAX_QUEUED = 16
@@ -38,13 +39,13 @@ class GenerateSession:
         *,
         metadata: Mapping[str, str],
         time_left: Callable[[], float | None],
-        max_requests: int,
+        limits: LimitsConfig,
     ) -> None:
         """``time_left``: seconds until the call's deadline, which is that of each request."""
         self._llm = llm
         self._metadata = metadata
         self._time_left = time_left
-        self._max_requests = max_requests
+        self._limits = limits
         self._running: dict[str, _Running] = {}
         self._place = Place()
         self._out: asyncio.Queue[pb.GenerateSessionResponse | None] = asyncio.Queue(_MAX_QUEUED)
@@ -117,13 +118,14 @@ class GenerateSession:
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
-        if len(self._running) >= self._max_requests:
+        if len(self._running) >= (limit := self._limits.max_session_requests):
             raise ResourceExhausted(
-                f"{len(self._running)} requests of this session are running; limits.max_session_requests is "
-                f"{self._max_requests}",
+                f"{len(self._running)} requests of this session are running; limits.max_session_requests is {limit}",
                 retry_after=self._place.retry_after(1),
             )
-        request = convert.generate_request(message.generate, metadata=self._metadata, time_left=self._time_left())
+        request = convert.generate_request(
+            message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits
+        )
         live = self._llm.accept(request.request_id, demand_of(request))
         self._place.enter()
         self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))

@@ -10,6 +10,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat_template import ChatTemplates
+from penstock_frontend.processing.counts import check_conversation
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Tokenizer
 
@@ -91,6 +92,7 @@ class ChatRenderer:
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
+        check_conversation(request.messages, request.tools, self._limits)
         return GenerateRequest(
             prompt=await self._tokenizer.in_pool(self._prompt, request),
             add_special_tokens=False,  # the template writes them

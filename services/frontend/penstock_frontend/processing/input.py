@@ -72,6 +72,16 @@ class InputProcessor:
                 f"routing.tenant has {size} bytes; the limit is {self._limits.max_tenant_bytes}", field="routing.tenant"
             )
 
+    def check_trace_context(self, trace_context: Mapping[str, str]) -> None:
+        """Raise InvalidArgument when what every engine request carries along is too large."""
+        size = sum(len(name.encode()) + len(value.encode()) for name, value in trace_context.items())
+        if size > self._limits.max_trace_context_bytes:
+            raise InvalidArgument(
+                f"routing.trace_context has {size} bytes; limits.max_trace_context_bytes is "
+                f"{self._limits.max_trace_context_bytes}",
+                field="routing.trace_context",
+            )
+
     async def process(
         self, request: GenerateRequest, request_id: str, limits: ModelLimits | None = None
     ) -> EngineCoreRequest:
@@ -80,6 +90,7 @@ class InputProcessor:
         """
         self.check_model(request.model)
         self.check_tenant(request.tenant)
+        self.check_trace_context(request.trace_context)
         params = sampling.resolve(request.sampling, self._defaults, self._limits)
         salt_size = len(request.cache_salt.encode())
         if salt_size > self._limits.max_cache_salt_bytes:

@@ -76,6 +76,7 @@ class PoolingInputs:
         """
         self._inputs.check_model(request.model)
         self._inputs.check_tenant(request.tenant)
+        self._inputs.check_trace_context(request.trace_context)
         arrival_time = time.time()
         for index in range(len(request.inputs)):
             self._check_input(request, index, limits)

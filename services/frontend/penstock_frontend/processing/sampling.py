@@ -103,7 +103,8 @@ def _check_values(params: SamplingParams) -> None:
         _refuse("repetition_penalty", params.repetition_penalty, "above 0 and finite")
 
 
-def _check_counts(params: SamplingParams, limits: LimitsConfig) -> None:
+def check_lists(params: Any, limits: LimitsConfig) -> None:
+    """Raise InvalidArgument for a list with too many entries in parameters, the domain's or those of a message."""
     for name, what, limit in (
         ("stop", "strings", limits.max_stop_strings),
         ("stop_token_ids", "ids", limits.max_stop_token_ids),
@@ -115,6 +116,10 @@ def _check_counts(params: SamplingParams, limits: LimitsConfig) -> None:
         count = len(getattr(params, name))
         if count > limit:
             raise InvalidArgument(f"{_PATH}.{name} has {count} {what}; the limit is {limit}", field=f"{_PATH}.{name}")
+
+
+def _check_counts(params: SamplingParams, limits: LimitsConfig) -> None:
+    check_lists(params, limits)
     for index, token_ids in enumerate(params.bad_word_token_ids):
         field = f"{_PATH}.bad_word_token_ids[{index}]"
         if not token_ids:
