@@ -129,6 +129,10 @@ bench: setup ## Measure the engine, the session, the public API and transformers
 fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that must not notice (20 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)
 
+.PHONY: sanitize
+sanitize: setup ## The kernels under ASan, UBSan and TSan, each shown to find what is broken on purpose (some minutes)
+	@$(BIN)/python -m tests.sanitizers
+
 .PHONY: clean
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis node_modules

@@ -1,0 +1,178 @@
+"""``make sanitize``: the kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
+
+Each sanitizer first has to report a program that is broken on purpose. Then the unit tests of the kernels run on libraries with
+ASan and UBSan, one instruction set after the other, and ``threads.cpp`` hammers the thread pool under TSan. What a compiler lacks is
+skipped, with the reason. Ends with 1 when anything was reported, or a sanitizer reported nothing where it had to.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock_enginecore.native.library import _CAPABILITIES as CAPABILITIES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENGINE = ROOT / "services" / "enginecore"
+BUILD = ROOT / "build" / "sanitize"
+TESTS = ("test_native_kernels.py", "test_native_ownership.py", "test_poisoned_pools.py")
+COMMON = ("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wno-psabi", "-pthread", f"-I{ENGINE / 'csrc'}")
+MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+THREADS = ("-fsanitize=thread",)
+ONE_SET = ("-DPENSTOCK_LANES=4", "-DPENSTOCK_TILE=6")
+BROKEN = {
+    "AddressSanitizer": ("read_out_of_bounds.cpp", MEMORY, "heap-buffer-overflow"),
+    "UndefinedBehaviorSanitizer": ("shift_too_far.cpp", MEMORY, "runtime error: shift exponent"),
+    "ThreadSanitizer": ("race.cpp", THREADS, "WARNING: ThreadSanitizer: data race"),
+}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",  # Python and torch keep memory until the end
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "exitcode=99",
+}
+
+
+def build_hook() -> Any:
+    """The module that knows how the kernels are compiled."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ENGINE / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOK = build_hook()
+
+
+def compile_with(flags: tuple[str, ...], sources: list[Path], to: Path) -> str | None:
+    """Compile; None, or what the compiler says against it."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    command = [HOOK._compiler(), *COMMON, *flags, *map(str, sources), "-o", str(to)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else done.stderr.strip()
+
+
+def run(command: list[str], extra: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Without address space randomization where that can be had: the shadow memory of older runtimes collides with it."""
+    fixed = ["setarch", platform.machine(), "-R"]
+    if subprocess.run([*fixed, "true"], capture_output=True, check=False).returncode == 0:
+        command = [*fixed, *command]
+    environment = {**os.environ, **OPTIONS, **(extra or {})}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def lacking(flags: tuple[str, ...]) -> str | None:
+    """Why the compiler has no such sanitizer; None when it has."""
+    empty = BUILD / "empty.cpp"
+    empty.parent.mkdir(parents=True, exist_ok=True)
+    empty.write_text("int main() {}\n")
+    return compile_with(flags, [empty], BUILD / "empty")
+
+
+def can_fail(name: str) -> bool:
+    """Whether a sanitizer reports what is broken on purpose."""
+    source, flags, report = BROKEN[name]
+    sources = [HERE / "broken" / source]
+    if flags is THREADS:
+        sources.append(ENGINE / "csrc" / "pool.cpp")
+    program = BUILD / source.removesuffix(".cpp")
+    if words := compile_with((*flags, *ONE_SET), sources, program):
+        print(words)
+        return False
+    done = run([str(program)])
+    found = done.returncode != 0 and report in done.stderr
+    print(f"{name}: {'reports' if found else 'DOES NOT REPORT'} {source}")
+    return found
+
+
+def runtime(name: str) -> str:
+    """The path of a shared library of the compiler's."""
+    return subprocess.run(
+        [HOOK._compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def memory(tests: list[str]) -> bool:
+    """The kernels' unit tests on sanitized libraries, for every instruction set of this processor."""
+    if reason := lacking(MEMORY):
+        print(f"AddressSanitizer and UndefinedBehaviorSanitizer: skipped, the compiler lacks them: {reason}")
+        return True
+    if not (can_fail("AddressSanitizer") and can_fail("UndefinedBehaviorSanitizer")):
+        return False
+    kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
+    has = torch.cpu.get_capabilities()
+    built = []
+    for isa, flags in kinds.items():
+        missing = [need for need in CAPABILITIES[isa] if not has.get(need, False)]
+        if missing:
+            print(f"{isa}: skipped, this processor has no {', '.join(missing)}")
+            continue
+        sources = sorted((ENGINE / "csrc").glob("*.cpp"))
+        library = (*MEMORY, *flags, "-fPIC", "-shared", "-fvisibility=hidden")
+        if words := compile_with(library, sources, BUILD / f"kernels_{isa}.so"):
+            print(f"{isa}: does not compile: {words}")
+            return False
+        built.append(isa)
+    files = tests or [f"tests/unit/enginecore/{name}" for name in TESTS]
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.sanitizers.plugin", *files],
+        {
+            "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')} {runtime('libstdc++.so.6')}",
+            "PENSTOCK_SANITIZED": str(BUILD),
+            "PYTHONMALLOC": "malloc",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    return told(f"{', '.join(built)}: AddressSanitizer and UndefinedBehaviorSanitizer", done)
+
+
+def threads(rounds: int) -> bool:
+    """The thread pool under TSan."""
+    if reason := lacking(THREADS):
+        print(f"ThreadSanitizer: skipped, the compiler lacks it: {reason}")
+        return True
+    if not can_fail("ThreadSanitizer"):
+        return False
+    program = BUILD / "threads"
+    if words := compile_with((*THREADS, *ONE_SET), [HERE / "threads.cpp", ENGINE / "csrc" / "pool.cpp"], program):
+        print(words)
+        return False
+    return told("thread pool, ThreadSanitizer", run([str(program), str(rounds)]))
+
+
+def told(what: str, done: subprocess.CompletedProcess[str]) -> bool:
+    """Print how it went, all of it where it went wrong."""
+    if done.returncode == 0:
+        print(f"{what}: {(done.stdout.strip() or 'nothing').splitlines()[-1]}")
+        return True
+    print(f"{what}: FAILED ({done.returncode}): {shlex.join(map(str, done.args))}\n{done.stdout}\n{done.stderr}")
+    return False
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("memory", "threads"))
+    parser.add_argument("--rounds", type=int, default=150, help="of the thread pool's programs (default: 150)")
+    parser.add_argument("tests", nargs="*", help="arguments for pytest in place of the kernels' unit tests")
+    options = parser.parse_args()
+    good = True
+    if options.only != "memory":
+        good &= threads(options.rounds)
+    if options.only != "threads":
+        good &= memory(options.tests)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
