@@ -229,7 +229,8 @@ def test_an_engine_that_dies_fails_every_call_with_the_reason(monkeypatch: pytes
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(UniprocExecutor, "execute_model", fail)
+        for method in ("execute_model", "recover"):
+            monkeypatch.setattr(UniprocExecutor, method, fail)
         for _ in range(2):
             with pytest.raises(Internal, match=r"^prompts\[0\]: the engine died: .*the device is gone"):
                 llm.generate("a", GREEDY)
