@@ -429,3 +429,18 @@ def test_a_drain_without_a_sensible_deadline_is_refused(timeout):
         rig.sink.wait(lambda: 1 in rig.sink.utility_outputs)
         assert rig.sink.utility_outputs[1].error.field == "timeout"
         assert not rig.loop.draining
+
+
+def test_a_utility_that_meets_the_end_of_the_engine_does_not_hide_it():
+    """It takes in the steps in flight, and one of them has failed for good."""
+
+    def dead(method, arguments):
+        raise EngineDeadError("a step failed: the device is gone")
+
+    rig = Rig()
+    rig.engine.call_utility = dead
+    rig.thread.start()
+    rig.loop.call_utility(CLIENT, 1, "pause", b"")
+    rig.join()
+    assert isinstance(rig.error, EngineDeadError)
+    assert "the device is gone" in rig.sink.dead
