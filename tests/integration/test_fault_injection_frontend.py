@@ -38,6 +38,8 @@ from tests.fakes.small_tokenizers import byte_level
 from tests.fakes.vllm_client import VllmClient
 
 POISON = "poison"
+PANIC_TOKEN = 2**31
+"""In no vocabulary: the neighbour never has it."""
 NEIGHBOUR: dict[str, Any] = {"text": "hello", "seed": 11, "max_tokens": 60}
 UNDISTURBED = byte_level().decode([token_at(11, i, vocab_size=byte_level().get_vocab_size()) for i in range(60)])
 INCIDENT = re.compile(r"incident ([0-9a-f]{8})$")
@@ -186,6 +188,45 @@ def raising(owner: Any, name: str, when: Callable[..., bool], error: type[Except
     return inject
 
 
+class PanicException(BaseException):
+    """No Exception, as theirs is none."""
+
+
+class Panicking:
+    """A tokenizer's library that panics at a text of the poisoned request."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def encode(self, text: str, *args: Any, **kwargs: Any) -> Any:
+        if is_poison(text):
+            raise PanicException("what nobody thought of")
+        return self._library.encode(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+
+def panicking(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = system.frontend.frontend._llm._tokenizer
+    monkeypatch.setattr(tokenizer, "_backend", Panicking(tokenizer._backend))
+
+
+class PanickingDecoder(Panicking):
+    """It panics at a token."""
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        if PANIC_TOKEN in token_ids:
+            raise PanicException("what nobody thought of")
+        return self._library.decode(token_ids, **kwargs)
+
+
+def panicking_at_a_token(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = system.frontend.frontend._llm._tokenizer
+    monkeypatch.setattr(tokenizer, "_backend", PanickingDecoder(tokenizer._backend))
+    mangled(lambda output: output.new_token_ids.__setitem__(0, PANIC_TOKEN))(system, monkeypatch)
+
+
 def mangled(change: Callable[[engine_pb.EngineCoreOutput], None]) -> Any:
     """Changes the third output that the engine sends of the poisoned request."""
 
@@ -232,6 +273,8 @@ FAULTS = [
     Fault("validate", ("embed",), raising(PoolingInputs, "process", lambda _, r, i, *__: is_poison(i))),
     Fault("check", _GENERATING, raising(InputProcessor, "check", lambda _, r, *__: is_poison(r.external_request_id))),
     Fault("tokenize", _GENERATING, raising(Tokenizer, "_encode", lambda _, text, *__: is_poison(text))),
+    Fault("panic in the tokenizer", _GENERATING, panicking),
+    Fault("panic in the detokenizer", _GENERATING, panicking_at_a_token),
     Fault("template", ("chat",), raising(ChatRenderer, "render", lambda *_: True)),
     Fault("follow", _GENERATING, raising(OutputProcessor, "add", lambda _, *r: is_poison(r[0].external_request_id))),
     Fault("journal", _GENERATING, raising(Journal, "begin", lambda _, r: is_poison(r[0].external_request_id))),

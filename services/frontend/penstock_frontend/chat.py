@@ -49,7 +49,12 @@ class ChatCalls:
 
         outputs = ChatOutputs(request.sampling.get("output_kind", OutputKind.DELTA), make_parser)
         async for output in self._llm.generate(rendered, live):
-            yield outputs.read(output)
+            try:
+                answer = outputs.read(output)
+            except Exception as e:
+                live.observed.failed(e)
+                raise
+            yield answer
 
     def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
         """The request with what its tools ask of the output: a constraint, and tags that must not be left out."""

@@ -92,9 +92,10 @@ class Simulated:
             self.outputs.append(output)
             read = self.read.setdefault(output.request_id, [])
             assert output.request_id not in self.ended
-            if output.finish_reason is None and output.error is not None:
+            if output.error is not None and (output.finish_reason is None or output.error.reason == "INCIDENT"):
                 self.ended[output.request_id] = output.error.to_exception()
-                failed.append(output.request_id)
+                if output.finish_reason is None:
+                    failed.append(output.request_id)
                 continue
             assert output.offset == len(read)
             read.extend(output.new_token_ids)
@@ -587,6 +588,17 @@ async def test_an_incident_is_final() -> None:
     assert isinstance(error, Internal)
     assert (error.reason, error.message) == ("INCIDENT", "incident 0badcafe")
     assert world.moves == []
+
+
+async def test_an_incident_behind_an_output_that_could_not_be_sent_is_no_gap() -> None:
+    world = Simulated("a")
+    for name in ("r0", "r1"):
+        world.add(name)
+    world.advance("a", "r0")  # the engine has made it, and cannot say it
+    world.refuse("a", "r0", INCIDENT)
+    assert isinstance(world.ended["r0"], Internal)
+    world.finish()
+    assert world.ended["r1"] is FinishReason.LENGTH
 
 
 async def test_a_request_that_fails_a_step_is_tried_on_one_more_engine() -> None:

@@ -197,8 +197,10 @@ class Journal:
             entry = on_engine.get(output.request_id)
             if entry is None or output.attempt != entry.attempt:
                 continue  # ended, elsewhere by now, or of an older attempt
-            if output.finish_reason is None and output.error is not None:
-                accepted.append(output)  # it could not be read: there is nothing to write down
+            if output.error is not None and (output.finish_reason is None or output.error.reason == INCIDENT):
+                accepted.append(output)  # it could not be read, or not be made: there is nothing to write down
+                if output.finish_reason is not None:
+                    self._end(entry)
                 continue
             if output.finish_reason is not None and (error := _refused(output)) is not None:
                 refusals.append(Refusal(entry, error))
@@ -280,6 +282,4 @@ def _refused(output: EngineCoreOutput) -> RequestFailed | None:
         return None
     if error.reason in ("PAUSED", "SLEEPING"):
         return None  # an operator wanted it
-    if error.reason == INCIDENT:
-        return None  # the request's own defect: it would meet it on every engine
     return error.to_exception() if error.code in ("UNAVAILABLE", "INTERNAL") or error.reason == "QUEUE_FULL" else None

@@ -1,9 +1,10 @@
 """The model's tokenizer, on the ``tokenizers`` library alone: importing transformers costs seconds."""
 
 import asyncio
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -22,6 +23,24 @@ _WEIGHT_INDEXES = ("*.index.json",)
 
 _LONG_TEXT = 64 * 1024
 """Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and others do not wait."""
+
+
+class TokenizerPanicError(Exception):
+    """The library has met a defect of its own. What it raises then is no Exception, which nobody is prepared for."""
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as e:
+        raise _without_panic(e) from e
+
+
+def _without_panic(error: BaseException) -> BaseException:
+    return TokenizerPanicError(str(error)) if type(error).__name__ == "PanicException" else error
 
 
 class Encoded(NamedTuple):
@@ -73,7 +92,12 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
-        return self._backend.decode(token_ids, skip_special_tokens=False)
+        try:  # hot: a context manager would cost as much as a short text
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+        except Exception:
+            raise
+        except BaseException as e:
+            raise _without_panic(e) from e
 
     def is_special(self, text: str) -> bool:
         """Whether ``text`` is a special token, which is left out of outputs unless they are asked to show it."""
@@ -95,7 +119,8 @@ class Tokenizer:
         """Token ids of each text, ``add_special_tokens`` around it."""
 
         def encode() -> list[list[int]]:
-            return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+            with _no_panic():
+                return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
         pool = self._pool_for(sum(map(len, texts)))
         return await asyncio.get_running_loop().run_in_executor(pool, encode)
@@ -133,12 +158,14 @@ class Tokenizer:
         return self._pool if size <= _LONG_TEXT else self._long_pool
 
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _no_panic():
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
     def _encode_pair(self, text: str, second: str) -> EncodedPair:
-        encoding = self._backend.encode(text, second)
+        with _no_panic():
+            encoding = self._backend.encode(text, second)
         types = encoding.type_ids
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:
