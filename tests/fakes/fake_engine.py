@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
+from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig, TlsConfig
@@ -118,7 +118,7 @@ class FakeSession:
 
 
 class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
-    """See the module. What came in is in ``requests`` and ``aborted``; ``until`` waits for a condition on the engine.
+    """See the module. What came in is in ``requests``, ``chunks`` and ``aborted``; ``until`` waits for a condition on the engine.
 
     ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
     is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``on_utility`` is called
@@ -163,6 +163,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.on_utility: Callable[[str], object] = lambda method: None
         self.utility_calls: list[tuple[str, list[Any]]] = []
         self.requests: list[pb.EngineCoreRequest] = []
+        self.chunks: list[tensor_pb2.TensorChunk] = []
         self.aborted: list[str] = []
         self.running: dict[str, FakeRequest] = {}
         self.sessions: list[FakeSession] = []
@@ -318,6 +319,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                         del self.running[request_id]
             elif kind == "utility":
                 self._answer(message.utility, session)
+            elif kind == "tensor_chunk":
+                self.chunks.append(message.tensor_chunk)
             self._wake.set()
             self._notify()
 

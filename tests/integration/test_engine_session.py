@@ -248,7 +248,6 @@ async def test_a_session_that_does_not_begin_with_hello_is_refused(
     [
         (pb.SessionRequest(), "INVALID_ARGUMENT", "message"),
         (pb.SessionRequest(hello=pb.Hello(protocol_revision=1, frontend_id="f")), "INVALID_ARGUMENT", "hello"),
-        (pb.SessionRequest(tensor_chunk={"transfer_id": 1}), "UNIMPLEMENTED", "tensor_chunk"),
     ],
 )
 async def test_a_message_out_of_place_ends_the_session_with_its_name(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from penstock_common.logging import configure, get_logger
 from penstock_common.metrics import MetricsServer
 from penstock_common.process import name_process
+from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
@@ -86,6 +87,9 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         num_kv_blocks=engine.kv_cache_config.num_blocks,
         block_size=engine.kv_cache_config.block_size,
         vocab_size=engine.vocab_size,
+        hidden_size=engine.hidden_size,
+        max_message_bytes=config.server.max_message_bytes,
+        max_tensor_bytes=MAX_TENSOR_BYTES,
         config_hash=hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest(),
         capabilities=_capabilities(config, engine),
     )

@@ -15,13 +15,15 @@ from penstock_frontend.processing.request import GenerateRequest
 
 Clock = Callable[[], float]
 
+_COMPUTED_BYTES = 4
+"""Of a number of a vector in an engine, at most."""
 _UNMEASURED = 1.0
 """Seconds that clients are told to wait before any request has ended, so that there is no rate to go by."""
 
 
 class Demand(NamedTuple):
-    """What a request takes up: ``length`` is that of its prompt, in characters, token ids and bytes of vectors. ``sequences``:
-    what engines see of it, n of one prompt or one for each of its inputs.
+    """What a request takes up: ``length`` is that of its prompt, in characters, token ids and bytes of vectors, as engines hold
+    these. ``sequences``: what engines see of it, n of one prompt or one for each of its inputs.
     """
 
     tenant: str = ""
@@ -165,4 +167,5 @@ def _texts(request: ChatRequest) -> Sequence[str]:
 
 
 def _length(part: Part) -> int:
-    return len(part.data) if isinstance(part, PromptEmbeds) else len(part)
+    """Vectors count as what engines compute with, however few bits they came with, and their places as tokens do."""
+    return part.num_tokens * (part.hidden_size * _COMPUTED_BYTES + 1) if isinstance(part, PromptEmbeds) else len(part)

@@ -110,7 +110,7 @@ def test_requests_that_were_never_begun_say_nothing_about_the_speed() -> None:
 
 
 def test_a_prompt_is_measured_without_being_read() -> None:
-    vectors = PromptEmbeds(dtype="float32", num_tokens=2, hidden_size=4, data=bytes(32))
+    vectors = PromptEmbeds(dtype="bfloat16", num_tokens=2, hidden_size=4, data=bytes(16))
     mixed = MixedPrompt(("ab", [1, 2, 3], vectors), ("a", "b", "c"))
     chat = ChatRequest(
         messages=[
@@ -127,7 +127,7 @@ def test_a_prompt_is_measured_without_being_read() -> None:
     )
     assert demand_of(GenerateRequest(prompt="text", tenant="t")) == Demand("t", 4)
     assert demand_of(GenerateRequest(prompt=[1, 2, 3], sampling={"n": 4})) == Demand("", 3, 4)
-    assert demand_of(GenerateRequest(prompt=mixed)) == Demand("", 2 + 3 + 32)
+    assert demand_of(GenerateRequest(prompt=mixed)) == Demand("", 2 + 3 + 2 * (4 * 4 + 1))
     assert demand_of(chat) == Demand("t", 4 + 4 + 2 + 2)
     assert demand_of(pooling) == Demand("", 7, 2)
 

@@ -2,10 +2,16 @@
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
 
 from penstock.common.v1 import events_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.outgoing import Chunk, TensorRef
+from penstock_common.tensors.sizes import Buffer
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
@@ -35,23 +41,73 @@ def logprobs_from_proto(message: logprobs_pb2.Logprobs) -> Logprobs:
     )
 
 
-def vectors_to_proto(vectors: Vectors) -> tensor_pb2.Tensor:
-    """A float32 tensor, inline."""
-    return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=vectors.shape, inline=vectors.data)
+TakeTensor: TypeAlias = Callable[[tensor_pb2.ChunkReference, str], Buffer]
+"""The bytes of a tensor that came in chunks; the text names its field, for errors."""
 
 
-def vectors_from_proto(message: tensor_pb2.Tensor) -> Vectors:
-    """The vectors of an inline float32 tensor. Raises InvalidArgument for another kind, or a wrong number of bytes."""
-    if message.dtype != tensor_pb2.DATA_TYPE_FLOAT32 or message.WhichOneof("payload") != "inline":
-        raise InvalidArgument("pooling_output is not an inline float32 tensor", field="pooling_output")
-    size = _FLOAT32_BYTES
+def payload(message: tensor_pb2.Tensor, take: TakeTensor | None, *, path: str, element_bytes: int) -> Buffer:
+    """The elements of a tensor, inline or, with ``take``, in chunks. Raises InvalidArgument unless they are as many as its shape
+    says, Unimplemented for elements that are elsewhere, and what ``take`` raises.
+    """
+    size = element_bytes
     for length in message.shape:
         size *= length
-    if len(message.inline) != size:
+    which = message.WhichOneof("payload")
+    if which == "chunks" and take is not None:
+        data = take(message.chunks, f"{path}.chunks")
+    elif which == "inline":
+        data = message.inline
+    else:
+        raise Unimplemented(f"{path}.{which or 'inline'} is not served yet; give inline", field=f"{path}.inline")
+    if len(data) != size:
         raise InvalidArgument(
-            f"pooling_output has {len(message.inline)} bytes; its shape asks for {size}", field="pooling_output"
+            f"{path}.{which} has {len(data)} bytes; its shape and type ask for {size}", field=f"{path}.{which}"
         )
-    return Vectors(tuple(message.shape), message.inline)
+    return data
+
+
+def vectors_to_proto(vectors: Vectors, ref: TensorRef | None = None) -> tensor_pb2.Tensor:
+    """A float32 tensor, inline or in chunks."""
+    message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=vectors.shape)
+    _set_payload(message, vectors.data, ref)
+    return message
+
+
+def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = None) -> Vectors:
+    """The vectors of a float32 tensor. Raises InvalidArgument for another kind, and what ``payload`` raises."""
+    if message.dtype != tensor_pb2.DATA_TYPE_FLOAT32 or message.WhichOneof("payload") not in ("inline", "chunks"):
+        raise InvalidArgument("pooling_output is not a float32 tensor, inline or in chunks", field="pooling_output")
+    data = payload(message, take, path="pooling_output", element_bytes=_FLOAT32_BYTES)
+    return Vectors(tuple(message.shape), data)
+
+
+def chunk_to_proto(chunk: Chunk) -> tensor_pb2.TensorChunk:
+    """The message of a piece of a tensor."""
+    return tensor_pb2.TensorChunk(
+        transfer_id=chunk.transfer_id, offset=chunk.offset, data=chunk.data, abandoned=chunk.abandoned
+    )
+
+
+def take_chunk(tensors: IncomingTensors, message: tensor_pb2.TensorChunk) -> None:
+    """Keep a piece of a tensor for the messages to come."""
+    if message.abandoned:
+        tensors.abandon(message.transfer_id)
+    else:
+        tensors.add(message.transfer_id, message.offset, message.data)
+
+
+def taker(tensors: IncomingTensors) -> TakeTensor:
+    """Takes from ``tensors`` what a message refers to."""
+    return lambda reference, field: tensors.take(
+        reference.transfer_id, reference.size, keep=reference.keep, field=field
+    )
+
+
+def _set_payload(message: tensor_pb2.Tensor, data: Buffer, ref: TensorRef | None) -> None:
+    if ref is None:
+        message.inline = bytes(data)
+    else:
+        message.chunks.transfer_id, message.chunks.size, message.chunks.keep = ref
 
 
 _EMBEDS_DTYPES: dict[int, EmbedsDtype] = {
@@ -62,38 +118,64 @@ _EMBEDS_DTYPES: dict[int, EmbedsDtype] = {
 
 
 def prompt_embeds_from_proto(
-    message: tensor_pb2.Tensor, is_token: Sequence[bool] = (), *, path: str = "prompt_embeds"
+    message: tensor_pb2.Tensor,
+    is_token: Sequence[bool] = (),
+    *,
+    path: str = "prompt_embeds",
+    take: TakeTensor | None = None,
 ) -> PromptEmbeds:
-    """The vectors of a prompt, ``[tokens, hidden size]``. Raises InvalidArgument for another shape, type or size, Unimplemented
-    for elements that are not in the message.
+    """The vectors of a prompt, ``[vectors, hidden size]``, or with a row for every position. ``is_token``: which positions are
+    token ids, none if empty. Raises InvalidArgument for another shape, type or size, and what ``payload`` raises.
     """
     dtype = _EMBEDS_DTYPES.get(message.dtype)
     if dtype is None:
         known = ", ".join(_EMBEDS_DTYPES.values())
         raise InvalidArgument(f"{path}.dtype is {message.dtype}; known: {known}", field=f"{path}.dtype")
-    if (payload := message.WhichOneof("payload")) != "inline":
-        raise Unimplemented(f"{path}.{payload or 'inline'} is not served yet; give inline", field=f"{path}.inline")
     if len(message.shape) != 2 or not all(message.shape):
         raise InvalidArgument(
             f"{path}.shape is {list(message.shape)}; it must be [tokens, hidden size]", field=f"{path}.shape"
         )
-    num_tokens, hidden_size = message.shape
-    size = num_tokens * hidden_size * ELEMENT_BYTES[dtype]
-    if len(message.inline) != size:
+    num_rows, hidden_size = message.shape
+    data = payload(message, take, path=path, element_bytes=ELEMENT_BYTES[dtype])
+    embeds = PromptEmbeds(
+        dtype=dtype, num_tokens=len(is_token) or num_rows, hidden_size=hidden_size, data=data, is_token=bytes(is_token)
+    )
+    num_vectors = embeds.num_vectors(0, embeds.num_tokens)
+    if num_rows == num_vectors:
+        return embeds
+    if num_rows != embeds.num_tokens:
         raise InvalidArgument(
-            f"{path}.inline has {len(message.inline)} bytes; its shape and type ask for {size}", field=f"{path}.inline"
+            f"{path} has {num_rows} rows; prompt_is_token_ids has {embeds.num_tokens} entries, of which {num_vectors} are of "
+            "vectors",
+            field="prompt_is_token_ids",
         )
-    return PromptEmbeds(
-        dtype=dtype, num_tokens=num_tokens, hidden_size=hidden_size, data=message.inline, is_token=tuple(is_token)
-    )
+    size = embeds.row_bytes
+    rows = b"".join(data[i * size : (i + 1) * size] for i in range(num_rows) if embeds.is_vector(i))
+    return msgspec.structs.replace(embeds, data=rows)
 
 
-def prompt_embeds_to_proto(embeds: PromptEmbeds) -> tensor_pb2.Tensor:
-    """The message of the vectors."""
+def prompt_embeds_to_proto(
+    embeds: PromptEmbeds, ref: TensorRef | None = None, *, every_position: bool = False
+) -> tensor_pb2.Tensor:
+    """The message of the vectors, inline or in chunks. ``every_position``: with a row, of zeros, for each token id too."""
+    num_rows = embeds.num_tokens if every_position else embeds.num_vectors(0, embeds.num_tokens)
     dtype = next(number for number, name in _EMBEDS_DTYPES.items() if name == embeds.dtype)
-    return tensor_pb2.Tensor(
-        dtype=tensor_pb2.DataType.ValueType(dtype), shape=(embeds.num_tokens, embeds.hidden_size), inline=embeds.data
-    )
+    message = tensor_pb2.Tensor(dtype=tensor_pb2.DataType.ValueType(dtype), shape=(num_rows, embeds.hidden_size))
+    _set_payload(message, _every_row(embeds) if every_position else embeds.data, ref)
+    return message
+
+
+def _every_row(embeds: PromptEmbeds) -> Buffer:
+    if not embeds.is_token:
+        return embeds.data
+    size = embeds.row_bytes
+    rows = bytearray(embeds.num_tokens * size)
+    taken = 0
+    for position in range(embeds.num_tokens):
+        if embeds.is_vector(position):
+            rows[position * size : (position + 1) * size] = embeds.data[taken : taken + size]
+            taken += size
+    return rows
 
 
 def floats(vectors: Vectors) -> list[float]:

@@ -137,7 +137,12 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of an engine on a session: who it is and what it can hold (lengths in tokens)."""
+    """The first message of an engine on a session: who it is and what it can hold (lengths in tokens).
+
+    ``hidden_size``: numbers in a vector that stands for a prompt token; 0 where it takes none, None where it does not say.
+    ``max_message_bytes``: the largest message that it receives; ``max_tensor_bytes``: of tensors in chunks that it holds at once.
+    0 where it does not say.
+    """
 
     engine_id: str
     incarnation: str
@@ -151,3 +156,6 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     config_hash: str = ""
     capabilities: tuple[str, ...] = ()
+    hidden_size: int | None = None
+    max_message_bytes: int = 0
+    max_tensor_bytes: int = 0

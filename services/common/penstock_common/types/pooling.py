@@ -30,4 +30,4 @@ class Vectors(msgspec.Struct, frozen=True):
     """Result of a pooling request: float32, row-major, little-endian. ``shape`` ``(n,)``, or ``(tokens, n)`` for token tasks."""
 
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | bytearray

@@ -13,6 +13,9 @@ _TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(n
 _TOO_LARGE_BFLOAT16 = {"float16": 0x4780, "bfloat16": 0x7F80, "float32": 0x7F80}
 """The same for a bfloat16, as its bits without the sign; those of NaN are larger."""
 
+_FINITE = "finite"
+"""Where an ``embeds.memo`` says whether all its numbers are finite."""
+
 
 def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden_size: int, dtype: str) -> None:
     """Raise InvalidArgument, naming the field, unless an engine with vectors of ``hidden_size`` can take ``embeds``;
@@ -31,17 +34,15 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
             f"prompt_embeds has vectors of {embeds.hidden_size} numbers; the model's have {hidden_size}",
             field="prompt_embeds",
         )
-    if embeds.is_token and len(embeds.is_token) != length:
-        raise InvalidArgument(
-            f"prompt_is_token_ids has {len(embeds.is_token)} entries; the prompt has {length} positions",
-            field="prompt_is_token_ids",
-        )
     if request.sampling_params.prompt_logprobs is not None:
         raise Unimplemented(
             "sampling_params.prompt_logprobs is not served with prompt_embeds: a vector has no probability",
             field="sampling_params.prompt_logprobs",
         )
-    if not _finite(embeds, dtype):
+    name = f"{_FINITE} as {dtype}"
+    if (finite := embeds.memo.get(name)) is None:
+        finite = embeds.memo[name] = _finite(embeds, dtype)
+    if not finite:
         raise InvalidArgument(
             f"prompt_embeds holds numbers that are infinite or NaN as {dtype}, which the model computes in",
             field="prompt_embeds",

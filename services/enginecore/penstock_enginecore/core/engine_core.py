@@ -134,6 +134,11 @@ class EngineCore:
         return self._limits.pooling
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers in a vector that stands for a prompt token; 0 where the engine takes none."""
+        return self._limits.hidden_size
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence this engine serves, in tokens."""
         return self.kv_cache_config.max_model_len

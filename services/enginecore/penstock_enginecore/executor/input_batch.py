@@ -251,8 +251,9 @@ class InputBatch:
         known = self._token_ids[row, : self._num_tokens[row]]
         num_prompt_tokens = int(self._num_prompt_tokens[row])
         if embeds is not None:  # a vector is no token that could be repeated
-            tokens = [not embeds.is_vector(position) for position in range(len(known))]
-            known, num_prompt_tokens = known[tokens], sum(tokens[:num_prompt_tokens])
+            tokens = np.ones(len(known), dtype=np.bool_)
+            tokens[: embeds.num_tokens] = np.frombuffer(embeds.is_token, dtype=np.bool_) if embeds.is_token else False
+            known, num_prompt_tokens = known[tokens], int(tokens[:num_prompt_tokens].sum())
         rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids)
         if rules is not None:
             self._rules[row] = rules

@@ -1,6 +1,7 @@
 """Vectors that stand for prompt tokens, kept by the worker while their requests are in its batch."""
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -21,21 +22,24 @@ class StepVectors:
     rows: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Prompt:
-    """``rows`` ``[positions, hidden size]``; ``is_vector`` ``[positions]``."""
+    """``rows`` ``[vectors, hidden size]``; ``row_of`` int32 ``[positions]``: -1 where there is a token."""
 
+    embeds: PromptEmbeds
     rows: torch.Tensor
-    is_vector: torch.Tensor
+    row_of: torch.Tensor
 
 
 class PromptVectors:
-    """By request. Costs nothing while no request has any."""
+    """By request. Costs nothing while no request has any. Requests that share a prompt share its rows."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         self._prompts: dict[str, _Prompt] = {}
+        # By identity of the embeds, which the prompts hold: no two of them are the same while these are there.
+        self._shared: WeakValueDictionary[int, _Prompt] = WeakValueDictionary()
 
     def update(self, step: SchedulerOutput) -> None:
         """Forget requests that are gone, take in those that are new."""
@@ -57,19 +61,23 @@ class PromptVectors:
             if prompt is None:
                 continue
             flat: IntArray = np.arange(starts[number], starts[number + 1])
-            flat = flat[inputs.positions[flat] < len(prompt.rows)]
-            positions = torch.from_numpy(inputs.positions[flat]).to(self._device)
-            chosen = prompt.is_vector[positions]
+            flat = flat[inputs.positions[flat] < len(prompt.row_of)]
+            row_of = prompt.row_of[torch.from_numpy(inputs.positions[flat]).to(self._device)]
+            chosen = row_of >= 0
             places.append(torch.from_numpy(flat).to(self._device)[chosen])
-            rows.append(prompt.rows[positions[chosen]])
+            rows.append(prompt.rows[row_of[chosen]])
         if not any(map(len, places)):
             return None
         return StepVectors(torch.cat(places), torch.cat(rows))
 
     def _read(self, embeds: PromptEmbeds) -> _Prompt:
-        rows = torch.frombuffer(bytearray(embeds.data), dtype=_DTYPES[embeds.dtype])
-        is_vector = [embeds.is_vector(position) for position in range(embeds.num_tokens)]
-        return _Prompt(
-            rows.view(embeds.num_tokens, embeds.hidden_size).to(device=self._device, dtype=self._dtype),
-            torch.tensor(is_vector, device=self._device),
+        if (known := self._shared.get(id(embeds))) is not None:
+            return known
+        data = embeds.data if isinstance(embeds.data, bytearray) else bytearray(embeds.data)
+        rows = torch.frombuffer(data, dtype=_DTYPES[embeds.dtype]).view(-1, embeds.hidden_size)
+        is_vector = np.frombuffer(embeds.is_token or bytes(embeds.num_tokens), dtype=np.uint8) == 0
+        row_of = np.where(is_vector, np.cumsum(is_vector) - 1, -1).astype(np.int32)
+        prompt = self._shared[id(embeds)] = _Prompt(
+            embeds, rows.to(device=self._device, dtype=self._dtype), torch.from_numpy(row_of).to(self._device)
         )
+        return prompt

@@ -3,11 +3,14 @@
 import math
 import time
 
+import msgspec
+
 from penstock.common.v1 import events_pb2, finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
+from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -15,6 +18,7 @@ from penstock_common.types.outputs import (
     RequestError,
     UtilityOutput,
 )
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 
 NOT_SERVED_YET = (
@@ -29,18 +33,18 @@ NOT_SERVED_YET = (
 """Fields of a request whose feature comes later."""
 
 
-def request_from_proto(message: pb.EngineCoreRequest) -> EngineCoreRequest:
-    """The request. Raises Unimplemented for a field of a later feature, InvalidArgument when there are no parameters."""
+def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | None = None) -> EngineCoreRequest:
+    """The request; ``embeds``: the vectors of its prompt. Raises Unimplemented for a field of a later feature, InvalidArgument
+    when there are no parameters.
+    """
     sampling.refuse_set(message, NOT_SERVED_YET)
     kind = message.WhichOneof("params")
     if kind is None:
         raise InvalidArgument("sampling_params or pooling_params is required", field="sampling_params")
     pooling = parts.pooling_params_from_proto(message.pooling_params) if kind == "pooling_params" else None
-    embeds = None
     token_ids = list(message.prompt_token_ids)
-    if message.HasField("prompt_embeds"):
-        embeds = parts.prompt_embeds_from_proto(message.prompt_embeds, message.prompt_is_token_ids)
-        token_ids = token_ids or [0] * embeds.num_tokens
+    if embeds is not None and not token_ids:
+        token_ids = [0] * embeds.num_tokens
     return EngineCoreRequest(
         request_id=message.request_id,
         external_request_id=message.external_request_id,
@@ -90,6 +94,15 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
     if outputs.utility_output is not None:
         message.utility_output.CopyFrom(utility_to_proto(outputs.utility_output))
     return message
+
+
+def pooled_to_proto(output: EngineCoreOutput, ref: TensorRef | None) -> pb.EngineCoreOutputs:
+    """The frame of one output whose vectors went ahead in chunks. ``ref``: where they are."""
+    vectors = output.pooling_output
+    alone = output_to_proto(msgspec.structs.replace(output, pooling_output=None))
+    if vectors is not None:
+        alone.pooling_output.CopyFrom(parts.vectors_to_proto(vectors, ref))
+    return pb.EngineCoreOutputs(outputs=[alone], finished_requests=[output.request_id])
 
 
 def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
@@ -153,4 +166,7 @@ def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
         capabilities=ready.capabilities,
         vocab_size=ready.vocab_size,
         protocol_revision=protocol_revision,
+        hidden_size=ready.hidden_size,
+        max_message_bytes=ready.max_message_bytes,
+        max_tensor_bytes=ready.max_tensor_bytes,
     )

@@ -53,7 +53,12 @@ class IoThread:
         count_tasks(self.registry, self._loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
-        self.sessions = Sessions(self._loop, on_draining=self._on_draining, traces=traces)
+        self.sessions = Sessions(
+            self._loop,
+            on_draining=self._on_draining,
+            traces=traces,
+            max_message_bytes=config.server.max_message_bytes,
+        )
         self._servicer = EngineCoreServicer(self.sessions)
         self._coordinator_credentials = ClientCredentials(config.coordinator.tls, field="coordinator.tls")
         self._tasks: list[asyncio.Task[None]] = []
@@ -133,6 +138,7 @@ class IoThread:
         alive = True
         while True:
             await asyncio.sleep(CHECK_INTERVAL)
+            self.sessions.drop_stale()
             age = busy_loop.seconds_since_last_step()
             if alive == (age < self._config.wedged_after and self.sessions.dead is None):
                 continue

@@ -8,10 +8,11 @@ import grpc
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
+from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.rpc import stats
+from penstock_common.rpc.outputs import take_chunk
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.request_log import log_refused
@@ -36,7 +37,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
         """The engine is loaded: serve."""
         self._busy_loop, self._ready = busy_loop, ready
-        self._sessions.on_unsendable = lambda client_id, request_id: busy_loop.abort(client_id, [request_id])
+        self._sessions.on_refused = busy_loop.abort
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
@@ -44,7 +45,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         """One stream of one frontend. Its requests end with it."""
         busy_loop, ready = self._attached()
         hello = await _hello(request_iterator)
-        session = self._sessions.open(hello.frontend_id)
+        session = self._sessions.open(hello)
         log.info("session opened", frontend=session.client_id)
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
         self._sessions.welcome(session, convert.ready_to_proto(ready, protocol_revision=revision))
@@ -86,15 +87,17 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 call = message.utility
                 busy_loop.call_utility(session.client_id, call.call_id, call.method, call.arguments)
             case "tensor_chunk":
-                raise Unimplemented("tensor_chunk is not served yet", field="tensor_chunk")
+                take_chunk(session.prompts.tensors, message.tensor_chunk)
             case "hello":
                 raise InvalidArgument("hello was sent twice; it is the first message only", field="hello")
             case _:
-                raise InvalidArgument("the message is empty: set one of add, abort, utility", field="message")
+                raise InvalidArgument(
+                    "the message is empty: set one of add, abort, utility, tensor_chunk", field="message"
+                )
 
     def _add(self, message: pb.EngineCoreRequest, session: FrontendSession, busy_loop: BusyLoop) -> None:
         try:
-            request = convert.request_from_proto(message)
+            request = convert.request_from_proto(message, session.prompts.read(message))
             if self._sessions.traces is not None:
                 self._sessions.traces.add(session.client_id, request)
             busy_loop.add(session.client_id, request)

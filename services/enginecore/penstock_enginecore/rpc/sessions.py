@@ -3,45 +3,91 @@
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
-from penstock_common.types.outputs import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-    RequestError,
-    UtilityOutput,
-)
+from penstock_common.rpc.outputs import chunk_to_proto
+from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
+from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Limits
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_enginecore.rpc import convert
+from penstock_enginecore.rpc.encoding import encoded, unsendable
+from penstock_enginecore.rpc.frames import split, too_large
+from penstock_enginecore.rpc.prompts import PromptReader
 from penstock_enginecore.rpc.traces import EngineTraces
+
+_WRAPPING_BYTES = 16
+"""Of a message around a frame, at most."""
 
 log = get_logger()
 
 
 class FrontendSession:
-    """Messages on their way to one frontend, in order. Belongs to the I/O thread.
+    """Messages on their way to one frontend, and what came of its prompts. Belongs to the I/O thread.
 
     The queue is not bounded: it holds what the frontend has not read of its own requests' output, and its requests are bounded.
+    No message is larger than the frontend takes: see ``rpc/frames.py``; large vectors go ahead in chunks.
     """
 
-    def __init__(self, client_id: str) -> None:
+    def __init__(self, client_id: str, limits: Limits) -> None:
         self.client_id = client_id
-        self.unsendable: set[str] = set()
-        """Requests that have ended for the frontend because an output could not be encoded, and not yet for the engine."""
-        self._messages: deque[pb.SessionResponse] = deque()
+        self.prompts = PromptReader()
+        self._limits = limits
+        self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
+        self._outgoing.limit(limits)
+        self._ended: set[str] = set()
+        """Requests that have ended for the frontend because an output could not be sent, and not yet for the engine."""
         self._arrived = asyncio.Event()
         self._closed = False
 
     def put(self, message: pb.SessionResponse) -> None:
         """Queue a message."""
-        self._messages.append(message)
+        self._outgoing.put(lambda _: message)
         self._arrived.set()
+
+    def put_outputs(self, outputs: EngineCoreOutputs, frame: pb.EngineCoreOutputs | None = None) -> list[str]:
+        """Queue what a step has to say. ``frame``: its message, where that is made already. Returns the ids of requests that end
+        here: an output of theirs is too large, or cannot be encoded.
+        """
+        if self._ended:
+            outputs = _without(outputs, self._ended)
+        unfinished = {output.request_id for output in outputs.outputs if output.finish_reason is None}
+        refused = self._put_large(outputs) if any(map(_is_pooled, outputs.outputs)) else []
+        if frame is None:
+            outputs, frame, broken = encoded(outputs)
+            refused += broken
+        if frame.ByteSize() + _WRAPPING_BYTES <= self._limits.max_message_bytes:
+            self.put(pb.SessionResponse(outputs=frame))
+        else:
+            frames = split(outputs, self._limits.max_message_bytes)
+            for part in frames.frames:
+                self.put(pb.SessionResponse(outputs=convert.outputs_to_proto(part)))
+            refused += frames.refused
+        self._ended |= unfinished.intersection(refused)
+        return refused
+
+    def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
+        """Take large vectors out of a step's outputs: they go in chunks. Returns the ids of requests that end here."""
+        most, refused = self._limits.max_tensor_bytes, []
+        others: list[EngineCoreOutput] = []
+        for output in outputs.outputs:
+            size = len(output.pooling_output.data) if output.pooling_output is not None else 0
+            if output.pooling_output is None or not most or size <= self._limits.inline_bytes:
+                others.append(output)
+            elif size > most:
+                others.append(too_large(output, size, most))
+                refused.append(output.request_id)
+            else:
+                self._outgoing.put(partial(_pooled, output), output.pooling_output.data)
+                self._arrived.set()
+                # Its end is told with its vectors, not before.
+                outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
+        outputs.outputs = others
+        return refused
 
     def close(self) -> None:
         """No message follows those that are queued."""
@@ -50,12 +96,28 @@ class FrontendSession:
 
     async def next(self) -> pb.SessionResponse | None:
         """The next message; None when the session is closed and empty."""
-        while not self._messages:
+        while not self._outgoing:
             if self._closed:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        return self._messages.popleft()
+        return self._outgoing.next()
+
+
+def _is_pooled(output: EngineCoreOutput) -> bool:
+    return output.pooling_output is not None
+
+
+def _pooled(output: EngineCoreOutput, ref: TensorRef | None) -> pb.SessionResponse:
+    try:
+        frame = convert.pooled_to_proto(output, ref)
+    except Exception as e:
+        frame = convert.pooled_to_proto(unsendable(output, e), None)
+    return pb.SessionResponse(outputs=frame)
+
+
+def _chunk(chunk: Chunk) -> pb.SessionResponse:
+    return pb.SessionResponse(tensor_chunk=chunk_to_proto(chunk))
 
 
 class Sessions:
@@ -70,23 +132,26 @@ class Sessions:
         *,
         on_draining: Callable[[float], None],
         traces: EngineTraces | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
-        """``on_draining`` is called once, on the I/O thread, with the seconds that are left. ``traces``: sees
-        every request and output.
+        """``on_draining`` is called once, on the I/O thread, with the seconds that are left. ``traces``: sees every request and
+        output. ``max_message_bytes``: the largest message that the server sends.
         """
         self.traces = traces
+        self.on_refused: Callable[[str, list[str]], None] = lambda *_: None
+        """Called on the I/O thread with a client's requests that ended because an output of theirs cannot be sent."""
+        self._max_message_bytes = max_message_bytes
         self._loop = loop
         self._on_draining = on_draining
         self._sessions: dict[str, FrontendSession] = {}
         self._numbers = itertools.count()
         self._drained_at: float | None = None
-        self.on_unsendable: Callable[[str, str], None] = lambda *_: None
-        """Called on the I/O thread with client and request when an output could not be encoded: the request is of no use."""
         self.dead: str | None = None
 
-    def open(self, frontend_id: str) -> FrontendSession:
+    def open(self, hello: pb.Hello) -> FrontendSession:
         """A session under a name of its own: a frontend that reconnects is another client."""
-        session = FrontendSession(f"{frontend_id}#{next(self._numbers)}")
+        limits = Limits.of(self._max_message_bytes, hello.max_message_bytes, hello.max_tensor_bytes)
+        session = FrontendSession(f"{hello.frontend_id}#{next(self._numbers)}", limits)
         self._sessions[session.client_id] = session
         return session
 
@@ -106,6 +171,11 @@ class Sessions:
         """Let every session end after what is queued."""
         for session in self._sessions.values():
             session.close()
+
+    def drop_stale(self) -> None:
+        """Drop what has come of tensors whose rest does not come."""
+        for session in self._sessions.values():
+            session.prompts.tensors.drop_stale()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -129,43 +199,14 @@ class Sessions:
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         if self.traces is not None:
             self.traces.take(client_id, outputs)
-        if (session := self._sessions.get(client_id)) is not None:
-            if session.unsendable:
-                outputs = _without(outputs, session.unsendable)
-            session.put(pb.SessionResponse(outputs=self._encoded(session, outputs)))
-
-    def _encoded(self, session: FrontendSession, outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
-        """The frame. What of it cannot be encoded ends its request alone, or is the answer of the one call."""
-        try:
-            return convert.outputs_to_proto(outputs)
-        except Exception:
-            encodable = [self._encodable(session, output) for output in outputs.outputs]
-            answer = None if outputs.utility_output is None else _encodable_answer(outputs.utility_output)
-            replaced = msgspec.structs.replace(outputs, outputs=encodable, utility_output=answer)
-            return convert.outputs_to_proto(replaced)
-
-    def _encodable(self, session: FrontendSession, output: EngineCoreOutput) -> EngineCoreOutput:
-        """The output, or the end of its request when it cannot be encoded."""
-        try:
-            convert.output_to_proto(output)
-        except Exception as e:
-            if output.finish_reason is None:
-                session.unsendable.add(output.request_id)
-                self.on_unsendable(session.client_id, output.request_id)
-            failed = incident(e, request=output.request_id, doing="encoding an output of the request")
-            return EngineCoreOutput(
-                request_id=output.request_id,
-                attempt=output.attempt,
-                offset=output.offset,
-                finish_reason=FinishReason.ERROR,
-                error=RequestError.from_exception(failed),
-            )
-        return output
+        session = self._sessions.get(client_id)
+        if session is not None and (refused := session.put_outputs(outputs)):
+            self.on_refused(client_id, refused)
 
     def _deliver_to_all(self, outputs: EngineCoreOutputs) -> None:
-        message = pb.SessionResponse(outputs=convert.outputs_to_proto(outputs))
+        outputs, frame, _ = encoded(outputs)
         for session in self._sessions.values():
-            session.put(message)
+            session.put_outputs(outputs, frame)
 
     def _announce_draining(self, time_left: float) -> None:
         log.info("draining: new requests are refused", sessions=len(self._sessions))
@@ -191,13 +232,3 @@ def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
     finished = [request_id for request_id in outputs.finished_requests if request_id not in over]
     ended -= over
     return msgspec.structs.replace(outputs, outputs=left, finished_requests=finished)
-
-
-def _encodable_answer(answer: UtilityOutput) -> UtilityOutput:
-    """The answer to a call, or an error in its place when it cannot be encoded."""
-    try:
-        convert.utility_to_proto(answer)
-    except Exception as e:
-        failed = incident(e, request="", doing="encoding the answer of a utility call")
-        return UtilityOutput(call_id=answer.call_id, error=RequestError.from_exception(failed))
-    return answer

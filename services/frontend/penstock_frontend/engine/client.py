@@ -90,7 +90,10 @@ class GrpcEngineClient:
         ready = [connection.ready for connection in self._pool.connected() if connection.ready is not None]
         if not ready:
             return None
-        return ModelLimits(min(r.max_model_len for r in ready), min(r.vocab_size for r in ready))
+        hidden_sizes = [r.hidden_size for r in ready if r.hidden_size is not None]
+        return ModelLimits(
+            min(r.max_model_len for r in ready), min(r.vocab_size for r in ready), max(hidden_sizes, default=None)
+        )
 
     @property
     def capabilities(self) -> Sequence[str]:

@@ -120,6 +120,7 @@ class EngineConnection:
             on_outputs=self._on_outputs,
             on_draining=self._on_draining,
             credentials=self._credentials,
+            max_message_bytes=self._config.server.max_message_bytes,
         )
         reason = "the session was closed"
         try:
@@ -177,6 +178,7 @@ class EngineConnection:
         """Ask the engine how it is whenever there is reason to. Returns why it is lost."""
         while True:
             await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
+            session.drop_stale()
             watchdog, has_work = self._watchdog, self._listener.has_work(self)
             if not (doubt := watchdog.doubt(_now(), has_work=has_work, lease_lost=self._lease_lost)):
                 continue

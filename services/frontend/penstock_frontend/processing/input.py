@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, NotFound, nearest
+from penstock_common.errors import InvalidArgument, NotFound, Unimplemented, nearest
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -23,10 +23,13 @@ MAX_CHARS_PER_TOKEN = 64
 
 
 class ModelLimits(NamedTuple):
-    """What engines can take: tokens of prompt and output together, and the number of token ids."""
+    """What engines can take: tokens of prompt and output together, and the number of token ids. ``hidden_size``: numbers in a
+    vector that stands for a token; 0 where none are taken, None where an engine does not say.
+    """
 
     max_model_len: int
     vocab_size: int
+    hidden_size: int | None = None
 
 
 class InputProcessor:
@@ -103,7 +106,8 @@ class InputProcessor:
         arrival_time = time.time()
         if limits is not None:
             _check_early(request.prompt, limits.max_model_len, truncated=params.truncate_prompt_tokens is not None)
-        prompt = await self._prompt(request)
+            _check_parts(request.prompt, limits)
+        prompt = await self._prompt(request, limits, truncated=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
         return EngineCoreRequest(
@@ -126,6 +130,8 @@ class InputProcessor:
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
         """What depends on the engines: the prompt's length and its token ids."""
         prompt, params = request.prompt_token_ids, request.sampling_params
+        if request.prompt_embeds is not None:
+            check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
         check_token_ids(prompt, limits.vocab_size, field="token_ids.ids")
         sampling.check_vocabulary(params, limits.vocab_size)
         if len(prompt) >= limits.max_model_len:
@@ -156,10 +162,13 @@ class InputProcessor:
         unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
         return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
 
-    async def _prompt(self, request: GenerateRequest) -> Assembled:
+    async def _prompt(self, request: GenerateRequest, limits: ModelLimits | None, *, truncated: bool) -> Assembled:
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
-            return await self._mixed(prompt, add_special_tokens=request.add_special_tokens)
+            longest, what = self._limits.max_prompt_length, "limits.max_prompt_length"
+            if limits is not None and not truncated and limits.max_model_len < longest:
+                longest, what = limits.max_model_len, "max_model_len"
+            return await self._mixed(prompt, longest, what, add_special_tokens=request.add_special_tokens)
         field = "text" if isinstance(prompt, str) else "token_ids.ids"
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)
@@ -172,7 +181,7 @@ class InputProcessor:
             raise InvalidArgument(f"{field} has no tokens: there is no prompt", field=field)
         return Assembled(ids, None)
 
-    async def _mixed(self, prompt: MixedPrompt, *, add_special_tokens: bool) -> Assembled:
+    async def _mixed(self, prompt: MixedPrompt, longest: int, what: str, *, add_special_tokens: bool) -> Assembled:
         if not prompt.parts:
             raise InvalidArgument("mixed.parts is empty: there is no prompt", field="mixed.parts")
         for part, field in zip(prompt.parts, prompt.fields, strict=True):
@@ -182,7 +191,7 @@ class InputProcessor:
         async def encode(text: str, is_first: bool) -> list[int]:
             return (await self._tokenizer.encode(text, add_special_tokens=add_special_tokens and is_first)).ids
 
-        return await assemble(prompt, encode)
+        return await assemble(prompt, encode, max_positions=longest, what=what)
 
 
 def check_size(text: str, max_model_len: int, *, field: str) -> None:
@@ -203,6 +212,26 @@ def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, 
         check_size(prompt, max_model_len, field="text")
     elif not truncated and not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
         raise _too_long(len(prompt), max_model_len)
+
+
+def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits) -> None:
+    """What can be said of a mixed prompt's parts before they are put together."""
+    if isinstance(prompt, MixedPrompt):
+        for part, field in zip(prompt.parts, prompt.fields, strict=True):
+            if isinstance(part, PromptEmbeds):
+                check_hidden_size(part, limits.hidden_size, field=field)
+            elif isinstance(part, str):
+                check_size(part, limits.max_model_len, field=field)
+
+
+def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: str) -> None:
+    """Raise InvalidArgument for vectors of another length than the engines', Unimplemented where they take none."""
+    if hidden_size == 0:
+        raise Unimplemented(f"{field} has vectors, which the engines do not take in place of tokens", field=field)
+    if hidden_size is not None and embeds.hidden_size != hidden_size:
+        raise InvalidArgument(
+            f"{field} has vectors of {embeds.hidden_size} numbers; the model's have {hidden_size}", field=field
+        )
 
 
 def _too_long(num_tokens: int, max_model_len: int) -> InvalidArgument:

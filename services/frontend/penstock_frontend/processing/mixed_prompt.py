@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.prompt_embeds import IS_TOKEN, IS_VECTOR, PromptEmbeds
 
 Part = str | Sequence[int] | PromptEmbeds
 
@@ -26,47 +26,46 @@ class Assembled(NamedTuple):
 
     def last(self, count: int) -> "Assembled":
         """The last ``count`` positions."""
-        if self.embeds is None:
-            return Assembled(self.token_ids[-count:], None)
-        kept = msgspec.structs.replace(
-            self.embeds,
-            num_tokens=min(count, self.embeds.num_tokens),
-            data=self.embeds.data[-count * self.embeds.row_bytes :],
-            is_token=self.embeds.is_token[-count:],
-        )
-        return Assembled(self.token_ids[-count:], kept)
+        return Assembled(self.token_ids[-count:], self.embeds.last(count) if self.embeds is not None else None)
 
 
-async def assemble(prompt: MixedPrompt, encode: Callable[[str, bool], Awaitable[list[int]]]) -> Assembled:
-    """Put the parts together. ``encode`` tokenizes a text; the flag says that it opens the prompt.
+async def assemble(
+    prompt: MixedPrompt, encode: Callable[[str, bool], Awaitable[list[int]]], *, max_positions: int, what: str
+) -> Assembled:
+    """Put the parts together. ``encode`` tokenizes a text; the flag says that it opens the prompt. Not more than
+    ``max_positions`` are put together; ``what`` names that limit.
 
-    Raises InvalidArgument for an empty part, and for vectors of different lengths or types.
+    Raises InvalidArgument for an empty part, too many positions, and for vectors of different lengths or types.
     """
     vectors = [part for part in prompt.parts if isinstance(part, PromptEmbeds)]
     first = vectors[0] if vectors else None
     token_ids: list[int] = []
-    is_token: list[bool] = []
-    rows: list[bytes] = []
+    is_token = bytearray()
     for index, (part, field) in enumerate(zip(prompt.parts, prompt.fields, strict=True)):
+        ids: Sequence[int]
         if isinstance(part, PromptEmbeds):
             _check_alike(part, first or part, field)
-            ids, data = [0] * part.num_tokens, part.data
+            ids, kind = range(part.num_tokens), IS_VECTOR
         else:
-            ids = await encode(part, index == 0) if isinstance(part, str) else list(part)
-            data = bytes(len(ids) * first.row_bytes) if first else b""
+            ids, kind = await encode(part, index == 0) if isinstance(part, str) else part, IS_TOKEN
         if not ids:
             raise InvalidArgument(f"{field} is empty", field=field)
-        token_ids += ids
-        is_token += [not isinstance(part, PromptEmbeds)] * len(ids)
-        rows.append(data)
+        if len(token_ids) + len(ids) > max_positions:
+            raise InvalidArgument(
+                f"prompt has {len(token_ids) + len(ids)} tokens and vectors up to {field}; {what} is {max_positions}",
+                field="prompt",
+                reason="PROMPT_TOO_LONG",
+            )
+        token_ids += ids if kind is IS_TOKEN else bytes(len(ids))
+        is_token += kind * len(ids)
     if first is None:
         return Assembled(token_ids, None)
     embeds = PromptEmbeds(
         dtype=first.dtype,
         num_tokens=len(token_ids),
         hidden_size=first.hidden_size,
-        data=b"".join(rows),
-        is_token=tuple(is_token) if any(is_token) else (),
+        data=first.data if len(vectors) == 1 else b"".join(part.data for part in vectors),
+        is_token=bytes(is_token) if IS_TOKEN in is_token else b"",
     )
     return Assembled(token_ids, embeds)
 
@@ -84,5 +83,5 @@ def text_context(token_ids: Sequence[int], embeds: PromptEmbeds | None) -> Seque
     """The tokens at the end of a prompt, behind its last vector: what decoding the output may look back at."""
     if embeds is None:
         return token_ids
-    last = next((i for i in range(len(token_ids) - 1, -1, -1) if embeds.is_vector(i)), -1)
+    last = embeds.is_token.rfind(IS_VECTOR) if embeds.is_token else embeds.num_tokens - 1
     return token_ids[last + 1 :]

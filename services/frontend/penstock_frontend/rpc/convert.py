@@ -7,6 +7,7 @@ from penstock_common.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.sampling import to_proto
+from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import (
     EngineCoreEvent,
@@ -26,8 +27,12 @@ _FINISH_REASONS: dict[int, FinishReason] = {int(reason): reason for reason in Fi
 _EVENT_TYPES: dict[int, EventType] = {int(kind): kind for kind in EventType}
 
 
-def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
-    """The message that starts a request."""
+def add_request(
+    request: EngineCoreRequest, ref: TensorRef | None = None, *, every_position: bool = False
+) -> pb.SessionRequest:
+    """The message that starts a request. ``ref``: where the vectors of its prompt are that went ahead; ``every_position``: with a
+    row for each token id of a mixed prompt, for engines that need it.
+    """
     message = pb.SessionRequest()
     add = message.add
     add.request_id = request.request_id
@@ -38,8 +43,9 @@ def add_request(request: EngineCoreRequest) -> pb.SessionRequest:
     else:
         add.sampling_params.CopyFrom(to_proto(request.sampling_params))
     if request.prompt_embeds is not None:
-        add.prompt_embeds.CopyFrom(parts.prompt_embeds_to_proto(request.prompt_embeds))
-        add.prompt_is_token_ids.extend(request.prompt_embeds.is_token)
+        embeds = parts.prompt_embeds_to_proto(request.prompt_embeds, ref, every_position=every_position)
+        add.prompt_embeds.CopyFrom(embeds)
+        add.prompt_is_token_ids.extend(map(bool, request.prompt_embeds.is_token))
     if request.second_text_start is not None:
         add.second_text_start = request.second_text_start
     add.arrival_time = request.arrival_time
@@ -74,18 +80,21 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         data_parallel_size=message.data_parallel_size,
         config_hash=message.config_hash,
         capabilities=tuple(message.capabilities),
+        hidden_size=message.hidden_size if message.HasField("hidden_size") else None,
+        max_message_bytes=message.max_message_bytes,
+        max_tensor_bytes=message.max_tensor_bytes,
     )
 
 
-def engine_core_outputs(message: pb.EngineCoreOutputs) -> EngineCoreOutputs:
-    """What one step produced for this frontend.
+def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | None = None) -> EngineCoreOutputs:
+    """What one step produced for this frontend. ``take``: gives the vectors that came in chunks.
 
     An output that cannot be read has an ``error`` and no ``finish_reason``: its request is to end here and on the engine. So
     nothing in a frame raises.
     """
     return EngineCoreOutputs(
         engine_index=message.engine_index,
-        outputs=[_readable_output(output) for output in message.outputs],
+        outputs=[_readable_output(output, take) for output in message.outputs],
         scheduler_stats=_stats(message),
         timestamp=message.timestamp,
         utility_output=_utility_output(message.utility_output) if message.HasField("utility_output") else None,
@@ -114,9 +123,9 @@ def _kv_events(message: pb.EngineCoreOutputs) -> list[KvCacheEvent]:
         return []
 
 
-def _readable_output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
+def _readable_output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> EngineCoreOutput:
     try:
-        return _output(message)
+        return _output(message, take)
     except Exception as e:
         failed = unreadable(e, message.request_id)
         error = RequestError.from_exception(failed)
@@ -128,7 +137,7 @@ def unreadable(error: Exception, request_id: str) -> Internal:
     return incident(error, request=request_id, doing="reading the engine's output")
 
 
-def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
+def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> EngineCoreOutput:
     output = EngineCoreOutput(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -139,8 +148,6 @@ def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
         output.new_logprobs = parts.logprobs_from_proto(message.new_logprobs)
     if message.HasField("new_prompt_logprobs"):
         output.new_prompt_logprobs = parts.logprobs_from_proto(message.new_prompt_logprobs)
-    if message.HasField("pooling_output"):
-        output.pooling_output = parts.vectors_from_proto(message.pooling_output)
     if message.HasField("prefill_stats"):
         # The first output: it also says when the request was queued and scheduled. Events of later ones, which tell of
         # preemptions, are not looked for: that would be a sixth of the time an output takes here.
@@ -159,6 +166,8 @@ def _output(message: pb.EngineCoreOutput) -> EngineCoreOutput:
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):
             output.error = _error(message.error)
+    if message.HasField("pooling_output"):
+        output.pooling_output = parts.vectors_from_proto(message.pooling_output, take)
     return output
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -11,16 +12,33 @@ import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.errors import Unavailable
+from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
+from penstock_common.incidents import incident
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.outputs import chunk_to_proto, take_chunk, taker
 from penstock_common.rpc.status import from_rpc_error
-from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
+from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Limits
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineReady,
+    FinishReason,
+    RequestError,
+    UtilityOutput,
+)
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc import convert
 
 PROTOCOL_REVISION = 1
 _HANDSHAKE_TIMEOUT = 10.0
+
+
+class _NotSentError(Exception):
+    """There is no message after all."""
 
 
 class EngineSession:
@@ -30,6 +48,9 @@ class EngineSession:
 
     Lifecycle: ``open``, ``run`` until the stream ends, ``close``. Sending never blocks: a queue feeds the stream, and what
     is sent after the end goes nowhere. All callbacks run on the event loop.
+
+    Neither end sends a message larger than the other said it takes. Large prompts of vectors go ahead in chunks, once for all
+    requests that share them; a request that is too large ends as if the engine had refused it.
     """
 
     def __init__(
@@ -41,14 +62,32 @@ class EngineSession:
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_draining: Callable[[], None],
         credentials: ClientCredentials = NO_TLS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
+        """``max_message_bytes``: the largest message either way, as far as this end is concerned."""
         self.address = address
-        hello = pb.Hello(protocol_revision=PROTOCOL_REVISION, frontend_id=frontend_id, incarnation=incarnation)
         self._on_outputs = on_outputs
         self._on_draining = on_draining
-        self._channel = make_channel(address, credentials=credentials)
-        self._to_send: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
-        self._to_send.put_nowait(pb.SessionRequest(hello=hello))
+        # An engine of an earlier version does not heed what this end says it takes.
+        most = max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)
+        self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
+        self._max_message_bytes = max_message_bytes
+        self._limits = Limits(max_message_bytes, 0)
+        self._tensors = IncomingTensors(MAX_TENSOR_BYTES)
+        self._outgoing: Outgoing[pb.SessionRequest] = Outgoing(_chunk)
+        self._queued = asyncio.Event()
+        self._closed = False
+        self._put(
+            pb.SessionRequest(
+                hello=pb.Hello(
+                    protocol_revision=PROTOCOL_REVISION,
+                    frontend_id=frontend_id,
+                    incarnation=incarnation,
+                    max_message_bytes=max_message_bytes,
+                    max_tensor_bytes=MAX_TENSOR_BYTES,
+                )
+            )
+        )
         self._stub: service_pb2_grpc.EngineCoreServiceAsyncStub = service_pb2_grpc.EngineCoreServiceStub(self._channel)
         self._call = self._stub.Session(self._requests())
         self._responses = aiter(self._call)
@@ -71,15 +110,21 @@ class EngineSession:
                 f"engine at {self.address} speaks revision {first.ready.protocol_revision} of the session protocol; "
                 f"this frontend speaks {PROTOCOL_REVISION}"
             )
-        return convert.engine_ready(first.ready)
+        ready = convert.engine_ready(first.ready)
+        self._limits = Limits.of(self._max_message_bytes, ready.max_message_bytes, ready.max_tensor_bytes)
+        self._outgoing.limit(self._limits)
+        return ready
 
     async def run(self) -> str:
         """Hand on what the engine says until it says no more. Returns why the stream ended."""
+        take = taker(self._tensors)
         try:
             async for response in self._responses:
                 kind = response.WhichOneof("message")
                 if kind == "outputs":
-                    self._take(convert.engine_core_outputs(response.outputs))
+                    self._take(convert.engine_core_outputs(response.outputs, take))
+                elif kind == "tensor_chunk":
+                    take_chunk(self._tensors, response.tensor_chunk)
                 elif kind == "draining":
                     self._on_draining()
                 elif kind == "engine_dead":
@@ -89,19 +134,26 @@ class EngineSession:
         return "the engine closed the session"
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Start a request."""
-        self._to_send.put_nowait(convert.add_request(request))
+        """Start a request. One that the engine would not take ends with an ERROR output; nothing is raised."""
+        embeds, limits = request.prompt_embeds, self._limits
+        in_chunks = embeds is not None and limits.inline_bytes < len(embeds.data) <= limits.max_tensor_bytes
+        tensor = embeds.data if embeds is not None and in_chunks else None
+        self._outgoing.put(partial(self._add, request), tensor, key=request.request_id)
+        self._queued.set()
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
         """End requests."""
-        self._to_send.put_nowait(pb.SessionRequest(abort=pb.Abort(request_ids=request_ids, reason=reason)))
+        unsent = self._outgoing.discard(request_ids)
+        if sent := [request_id for request_id in request_ids if request_id not in unsent]:
+            self._put(pb.SessionRequest(abort=pb.Abort(request_ids=sent, reason=reason)))
+        self._queued.set()
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> Any:
         """Call a registered method of the engine; returns its result. Raises what it failed with."""
         call_id = next(self._call_ids)
         self._utility_calls[call_id] = asyncio.get_running_loop().create_future()
         call = pb.UtilityCall(call_id=call_id, method=method, arguments=msgspec.msgpack.encode(list(arguments)))
-        self._to_send.put_nowait(pb.SessionRequest(utility=call))
+        self._put(pb.SessionRequest(utility=call))
         try:
             return await self._utility_calls[call_id]
         finally:
@@ -121,20 +173,66 @@ class EngineSession:
             if not future.done():
                 future.set_exception(Unavailable(f"engine at {self.address}: {reason}", reason="ENGINE_GONE"))
         self._call.cancel()
-        self._to_send.put_nowait(
-            None
-        )  # or the task that feeds the stream would wait until it is collected, and complain
+        # Or the task that feeds the stream would wait until it is collected, and complain.
+        self._closed = True
+        self._queued.set()
         # gRPC ends that task only with a call that still runs: where none could begin, it would wait for ever.
         feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
         if feeding is not None:
             feeding.cancel()
         await self._channel.close()
 
+    def drop_stale(self) -> None:
+        """Drop what has come of vectors whose rest does not come."""
+        self._tensors.drop_stale()
+
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
-        while (request := await self._to_send.get()) is not None:
-            if request.HasField("add") and request.add.HasField("deadline"):
-                request.add.time_left = request.add.deadline - time.time()  # the engine's clock may be another
-            yield request
+        while not self._closed:
+            if not self._outgoing:
+                self._queued.clear()
+                await self._queued.wait()
+                continue
+            try:
+                message = self._outgoing.next()
+            except _NotSentError:
+                continue
+            yield message
+
+    def _put(self, message: pb.SessionRequest) -> None:
+        self._outgoing.put(lambda _: message)
+        self._queued.set()
+
+    def _add(self, request: EngineCoreRequest, ref: TensorRef | None) -> pb.SessionRequest:
+        """The message of a request, when it is its turn. Raises _NotSentError for one that cannot be sent; it has ended then."""
+        try:
+            every_position = not self._limits.max_tensor_bytes
+            if request.prompt_embeds is not None and ref is None:
+                _check_vectors(request.prompt_embeds, self._limits, every_position=every_position)
+            message = convert.add_request(request, ref, every_position=every_position)
+            if request.deadline is not None:
+                message.add.time_left = request.deadline - time.time()  # the engine's clock may be another
+            if (size := message.ByteSize()) > self._limits.max_message_bytes:
+                raise InvalidArgument(
+                    f"the request has {size} bytes; engines take messages of up to {self._limits.max_message_bytes}",
+                    reason="MESSAGE_TOO_LARGE",
+                )
+        except RequestFailed as e:
+            self._refuse(request, e)
+        except Exception as e:
+            self._refuse(request, incident(e, request=request.external_request_id, doing="sending the request"))
+        else:
+            return message
+        raise _NotSentError
+
+    def _refuse(self, request: EngineCoreRequest, error: RequestFailed) -> None:
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            offset=len(request.prior_output_token_ids),
+            finish_reason=FinishReason.ERROR,
+            error=RequestError.from_exception(error),
+        )
+        self._on_outputs(EngineCoreOutputs(outputs=[output]))
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output is not None:
@@ -152,3 +250,19 @@ class EngineSession:
             future.set_result(msgspec.msgpack.decode(output.result) if output.result else None)
         except Exception as e:
             future.set_exception(convert.unreadable(e, f"utility call {output.call_id}"))
+
+
+def _chunk(chunk: Chunk) -> pb.SessionRequest:
+    return pb.SessionRequest(tensor_chunk=chunk_to_proto(chunk))
+
+
+def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool) -> None:
+    """Raise InvalidArgument for vectors that are too large for chunks, or for a message where no chunks are taken."""
+    size = embeds.num_tokens * embeds.row_bytes if every_position else len(embeds.data)
+    limit = limits.max_tensor_bytes or limits.max_message_bytes
+    if size > limit:
+        raise InvalidArgument(
+            f"the vectors of the prompt have {size} bytes; engines take up to {limit}",
+            field="prompt",
+            reason="MESSAGE_TOO_LARGE",
+        )

@@ -66,7 +66,7 @@ class InProcessEngine:
     @property
     def limits(self) -> ModelLimits:
         """See EngineClient."""
-        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size)
+        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size, self._ready.hidden_size)
 
     @property
     def capabilities(self) -> Sequence[str]:
@@ -83,7 +83,7 @@ class InProcessEngine:
         self._check()
         if deadline is not None and deadline <= time.time():
             raise DeadlineExceeded("the deadline has passed")
-        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size)
+        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size, self._ready.hidden_size)
 
     def add(self, *requests: EngineCoreRequest) -> None:
         """See EngineClient."""

@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+import msgspec
+
+from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.kv_cache.block_hash import DIGEST_SIZE, BlockHasher
 from penstock_enginecore.core.request import Request
 from tests.fakes.engine_harness import make_request
@@ -68,3 +71,39 @@ def test_another_process_computes_the_same_hashes():
     environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == b"".join(hashes(list(range(9)), cache_salt="s")).hex()
+
+
+def embedded(data: bytes = bytes(range(24)), is_token: bytes = b"") -> Request:
+    num_tokens = len(is_token) or len(data) // 2
+    embeds = PromptEmbeds(
+        dtype="float16", num_tokens=num_tokens, hidden_size=1, data=bytearray(data), is_token=is_token
+    )
+    made = msgspec.structs.replace(make_request([0] * num_tokens), prompt_embeds=embeds)
+    return Request(made, client_id="c", max_model_len=1000)
+
+
+def hashed(request: Request) -> list[bytes]:
+    BlockHasher(4).extend(request, request.num_tokens)
+    return request.block_hashes
+
+
+def test_the_vectors_of_a_shared_prompt_are_hashed_once():
+    first = hashed(embedded())
+    shared = embedded()
+    second = Request(
+        msgspec.structs.replace(make_request([0] * 12), prompt_embeds=shared.prompt_embeds),
+        client_id="c",
+        max_model_len=1000,
+    )
+    assert hashed(shared) == first
+    shared.prompt_embeds.data[:] = bytes(24)  # nobody looks at them again
+    assert hashed(second) == first
+
+
+def test_each_block_of_a_mixed_prompt_covers_its_own_vectors_and_their_places():
+    mask = bytes([0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1])
+    base = hashed(embedded(bytes(range(8)), mask))
+    changed = hashed(embedded(bytes(range(6)) + b"xx", mask))
+    moved = hashed(embedded(bytes(range(8)), bytes([1, 0, *mask[2:]])))
+    assert [a == b for a, b in zip(base, changed, strict=True)] == [True, True, False]
+    assert base[0] != moved[0]

@@ -1,0 +1,116 @@
+"""Tensors in chunks, put together at the end that receives them."""
+
+import time
+from collections.abc import Callable
+
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.tensors.sizes import STALE_AFTER, Buffer
+
+_MAX_REMEMBERED = 1024
+"""Failed transfers whose reason is kept for the message that will refer to them."""
+
+
+class _Transfer:
+    """``touched``: when the last piece came, or the last message that keeps it, in monotonic seconds."""
+
+    __slots__ = ("data", "touched")
+
+    def __init__(self, touched: float) -> None:
+        self.data = bytearray()
+        self.touched = touched
+
+
+class IncomingTensors:
+    """The tensors of one stream whose messages have not come yet.
+
+    Pieces of a tensor come in order, those of others between them. A piece never raises: what is wrong with a tensor is told
+    to the message that refers to it, and ends that alone. All tensors together hold ``max_bytes`` at most; one of which
+    nothing has come for ``STALE_AFTER`` seconds is dropped.
+    """
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._transfers: dict[int, _Transfer] = {}
+        self._failed: dict[int, RequestFailed] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        """Tensors that are held, whole or in part."""
+        return len(self._transfers)
+
+    def add(self, transfer_id: int, offset: int, data: bytes) -> None:
+        """Take a piece in. One behind a failure is dropped."""
+        self.drop_stale()
+        if transfer_id in self._failed:
+            return
+        transfer = self._transfers.get(transfer_id)
+        expected = 0 if transfer is None else len(transfer.data)
+        if offset != expected:
+            self._fail(transfer_id, f"its bytes from {offset} came where those from {expected} were due")
+        elif self.num_bytes + len(data) > self._max_bytes:
+            self._give_up(
+                transfer_id,
+                ResourceExhausted(
+                    f"tensors of {self.num_bytes + len(data)} bytes would wait for their messages; the limit of a session is "
+                    f"{self._max_bytes}"
+                ),
+            )
+        else:
+            if transfer is None:
+                transfer = self._transfers[transfer_id] = _Transfer(0.0)
+            transfer.data += data
+            transfer.touched = self._clock()
+            self.num_bytes += len(data)
+
+    def abandon(self, transfer_id: int) -> None:
+        """No message will refer to it."""
+        self._forget(transfer_id)
+        self._failed.pop(transfer_id, None)
+
+    def take(self, transfer_id: int, size: int, *, keep: bool, field: str) -> Buffer:
+        """The bytes of a tensor: the same object each time. Without ``keep`` it is forgotten here.
+
+        Raises InvalidArgument, with ``field``, unless ``size`` bytes came, in order; what else went wrong with them.
+        """
+        self.drop_stale()
+        if (error := self._failed.get(transfer_id)) is not None:
+            if not keep:
+                del self._failed[transfer_id]
+            raise error
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            raise InvalidArgument(f"{field} refers to tensor {transfer_id}, of which nothing has come", field=field)
+        if not keep:
+            self._forget(transfer_id)
+        transfer.touched = self._clock()
+        if len(transfer.data) != size:
+            raise InvalidArgument(
+                f"{field} has {size} bytes in chunks; {len(transfer.data)} bytes of tensor {transfer_id} have come",
+                field=field,
+            )
+        return transfer.data
+
+    def drop_stale(self) -> None:
+        """Drop what nothing more has come of for too long."""
+        oldest = self._clock() - STALE_AFTER
+        for transfer_id in [i for i, transfer in self._transfers.items() if transfer.touched < oldest]:
+            self._give_up(
+                transfer_id,
+                Unavailable(
+                    f"the request's tensor was dropped: nothing came of it for {STALE_AFTER:g} s", reason="STALE"
+                ),
+            )
+
+    def _fail(self, transfer_id: int, why: str) -> None:
+        self._give_up(transfer_id, InvalidArgument(f"tensor {transfer_id} did not come in order: {why}"))
+
+    def _give_up(self, transfer_id: int, error: RequestFailed) -> None:
+        self._forget(transfer_id)
+        self._failed[transfer_id] = error
+        if len(self._failed) > _MAX_REMEMBERED:
+            del self._failed[next(iter(self._failed))]
+
+    def _forget(self, transfer_id: int) -> None:
+        if (transfer := self._transfers.pop(transfer_id, None)) is not None:
+            self.num_bytes -= len(transfer.data)

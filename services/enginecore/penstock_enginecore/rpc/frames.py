@@ -1,0 +1,220 @@
+"""What a step has to say to one frontend, in frames that are not larger than that takes."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from penstock_common.errors import RequestFailed, ResourceExhausted
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    RequestError,
+    UtilityOutput,
+)
+
+_FRAME_BYTES = 1024
+"""Of a frame around its outputs and events, at most."""
+_OUTPUT_BYTES = 256
+_EVENT_BYTES = 32
+_ENTRY_BYTES = 14
+"""Of an entry of log-probabilities: two numbers of up to 5 bytes, and a float."""
+_NUMBER_BYTES = 5
+_CHARACTER_BYTES = 4
+
+
+class Frames(NamedTuple):
+    """``refused``: ids of requests of which an output is too large for any frame; that output says so, and is their end."""
+
+    frames: list[EngineCoreOutputs]
+    refused: list[str]
+
+
+def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
+    """The same in several frames of up to ``max_bytes`` each, in order. Log-probabilities are cut where there are too many of
+    them for one frame; a request ends in the frame of its last output. The statistics are those of the last frame.
+    """
+    room = max_bytes - _FRAME_BYTES
+    packed = _Packed(outputs, room)
+    refused = []
+    for output in outputs.outputs:
+        pieces = list(_pieces(output, room))
+        if any(output_bytes(piece) > room for piece in pieces):
+            packed.add(too_large(output, max(map(output_bytes, pieces)), room))
+            refused.append(output.request_id)
+            continue
+        for piece in pieces:
+            packed.add(piece)
+    for event in outputs.kv_events:
+        for part in _event_pieces(event, room):
+            packed.add_event(part)
+    if outputs.utility_output is not None:
+        packed.answer(_fitting(outputs.utility_output, room))
+    return Frames(packed.close(), refused)
+
+
+def too_large(output: EngineCoreOutput, size: int, limit: int) -> EngineCoreOutput:
+    """The end of a request whose output the frontend cannot take."""
+    error = _error(f"an output of the request has {size} bytes", limit)
+    return EngineCoreOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        offset=output.offset,
+        finish_reason=FinishReason.ERROR,
+        error=RequestError.from_exception(error),
+    )
+
+
+def output_bytes(output: EngineCoreOutput) -> int:
+    """Bytes of an output in a message, at most."""
+    size = _OUTPUT_BYTES + _CHARACTER_BYTES * len(output.request_id) + _NUMBER_BYTES * len(output.new_token_ids)
+    size += _EVENT_BYTES * len(output.events) + _logprobs_bytes(output.new_logprobs)
+    size += _logprobs_bytes(output.new_prompt_logprobs)
+    if output.pooling_output is not None:
+        size += len(output.pooling_output.data)
+    if output.error is not None:
+        size += _CHARACTER_BYTES * (len(output.error.message) + len(output.error.field) + len(output.error.reason))
+    if isinstance(output.stop_reason, str):
+        size += _CHARACTER_BYTES * len(output.stop_reason)
+    return size
+
+
+def _logprobs_bytes(logprobs: Logprobs | None) -> int:
+    return 0 if logprobs is None else _positions_bytes(logprobs, 0, len(logprobs))
+
+
+def _positions_bytes(logprobs: Logprobs, start: int, stop: int) -> int:
+    entries = logprobs.offsets[stop] - logprobs.offsets[start]
+    return _EVENT_BYTES + _ENTRY_BYTES * entries + _NUMBER_BYTES * (stop - start + 1)
+
+
+def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
+    """The output, or several that say the same where it is larger than ``room`` because of its log-probabilities."""
+    if output_bytes(output) <= room:
+        yield output
+        return
+    if (prompt := output.new_prompt_logprobs) is not None:
+        for start, stop in _cuts(prompt, room // 2):
+            yield EngineCoreOutput(
+                request_id=output.request_id,
+                attempt=output.attempt,
+                offset=output.offset,
+                new_prompt_logprobs=prompt.slice(start, stop),
+            )
+        output = msgspec.structs.replace(output, new_prompt_logprobs=None)
+    logprobs = output.new_logprobs
+    if logprobs is None or output_bytes(output) <= room:
+        yield output
+        return
+    *cuts, (first, end) = _cuts(logprobs, room // 2)
+    for start, stop in cuts:
+        yield EngineCoreOutput(
+            request_id=output.request_id,
+            attempt=output.attempt,
+            offset=output.offset + start,
+            new_token_ids=output.new_token_ids[start:stop],
+            new_logprobs=logprobs.slice(start, stop),
+        )
+    yield msgspec.structs.replace(
+        output,
+        offset=output.offset + first,
+        new_token_ids=output.new_token_ids[first:],
+        new_logprobs=logprobs.slice(first, end),
+    )
+
+
+def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
+    """Ranges of positions of up to ``room`` bytes each, where one position has no more."""
+    cuts, start = [], 0
+    for stop in range(1, len(logprobs) + 1):
+        if stop - start > 1 and _positions_bytes(logprobs, start, stop) > room:
+            cuts.append((start, stop - 1))
+            start = stop - 1
+    cuts.append((start, len(logprobs)))
+    return cuts
+
+
+def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
+    """Blocks that were stored or removed together, in as many events as are needed."""
+    if isinstance(event, AllBlocksCleared) or _event_bytes(event) <= room or len(event.block_hashes) < 2:
+        return [event]
+    half = len(event.block_hashes) // 2
+    if isinstance(event, BlockRemoved):
+        parts = (BlockRemoved(block_hashes=hashes) for hashes in (event.block_hashes[:half], event.block_hashes[half:]))
+        return [piece for part in parts for piece in _event_pieces(part, room)]
+    tokens = half * event.block_size
+    first = msgspec.structs.replace(event, block_hashes=event.block_hashes[:half], token_ids=event.token_ids[:tokens])
+    second = msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[half:],
+        parent_hash=event.block_hashes[half - 1],
+        token_ids=event.token_ids[tokens:],
+    )
+    return [*_event_pieces(first, room), *_event_pieces(second, room)]
+
+
+def _event_bytes(event: KvCacheEvent) -> int:
+    hashes = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+    tokens = len(event.token_ids) if isinstance(event, BlockStored) else 0
+    return _EVENT_BYTES * (1 + hashes) + _NUMBER_BYTES * tokens
+
+
+def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:
+    """The answer to a call, or that it is too large."""
+    if len(answer.result) <= room:
+        return answer
+    error = RequestError.from_exception(_error(f"the answer has {len(answer.result)} bytes", room))
+    return UtilityOutput(call_id=answer.call_id, error=error)
+
+
+def _error(what: str, limit: int) -> RequestFailed:
+    return ResourceExhausted(f"{what}; this frontend takes {limit}", reason="MESSAGE_TOO_LARGE")
+
+
+class _Packed:
+    """Frames that fill up one after the other."""
+
+    def __init__(self, outputs: EngineCoreOutputs, room: int) -> None:
+        self._whole = outputs
+        self._room = room
+        self._finished = dict.fromkeys(outputs.finished_requests)
+        self._frames: list[EngineCoreOutputs] = []
+        self._current = self._empty()
+        self._size = 0
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self._make_room(output_bytes(output))
+        self._current.outputs.append(output)
+        if output.finish_reason is not None and output.request_id in self._finished:
+            del self._finished[output.request_id]
+            self._current.finished_requests.append(output.request_id)
+
+    def add_event(self, event: KvCacheEvent) -> None:
+        self._make_room(_event_bytes(event))
+        self._current.kv_events.append(event)
+
+    def answer(self, answer: UtilityOutput) -> None:
+        self._make_room(len(answer.result))
+        self._current.utility_output = answer
+
+    def close(self) -> list[EngineCoreOutputs]:
+        """All frames; the last one has what belongs to none."""
+        self._make_room(sum(_CHARACTER_BYTES * len(request_id) + _NUMBER_BYTES for request_id in self._finished))
+        self._current.finished_requests += self._finished
+        self._current.scheduler_stats = self._whole.scheduler_stats
+        return [*self._frames, self._current]
+
+    def _make_room(self, size: int) -> None:
+        if self._size and self._size + size > self._room:
+            self._frames.append(self._current)
+            self._current, self._size = self._empty(), 0
+        self._size += size
+
+    def _empty(self) -> EngineCoreOutputs:
+        whole = self._whole
+        return EngineCoreOutputs(
+            engine_index=whole.engine_index, outputs=[], timestamp=whole.timestamp, finished_requests=[], kv_events=[]
+        )

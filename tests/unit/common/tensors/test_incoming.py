@@ -1,0 +1,95 @@
+"""Tensors in chunks, at the end that receives them."""
+
+import pytest
+
+from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
+from penstock_common.tensors.incoming import IncomingTensors
+from penstock_common.tensors.sizes import STALE_AFTER
+from tests.fakes.engine_harness import FakeClock
+
+
+def failure(tensors: IncomingTensors, transfer_id: int, size: int = 4) -> RequestFailed:
+    with pytest.raises(RequestFailed) as error:
+        tensors.take(transfer_id, size, keep=False, field="prompt_embeds.chunks")
+    return error.value
+
+
+def test_pieces_are_put_together_among_those_of_others() -> None:
+    tensors = IncomingTensors(100)
+    tensors.add(1, 0, b"ab")
+    tensors.add(2, 0, b"xy")
+    tensors.add(1, 2, b"cd")
+    assert tensors.take(1, 4, keep=False, field="f") == b"abcd"
+    assert tensors.take(2, 2, keep=False, field="f") == b"xy"
+    assert (len(tensors), tensors.num_bytes) == (0, 0)
+
+
+def test_a_tensor_is_kept_until_its_last_message() -> None:
+    tensors = IncomingTensors(100)
+    tensors.add(1, 0, b"abcd")
+    first = tensors.take(1, 4, keep=True, field="f")
+    assert tensors.take(1, 4, keep=False, field="f") is first
+    assert isinstance(failure(tensors, 1), InvalidArgument)
+
+
+def test_a_tensor_that_nothing_has_come_of_is_named() -> None:
+    error = failure(IncomingTensors(100), 7)
+    assert error.message == "prompt_embeds.chunks refers to tensor 7, of which nothing has come"
+    assert error.field == "prompt_embeds.chunks"
+
+
+def test_a_tensor_that_has_not_come_whole_is_refused() -> None:
+    tensors = IncomingTensors(100)
+    tensors.add(1, 0, b"abc")
+    assert "4 bytes in chunks; 3 bytes of tensor 1" in failure(tensors, 1).message
+    assert tensors.num_bytes == 0
+
+
+@pytest.mark.parametrize("offset", [1, 3, 2**64 - 1])
+def test_pieces_out_of_order_fail_their_own_message_alone(offset: int) -> None:
+    tensors = IncomingTensors(100)
+    tensors.add(1, 0, b"ab")
+    tensors.add(2, 0, b"xyzw")
+    tensors.add(1, offset, b"cd")
+    tensors.add(1, 2, b"cd")
+    assert tensors.num_bytes == 4
+    assert "did not come in order" in failure(tensors, 1).message
+    assert tensors.take(2, 4, keep=False, field="f") == b"xyzw"
+
+
+def test_what_all_tensors_hold_is_bounded() -> None:
+    tensors = IncomingTensors(6)
+    tensors.add(1, 0, b"abcd")
+    tensors.add(2, 0, b"xyzw")
+    error = failure(tensors, 2)
+    assert isinstance(error, ResourceExhausted)
+    assert "8 bytes would wait for their messages; the limit of a session is 6" in error.message
+    assert tensors.take(1, 4, keep=False, field="f") == b"abcd"
+
+
+def test_a_tensor_whose_rest_does_not_come_is_dropped() -> None:
+    clock = FakeClock()
+    tensors = IncomingTensors(100, clock)
+    tensors.add(1, 0, b"ab")
+    clock.now += STALE_AFTER
+    tensors.add(2, 0, b"xyzw")
+    clock.now += 1.0
+    tensors.drop_stale()
+    assert tensors.num_bytes == 4
+    assert isinstance(failure(tensors, 1), Unavailable)
+
+
+def test_an_abandoned_tensor_holds_nothing() -> None:
+    tensors = IncomingTensors(100)
+    tensors.add(1, 0, b"ab")
+    tensors.abandon(1)
+    tensors.abandon(2)
+    assert (len(tensors), tensors.num_bytes) == (0, 0)
+
+
+def test_what_is_remembered_of_failed_tensors_is_bounded() -> None:
+    tensors = IncomingTensors(100)
+    for transfer_id in range(3000):
+        tensors.add(transfer_id, 1, b"a")
+    assert "nothing has come" in failure(tensors, 0).message
+    assert "in order" in failure(tensors, 2999).message
