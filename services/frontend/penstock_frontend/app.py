@@ -112,6 +112,7 @@ class Frontend:
             service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME],
             interceptors=_public_guards(authenticator),
             observer=calls,
+            check_responses=True,
         )
         self._admin = RpcServer(
             config.admin,

@@ -6,8 +6,9 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
-from penstock_common.errors import RequestFailed, Unimplemented
+from penstock_common.errors import RequestFailed, ResourceExhausted, Unimplemented
 from penstock_common.incidents import incident
 from penstock_common.rpc.status import abort
 from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
@@ -43,8 +44,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     (health, reflection) as well, whose calls no observer sees.
     """
 
-    def __init__(self, observer: CallObserver | None = None) -> None:
+    def __init__(self, observer: CallObserver | None = None, *, max_response_bytes: int | None = None) -> None:
+        """``max_response_bytes``: a call with a larger message ends as RESOURCE_EXHAUSTED; None: its servicer sees to that."""
         self._observer = observer or Unobserved()
+        self._max_response_bytes = max_response_bytes
 
     async def intercept_service(
         self,
@@ -87,11 +90,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         return ended
 
+    def _check_size(self, response: Any) -> None:
+        if self._max_response_bytes is not None and response is not None:
+            check_response_size(response, self._max_response_bytes)
+
     def _single(self, behaviour: Any, method: str, kind: str) -> Any:
         async def call(request: Any, context: Context) -> Any:
             ended, code = self._started(method, kind, request, context), ""
             try:
                 response = await behaviour(_readable(request, kind), context)
+                self._check_size(response)
                 code = "OK"
                 return response
             except (grpc.aio.AbortError, grpc.aio.BaseError):
@@ -111,6 +119,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             ended, code = self._started(method, kind, request, context), ""
             try:
                 async for response in behaviour(_readable(request, kind), context):
+                    self._check_size(response)
                     yield response
                 code = "OK"
             except (grpc.aio.AbortError, grpc.aio.BaseError):
@@ -124,6 +133,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 ended(code or _cut_short(context))
 
         return call
+
+
+def check_response_size(response: Message, limit: int) -> None:
+    """Raise ResourceExhausted for a message that is too large to be sent."""
+    if (size := response.ByteSize()) > limit:
+        raise ResourceExhausted(
+            f"the response has {size} bytes; server.max_message_bytes is {limit}", reason="MESSAGE_TOO_LARGE"
+        )
 
 
 def _readable(request: Any, kind: str) -> Any:

@@ -83,14 +83,18 @@ class RpcServer:
         field: str = "server",
         keepalive: Keepalive = CLIENTS,
         loads: bool = False,
+        check_responses: bool = False,
     ) -> None:
+        """``check_responses``: a call whose response is too large to be sent ends with an error that says so."""
         self._config = config
         self._field = field
         self._loads = loads
         self._service_names = tuple(service_names)
         self._calls = RunningCalls()
+        limit = config.max_message_bytes if check_responses else None
+        errors = ErrorInterceptor(observer, max_response_bytes=limit)
         self.server = grpc.aio.server(
-            interceptors=[self._calls, ErrorInterceptor(observer), *interceptors],
+            interceptors=[self._calls, errors, *interceptors],
             options=server_options(config, keepalive),
         )
         self.health = health.aio.HealthServicer()

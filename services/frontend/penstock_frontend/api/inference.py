@@ -33,6 +33,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._labels = labels
         self._model = config.model
         self._limits = config.limits
+        self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
@@ -52,6 +53,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             metadata=_metadata(context),
             time_left=context.time_remaining,
             limits=self._limits,
+            max_response_bytes=self._max_response_bytes,
         )
         context.add_done_callback(lambda _: session.close())  # type: ignore[arg-type]  # its stub is no Protocol
         async for response in session.responses(request_iterator):

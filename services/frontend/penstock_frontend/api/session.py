@@ -8,6 +8,7 @@ from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.incidents import incident
+from penstock_common.rpc.interceptor import check_response_size
 from penstock_frontend.admission import Place, demand_of
 from penstock_frontend.api import convert
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
@@ -40,12 +41,16 @@ class GenerateSession:
         metadata: Mapping[str, str],
         time_left: Callable[[], float | None],
         limits: LimitsConfig,
+        max_response_bytes: int,
     ) -> None:
-        """``time_left``: seconds until the call's deadline, which is that of each request."""
+        """``time_left``: seconds until the call's deadline, which is that of each request. A request with a larger response than
+        ``max_response_bytes`` ends, alone.
+        """
         self._llm = llm
         self._metadata = metadata
         self._time_left = time_left
         self._limits = limits
+        self._max_response_bytes = max_response_bytes
         self._running: dict[str, _Running] = {}
         self._place = Place()
         self._out: asyncio.Queue[pb.GenerateSessionResponse | None] = asyncio.Queue(_MAX_QUEUED)
@@ -148,8 +153,9 @@ class GenerateSession:
             async for output in self._llm.generate(request, live):
                 if live.released:
                     self._end(live)  # with this output: the id is free when its client reads it
-                response = convert.generate_response(output, live.request_id)
-                await self._out.put(pb.GenerateSessionResponse(output=response))
+                response = pb.GenerateSessionResponse(output=convert.generate_response(output, live.request_id))
+                check_response_size(response, self._max_response_bytes)
+                await self._out.put(response)
         except RequestFailed as e:
             self._end(live)
             await self._fail(live.request_id, e)
