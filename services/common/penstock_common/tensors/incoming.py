@@ -11,12 +11,15 @@ _MAX_REMEMBERED = 1024
 
 
 class _Transfer:
-    """``touched``: when the last piece came, or the last message that keeps it, in monotonic seconds."""
+    """``touched``: when the last piece came, or the last message that keeps it, in monotonic seconds. ``in_use``: a message has
+    referred to it; its bytes do not change any more.
+    """
 
-    __slots__ = ("data", "touched")
+    __slots__ = ("data", "in_use", "touched")
 
     def __init__(self, touched: float) -> None:
         self.data = bytearray()
+        self.in_use = False
         self.touched = touched
 
 
@@ -48,6 +51,8 @@ class IncomingTensors:
         expected = 0 if transfer is None else len(transfer.data)
         if offset != expected:
             self._fail(transfer_id, f"its bytes from {offset} came where those from {expected} were due")
+        elif transfer is not None and transfer.in_use:
+            self._fail(transfer_id, "more of it came behind a message that refers to it")
         elif self.num_bytes + len(data) > self._max_bytes:
             self._give_up(
                 transfer_id,
@@ -83,7 +88,7 @@ class IncomingTensors:
             raise InvalidArgument(f"{field} refers to tensor {transfer_id}, of which nothing has come", field=field)
         if not keep:
             self._forget(transfer_id)
-        transfer.touched = self._clock()
+        transfer.touched, transfer.in_use = self._clock(), True
         if len(transfer.data) != size:
             raise InvalidArgument(
                 f"{field} has {size} bytes in chunks; {len(transfer.data)} bytes of tensor {transfer_id} have come",

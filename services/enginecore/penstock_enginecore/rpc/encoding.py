@@ -38,9 +38,7 @@ def encoded(outputs: EngineCoreOutputs) -> Encoded:
             utility_output=None if outputs.utility_output is None else _sendable_answer(outputs.utility_output),
             kv_events=_sendable_events(outputs.kv_events),
         )
-    changed = [
-        new.request_id for old, new in zip(outputs.outputs, sendable.outputs, strict=True) if new is not old
-    ]
+    changed = [new.request_id for old, new in zip(outputs.outputs, sendable.outputs, strict=True) if new is not old]
     return Encoded(sendable, convert.outputs_to_proto(sendable), changed)
 
 

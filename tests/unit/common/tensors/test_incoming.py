@@ -57,6 +57,15 @@ def test_pieces_out_of_order_fail_their_own_message_alone(offset: int) -> None:
     assert tensors.take(2, 4, keep=False, field="f") == b"xyzw"
 
 
+def test_a_tensor_does_not_grow_behind_a_message_that_refers_to_it() -> None:
+    tensors = IncomingTensors(100)
+    tensors.add(1, 0, b"abcd")
+    taken = memoryview(tensors.take(1, 4, keep=True, field="f"))
+    tensors.add(1, 4, b"e")
+    assert taken == b"abcd"
+    assert "more of it came behind a message" in failure(tensors, 1).message
+
+
 def test_what_all_tensors_hold_is_bounded() -> None:
     tensors = IncomingTensors(6)
     tensors.add(1, 0, b"abcd")
