@@ -98,7 +98,7 @@ class XgrammarBackend:
         if (error := compiled.exception()) is not None:
             started.set_exception(error)
         elif self._follower.running or self._closed:
-            _pass_on(self._follower.begin(compiled.result(), tokens, changed), started)
+            self._pass_on(compiled, tokens, changed, started)
         else:  # the process is gone, and only this thread may start another
             self._thread.submit(self._begin_again, compiled, tokens, changed, started)
 
@@ -114,7 +114,21 @@ class XgrammarBackend:
         except RequestFailed as e:
             started.set_exception(e)
         else:
-            _pass_on(self._follower.begin(compiled.result(), tokens, changed), started)
+            self._pass_on(compiled, tokens, changed, started)
+
+    def _pass_on(
+        self,
+        compiled: "Future[CompiledConstraint]",
+        tokens: Sequence[int],
+        changed: Callable[[], None],
+        started: "Future[Grammar]",
+    ) -> None:
+        try:
+            begun = self._follower.begin(compiled.result(), tokens, changed)
+        except Exception as e:  # whoever waits decides what it means
+            started.set_exception(e)
+        else:
+            _pass_on(begun, started)
 
     def shutdown(self) -> None:
         """Kill the processes and end the thread; what has not been compiled fails as Unavailable."""

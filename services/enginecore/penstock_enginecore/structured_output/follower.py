@@ -1,6 +1,5 @@
 """The engine's side of following grammars: what each request is at, and the process that computes the masks."""
 
-import contextlib
 import itertools
 import logging
 import os
@@ -216,7 +215,7 @@ class GrammarFollower:
 
     def start(self, tokenizer: bytes) -> None:
         """Start the process unless it runs."""
-        if self._closed or self._channel is not None:
+        if self.running:
             return
         ours, theirs = packet_pair()
         with theirs:
@@ -239,22 +238,31 @@ class GrammarFollower:
 
     def _receive(self, channel: socket.socket, process: "subprocess.Popen[bytes]") -> None:
         """Take in what the process says, until it has ended. On a thread of its own."""
+        try:
+            self._take_in(channel)
+        except ConnectionResetError:
+            logger.warning("the process that follows constraints was lost")
+        except Exception:
+            logger.exception("the process that follows constraints is given up")
+        finally:
+            process.kill()
+            process.wait()
+            self._lost(channel)
+
+    def _take_in(self, channel: socket.socket) -> None:
         decoder = msgspec.msgpack.Decoder(ToEngine)
-        with contextlib.suppress(ConnectionResetError):
-            while data := channel.recv(_PACKET):
-                message = decoder.decode(data)
-                told: list[Callable[[], None]] = []
-                with self._changed:
-                    if isinstance(message, Ready):
-                        told = self._take_over(message)
-                    elif message.generation == self._generation:
-                        told = self._take(message)
-                    self._send()
-                    self._changed.notify_all()
-                for tell in told:
-                    tell()
-        process.wait()
-        self._lost(channel)
+        while data := channel.recv(_PACKET):
+            message = decoder.decode(data)
+            told: list[Callable[[], None]] = []
+            with self._changed:
+                if isinstance(message, Ready):
+                    told = self._take_over(message)
+                elif message.generation == self._generation:
+                    told = self._take(message)
+                self._send()
+                self._changed.notify_all()
+            for tell in told:
+                tell()
 
     def _take_over(self, ready: Ready) -> list[Callable[[], None]]:
         """A process begins: tell it what lives. What the one before ended with fails."""

@@ -1,9 +1,10 @@
 """Follows grammars inside a child process: takes tokens in, and computes which may come next. Nothing here runs in the engine.
 
 The process started first imports the library and reads the vocabulary; what follows grammars is a fork of it, so that another
-one is there at once when one must be ended. Tokens are worked on by two threads: ``fast`` has those whose request's last token
-cost little, ``slow``, at a low priority, all others and the beginnings. A third looks at what the two take of the processor,
-and ends the process when a token costs far too much: the library cannot be interrupted. It releases the GIL while it works.
+one is there at once when one must be ended. Three threads work, in lanes of their own: ``FAST`` has the tokens of requests whose
+last one cost little, ``SLOW``, at a low priority, all others, ``BEGIN`` the beginnings. A fourth looks at what the three take of
+the processor, and ends the process when a token costs far too much: the library cannot be interrupted. It releases the GIL
+while it works.
 """
 
 import contextlib
@@ -40,8 +41,8 @@ from penstock_enginecore.structured_output.messages import (
     read_file,
 )
 
-FAST, SLOW = 0, 1
-_OVER = 2
+FAST, SLOW, BEGIN = LANES = range(3)
+_OVER = 3
 _GRACE = 5
 """Times its budget that a token may take before the process is ended: what takes less is told, and only its request ends."""
 _MAX_DESCRIPTORS = 2
@@ -63,11 +64,11 @@ class Marks:
 
     def suspects(self) -> list[int]:
         """The numbers that are worked on."""
-        return [number for number in (self[FAST], self[SLOW]) if number]
+        return [number for lane in LANES if (number := self[lane])]
 
     def clear(self) -> None:
         """Nothing is worked on."""
-        for place in (FAST, SLOW, _OVER):
+        for place in (*LANES, _OVER):
             self[place] = 0
 
 
@@ -118,17 +119,18 @@ class Follower:
         self._ended: set[int] = set()
         self._compiled: OrderedDict[int, xgrammar.CompiledGrammar] = OrderedDict()
         self._fast: queue.SimpleQueue[list[tuple[int, int]]] = queue.SimpleQueue()
-        self._slow: queue.SimpleQueue[tuple[int, int] | tuple[Begin, list[int]]] = queue.SimpleQueue()
-        self._clocks = [0, 0]
-        self._limits = [0.0, 0.0]
+        self._slow: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._beginnings: queue.SimpleQueue[tuple[int, int] | tuple[Begin, list[int]]] = queue.SimpleQueue()
+        self._clocks = [0 for _ in LANES]
+        self._limits = [0.0 for _ in LANES]
         self._busy = threading.Event()
 
     def run(self, ready: Ready) -> None:
         """Until the engine closes its end."""
-        for place, work in ((FAST, self._work_fast), (SLOW, self._work_slow)):
+        for lane, work in ((FAST, self._work_fast), (SLOW, self._work_slow), (BEGIN, self._work_beginnings)):
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
-            self._clocks[place] = time.pthread_getcpuclockid(thread.ident or 0)
+            self._clocks[lane] = time.pthread_getcpuclockid(thread.ident or 0)
         threading.Thread(target=self._watch, daemon=True).start()
         self._send(ready)
         decoder = msgspec.msgpack.Decoder(ToFollower)
@@ -141,7 +143,7 @@ class Follower:
                 for descriptor in descriptors:
                     os.close(descriptor)
             elif isinstance(message, Begin):
-                self._slow.put((message, descriptors))
+                self._beginnings.put((message, descriptors))
             else:
                 self._advance(message)
 
@@ -154,7 +156,9 @@ class Follower:
         patience, fast = self._settings.patience, []
         for number, token in message.tokens:
             matcher = self._matchers.get(number)
-            if matcher is None or matcher.cost > patience:  # in the slow lane it is behind its beginning
+            if matcher is None:
+                self._beginnings.put((number, token))  # behind its beginning
+            elif matcher.cost > patience:
                 self._slow.put((number, token))
             else:
                 fast.append((number, token))
@@ -181,17 +185,25 @@ class Follower:
     def _work_slow(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
-            first, second = self._slow.get()
+            self._follow_one(SLOW, *self._slow.get())
+
+    def _work_beginnings(self) -> None:
+        while True:
+            first, second = self._beginnings.get()
             if isinstance(first, Begin) and isinstance(second, list):
                 self._begin(first, *second)
-            elif isinstance(first, int) and isinstance(second, int) and (matcher := self._matchers.get(first)):
-                result, row = self._follow(SLOW, first, matcher, (second,))
-                self._tell([result], [row])
+            elif isinstance(first, int) and isinstance(second, int):
+                self._follow_one(BEGIN, first, second)
+
+    def _follow_one(self, lane: int, number: int, token: int) -> None:
+        if (matcher := self._matchers.get(number)) is not None:
+            result, row = self._follow(lane, number, matcher, (token,))
+            self._tell([result], [row])
 
     def _begin(self, begin: Begin, tokens: int, text: int | None = None) -> None:
         number = begin.number
         prior = np.frombuffer(read_file(tokens), np.int32).tolist()
-        self._start_watching(SLOW, number, self._settings.begin_budget)
+        self._start_watching(BEGIN, number, self._settings.begin_budget)
         try:
             compiled = self._load(begin.grammar, None if text is None else read_file(text))
             if compiled is None:
@@ -202,13 +214,13 @@ class Follower:
             self._tell([_failed(number, e)], [])
             return
         finally:
-            self._marks[SLOW] = 0
+            self._marks[BEGIN] = 0
         with self._lock:
             if number in self._ended:
                 self._ended.discard(number)
                 return
             self._matchers[number] = matcher
-        result, row = self._follow(SLOW, number, matcher, prior)
+        result, row = self._follow(BEGIN, number, matcher, prior)
         self._tell([result], [row])
 
     def _load(self, grammar: int, text: bytes | None) -> xgrammar.CompiledGrammar | None:
@@ -269,11 +281,13 @@ class Follower:
         """End the process when a lane takes more than its limit."""
         while self._busy.wait():
             time.sleep(self._settings.token_budget)
-            for lane in (FAST, SLOW):
+            for lane in LANES:
                 # Twice: between the two looks it may have been done with, and the limit be the next one's.
                 if self._over(lane) and self._over(lane):
                     self._marks[_OVER] = 1
-                    self._marks[SLOW if lane == FAST else FAST] = 0
+                    for other in LANES:
+                        if other != lane:
+                            self._marks[other] = 0
                     os._exit(1)
             if not self._marks.suspects():
                 self._busy.clear()

@@ -26,7 +26,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 _SECTION_OF = {
     field: section for section, kind in _SECTIONS.items() for field in kind.__struct_fields__ if field != "path"
 }
-_SIZES = ("kv_cache_memory", "compile_memory", "max_constraint_bytes")
+_SIZES = ("kv_cache_memory", "compile_memory", "follow_memory", "max_constraint_bytes")
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
