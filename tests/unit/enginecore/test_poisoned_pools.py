@@ -210,8 +210,8 @@ def spoil(step: Step, request: int, position: int, number: float) -> Step:
 def test_a_tokens_vectors_reach_no_token_before_it(
     backend: Backend, number: float, position: int, params: AttentionParams
 ) -> None:
-    """Else the cached blocks of a prefix that others share would hold them. The fast kernels of torch compute what is finite
-    in another order than the careful ones, so only the last bits of that backend may differ.
+    """Else the blocks of a prefix would depend on what comes behind it. The fast kernels of torch compute what is finite in
+    another order than the careful ones, so only the last bits of that backend may differ.
     """
     step = make_step([1, 60], [40, 200], block_size=16)
     spoiled = spoil(step, request=1, position=position, number=number)

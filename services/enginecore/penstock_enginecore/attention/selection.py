@@ -1,7 +1,6 @@
 """Sums of values that leave out, rather than multiply by nothing, what a query does not see.
 
-Nothing times a number that is infinite or NaN is NaN: a product with a masked value would carry it to tokens before it and, in
-the cached blocks of their prefix, to other requests.
+Nothing times a number that is infinite or NaN is NaN: a product with a masked value would carry it to tokens that do not see it.
 """
 
 import torch

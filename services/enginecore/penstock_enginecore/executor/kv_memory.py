@@ -47,8 +47,8 @@ class KVMemory:
     def _plane(
         self, width: PlaneWidth | KVCacheSpec, block_size: int, num_slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: other
-        slots are written before they are read.
+        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: attention
+        reads no slot that its request has not written.
         """
         keys, values = (
             torch.empty(num_slots, numbers, dtype=self._dtype, device=self._device)

@@ -44,7 +44,7 @@ class _Context:
             raise KernelsError(f"{num_threads} threads cannot be started: {os.strerror(code)}")
 
     def __del__(self) -> None:
-        if self.handle:
+        if self.handle.value:
             self._functions.penstock_context_free(self.handle)
 
     def free(self, handle: ctypes.c_void_p, name: str) -> None:
