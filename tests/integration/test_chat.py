@@ -120,7 +120,7 @@ async def test_without_tools_there_are_no_calls(chat: FrontendServer, writer: Fa
 
 
 async def test_n_answers_are_read_each_on_its_own(chat: FrontendServer, writer: FakeEngine) -> None:
-    writer.script = lambda request: ids(CALL if request.request_id.endswith("-0") else "<think>no</think>No.")
+    writer.script = lambda request: ids(CALL if request.request_id.endswith(".0") else "<think>no</think>No.")
     got = await answers(chat, tools=[WEATHER], n=2)
     first, second = ([response for response in got if response.index == index] for index in range(2))
     assert calls(first) == [("weather", '{"city": "Köln 🙂"}'), ("weather", "{}")]

@@ -226,6 +226,6 @@ def test_a_checkpoint_of_a_refused_architecture_fails_before_its_weights_are_rea
     from penstock_enginecore.models.loader import load_model
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}))
-    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # no tensors
     with pytest.raises(ModelLoadError, match="BloomForCausalLM is not supported"):
         load_model(ModelConfig(path=str(tmp_path)), torch.device("cpu"), lambda line: None)

@@ -9,13 +9,16 @@ from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.models.loader import ModelLoadError, read_config
 
 
+NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
+
+
 def checkpoint_with_code(folder: Path) -> Path:
     """Its configuration class leaves a file behind when it is imported."""
     folder.mkdir()
     ran = folder / "ran"
     config = {"model_type": "stranger", "auto_map": {"AutoConfig": "configuration_stranger.StrangerConfig"}}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
     (folder / "configuration_stranger.py").write_text(
         "from pathlib import Path\n"
         "from transformers import PretrainedConfig\n"
