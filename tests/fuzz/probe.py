@@ -5,14 +5,16 @@ longest time that one callback held it. What held it for long is in ``blocks``, 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import runpy
 import sys
 import threading
 import time
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 FILE = "FUZZ_PROBE"
@@ -82,11 +84,12 @@ class Probe:
 
     def _stack(self) -> list[str]:
         """Of the loop's thread last; before it the tops of the others, which may keep it from the interpreter."""
-        frames = sys._current_frames()
-        own = traceback.extract_stack(frames.get(self._thread_id))[-6:]
         ours = (threading.get_ident(), self._thread_id)
-        tops = [traceback.extract_stack(frame)[-2:] for thread, frame in frames.items() if thread not in ours]
-        return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for part in (*tops, own) for f in part]
+        with _alone():
+            frames = sys._current_frames()
+            own = _calls(frames.get(self._thread_id), 6)
+            tops = [call for thread, frame in frames.items() if thread not in ours for call in _calls(frame, 2)]
+        return [f"{Path(filename).name}:{line} {name}" for filename, line, name in (*tops, *own)]
 
     def _write(self) -> None:
         assert self._loop is not None
@@ -99,6 +102,26 @@ class Probe:
         with self._file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._blocks = []
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keep the interpreter meanwhile: frames of another thread that runs on while they are read end in a segmentation fault."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _calls(frame: FrameType | None, count: int) -> list[tuple[str, int, str]]:
+    """File, line and function of the innermost ``count`` calls, innermost last. Reads no file, which would let others run."""
+    calls: list[tuple[str, int, str]] = []
+    while frame is not None and len(calls) < count:
+        calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return calls[::-1]
 
 
 def install(file: Path) -> None:
