@@ -1,7 +1,7 @@
 """A model inside this Python program: the engine and the processing of a server, without its network."""
 
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from penstock_common.errors import Unavailable
@@ -66,7 +66,7 @@ class LLM:
             for prompt, sampling in zip(listed, as_sampling(sampling_params, len(listed)), strict=True)
         ]
         batch = self._batch("prompts")
-        return self._run(batch, batch.generate(requests), total=len(requests), progress=progress)
+        return self._run(batch, lambda: batch.generate(requests), total=len(requests), progress=progress)
 
     def chat(
         self,
@@ -97,7 +97,7 @@ class LLM:
             )
         ]
         batch = self._batch("conversations")
-        return self._run(batch, batch.chat(requests), total=len(requests), progress=progress)
+        return self._run(batch, lambda: batch.chat(requests), total=len(requests), progress=progress)
 
     def embed(
         self,
@@ -117,14 +117,16 @@ class LLM:
             for index, text in enumerate(as_prompts(texts, name="texts"))
         ]
         batch = self._batch("texts")
-        return self._run(batch, batch.embed(requests), total=len(requests), progress=progress)
+        return self._run(batch, lambda: batch.embed(requests), total=len(requests), progress=progress)
 
     def _batch(self, name: str) -> Batch:
         if self._runtime.closed:
             raise Unavailable("this LLM is closed", reason="CLOSED")
         return Batch(self._runtime, name)
 
-    def _run(self, batch: Batch, work: Coroutine[Any, Any, list[T]], *, total: int, progress: bool) -> list[T]:
+    def _run(
+        self, batch: Batch, work: Callable[[], Coroutine[Any, Any, list[T]]], *, total: int, progress: bool
+    ) -> list[T]:
         engine = self._runtime.engine
         return wait_for(
             self._runtime.submit(work),

@@ -4,8 +4,9 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from penstock_common.logging import configure_library
@@ -83,9 +84,25 @@ class Runtime:
         """Whether nothing can be asked any more."""
         return self._closed
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run ``work`` on the event loop's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Call ``work`` on the event loop's thread and run what it returns; cancelling the future ends that.
+
+        A coroutine made in the caller's thread would be left behind, with a warning, by a Ctrl-C that comes before it is
+        handed over.
+        """
+        outcome: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._start, work, outcome)
+        return outcome
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, T]], outcome: "Future[T]") -> None:
+        task = self._loop.create_task(work())
+
+        def end(ended: "Future[T]") -> None:
+            if ended.cancelled():
+                self._loop.call_soon_threadsafe(task.cancel)
+
+        outcome.add_done_callback(end)
+        task.add_done_callback(partial(_tell, outcome))
 
     def close(self) -> None:
         """End what runs, stop both threads, release the device. Idempotent."""
@@ -96,11 +113,24 @@ class Runtime:
         self._loop.call_soon_threadsafe(self.llm.end_all)
         self.engine.stop()
         gc.unfreeze()  # the busy loop had spared what start-up built from the collector; now it may go
-        self.submit(_last_words()).result()
+        self.submit(_last_words).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self._tokenizer.close()
+
+
+def _tell(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:
+    """What became of the task, unless nobody waits for it any more."""
+    error = None if task.cancelled() else task.exception()
+    if task.cancelled():
+        outcome.cancel()
+    elif not outcome.set_running_or_notify_cancel():
+        return
+    elif error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
 
 
 async def _last_words() -> None:
