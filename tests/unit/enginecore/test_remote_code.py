@@ -8,7 +8,6 @@ import pytest
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.models.loader import ModelLoadError, read_config
 
-
 NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
