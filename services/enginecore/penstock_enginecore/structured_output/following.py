@@ -215,12 +215,12 @@ class Follower:
             return
         finally:
             self._marks[BEGIN] = 0
-        with self._lock:
+        result, row = self._follow(BEGIN, number, matcher, prior)
+        with self._lock:  # only now: a token that has come meanwhile waits in this lane, behind those that it follows
             if number in self._ended:
                 self._ended.discard(number)
                 return
             self._matchers[number] = matcher
-        result, row = self._follow(BEGIN, number, matcher, prior)
         self._tell([result], [row])
 
     def _load(self, grammar: int, text: bytes | None) -> xgrammar.CompiledGrammar | None:
