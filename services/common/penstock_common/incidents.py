@@ -7,6 +7,8 @@ from penstock_common.errors import Internal
 
 REASON = "INCIDENT"
 """Reason of an error whose request would fail the same way elsewhere: it is final."""
+STEP_FAILED = "STEP_FAILED"
+"""Reason of an error whose request alone failed its engine's step: it may be tried on one other engine."""
 
 logger = logging.getLogger(__name__)
 

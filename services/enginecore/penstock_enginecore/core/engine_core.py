@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock_common.errors import PenstockError
+from penstock_common.incidents import STEP_FAILED
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
@@ -279,7 +280,7 @@ class EngineCore:
         if culprit is not None:
             keep_step(scheduled, error, stats, self.config.error_dump)
             doing = "a step with this request alone"
-            self.scheduler.fail(culprit, log_incident(culprit, error, doing=doing, reason="STEP_FAILED"))
+            self.scheduler.fail(culprit, log_incident(culprit, error, doing=doing, reason=STEP_FAILED))
         elif self.scheduler.num_unexplained_failures >= MAX_UNEXPLAINED_FAILURES:
             raise self._dead(scheduled, error) from error
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.incidents import incident
+from penstock_common.incidents import STEP_FAILED, incident
 from penstock_common.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
@@ -17,7 +17,6 @@ from penstock_frontend.engine.journal import Journal, JournalEntry, Refusal
 from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router
 
-_STEP_FAILED = "STEP_FAILED"
 _SHORTEST_EXCLUSION = 0.1
 _USUAL_EXCLUSION = 1.0
 """Seconds for which a full engine that names no time gets nothing more of a request."""
@@ -142,7 +141,7 @@ class Dispatch:
             blame = Blame.SHARED if error.code == "INTERNAL" else Blame.NONE
             if error.code == "RESOURCE_EXHAUSTED":
                 self._exclude(entry, self._exclusion(error))
-            elif error.reason == _STEP_FAILED:
+            elif error.reason == STEP_FAILED:
                 self._exclude(entry, math.inf)
                 blame = Blame.STEP
             if entry.engine in entry.excluded and not any(c.accepting for c in self._others(entry)):
