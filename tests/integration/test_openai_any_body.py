@@ -64,3 +64,23 @@ async def test_no_body_is_a_defect_of_ours(path: str, tmp_path: Path) -> None:
         await asyncio.to_thread(check)
         await engine.until(lambda e: not e.running)
         assert api.num_live == 0
+
+
+async def test_no_depth_of_nesting_is_a_defect_of_ours(tmp_path: Path) -> None:
+    """The body is decoded, and later parts of it once more, with less of the stack left; so every depth is tried."""
+    engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
+    async with engine, openai_server(save_chat_model(tmp_path / "model"), engines=[engine.address]) as api:
+        for depth in [*range(1, 500, 50), *range(500, 520), *range(800, 1000, 3)]:
+            deep = "[" * depth + "]" * depth
+            schema = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {{"const": {deep}}}}}}}'
+            bodies = {
+                "/v1/completions": f'{{"prompt": "a", "max_tokens": 1, "response_format": {schema}}}',
+                "/v1/chat/completions": f'{{"messages": [{{"role": "user", "content": "a"}}], "max_tokens": 1, "tools": '
+                f'[{{"type": "function", "function": {{"name": "a", "parameters": {{"a": {deep}}}}}}}]}}',
+                "/tokenize": f'{{"messages": [{{"role": "assistant", "tool_calls": [{{"type": "function", "function": '
+                f'{{"name": "a", "arguments": {{"a": {deep}}}}}}}]}}]}}',
+            }
+            for path, body in bodies.items():
+                response = await api.http.post(path, content=body)
+                assert response.status_code in (200, 400), (depth, path, response.text)
+                assert depth <= 512 or "nest more than 512 deep" in response.text

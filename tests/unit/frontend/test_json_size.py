@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.api.openai.json_size import JsonSize, check_json_size
+from penstock_frontend.api.openai.json_size import MAX_NESTING, JsonSize, check_json_size
 
 TEXT = rb'{"a": [1, 2, "x,{[", "\\", "q\"{,"], "b\\\"{": {}, "c": [{"d": "\\\\\\"}, null]}'
 
@@ -32,3 +32,21 @@ async def test_what_is_beyond_a_limit_is_refused() -> None:
         await check_json_size(TEXT, max_values=11, max_objects=3)
     with pytest.raises(InvalidArgument, match=r"more than 2 JSON objects; http.max_body_objects is 2"):
         await check_json_size(TEXT, max_values=12, max_objects=2)
+
+
+def test_nesting_is_that_of_the_deepest_place_wherever_the_text_is_cut() -> None:
+    for cut in range(len(TEXT)):
+        size = JsonSize()
+        for piece in (TEXT[:cut], TEXT[cut:]):
+            size.add(piece)
+        assert size.nesting == 3
+
+
+@pytest.mark.parametrize(("begin", "end"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
+async def test_what_nests_too_deep_is_refused(begin: bytes, end: bytes) -> None:
+    repeats = MAX_NESTING // (begin.count(b"[") + begin.count(b"{"))
+    limits = {"max_values": 10_000, "max_objects": 10_000}
+    await check_json_size(begin * repeats + b"1" + end * repeats, **limits)
+    await check_json_size(b"[%b]" % b",".join([b'{"a":[1]}'] * MAX_NESTING), **limits)
+    with pytest.raises(InvalidArgument, match="lists and objects nest more than 512 deep"):
+        await check_json_size(begin * (repeats + 1) + b"1" + end * (repeats + 1), **limits)
