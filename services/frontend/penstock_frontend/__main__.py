@@ -9,6 +9,7 @@ from penstock_common.config import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_common.logging import configure
 from penstock_common.process import name_process
+from penstock_common.rpc.loop import GrpcEventLoop
 from penstock_frontend.app import run
 from penstock_frontend.config import FrontendConfig
 
@@ -21,8 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         configure(config.log, service="frontend")
         name_process("frontend", config.frontend_id)
-        with contextlib.suppress(KeyboardInterrupt):  # during start-up; later the signal is handled
-            asyncio.run(run(config))
+        # An interrupt comes through during start-up alone; later the signal is handled.
+        with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
+            runner.run(run(config))
     except ConfigError as e:
         sys.stderr.write(f"penstock_frontend: {e}\n")
         return 2
