@@ -21,7 +21,7 @@ def collector(kind: OutputKind = OutputKind.DELTA, interval: int = 1) -> OutputC
 
 async def ready(collector: OutputCollector) -> bool:
     """Whether there is something to take; takes nothing."""
-    return collector._event.is_set()
+    return collector.ready
 
 
 async def test_deltas_that_were_not_taken_merge() -> None:

@@ -17,13 +17,13 @@ class OutputCollector:
     end. Sequences with something to take are served in turn.
     """
 
-    __slots__ = ("_due", "_error", "_event", "_num_unfinished", "_slots", "cumulative")
+    __slots__ = ("_due", "_error", "_num_unfinished", "_reader", "_slots", "cumulative")
 
     def __init__(self, kind: OutputKind, stream_interval: int, num_sequences: int = 1) -> None:
         self.cumulative = kind is OutputKind.CUMULATIVE
         self._slots = [_Slot(index, kind, stream_interval) for index in range(num_sequences)]
         self._due: dict[int, None] = {}  # indexes of slots in the order they became due
-        self._event = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits; there is one at most
         self._num_unfinished = num_sequences
         self._error: RequestFailed | None = None
 
@@ -31,6 +31,11 @@ class OutputCollector:
     def finished(self) -> bool:
         """Whether the last output of every sequence was taken."""
         return self._num_unfinished == 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take, or an error."""
+        return bool(self._due) or self._error is not None
 
     def put(
         self,
@@ -43,26 +48,33 @@ class OutputCollector:
         """Add what is new of a sequence. ``finish`` with the last of it; ``prompt_logprobs`` before its first token."""
         if self._slots[index].put(delta, finish, prompt_logprobs):
             self._due[index] = None
-            self._event.set()
+            self._wake()
 
     def fail(self, error: RequestFailed) -> None:
         """End all sequences with ``error`` instead of more output. What was not taken is lost. The first error counts."""
         self._error = self._error or error
-        self._event.set()
+        self._wake()
 
     async def get(self) -> RequestOutput:
         """Wait for output and take it. Raises what the request failed with. Nothing comes once it is ``finished``."""
-        await self._event.wait()
+        if not self.ready:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if self._error is not None:
             raise self._error
         index = next(iter(self._due))
         del self._due[index]
-        if not self._due:
-            self._event.clear()
         output = self._slots[index].take()
         if output.finish is not None:
             self._num_unfinished -= 1
         return output
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class _Slot:

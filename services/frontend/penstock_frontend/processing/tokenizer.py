@@ -13,6 +13,7 @@ import tokenizers
 
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
+from penstock_frontend.processing.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class Tokenizer:
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._byte_level = ByteLevelDecoder(backend, self._decode) if is_byte_level(backend) else None
         self._texts: dict[int, str] = {}
         self._anchor = self._find_anchor()
 
@@ -92,6 +94,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
+        if self._byte_level is None:
+            return self._decode(token_ids)
+        try:
+            return self._byte_level.decode(token_ids)
+        except OddTokenError:
+            return self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         try:  # hot: a context manager would cost as much as a short text
             return self._backend.decode(token_ids, skip_special_tokens=False)
         except Exception:
