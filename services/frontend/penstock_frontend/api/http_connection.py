@@ -1,10 +1,13 @@
 """A connection of the HTTP listener, which does not wait for ever for what its client has begun to send."""
 
 import asyncio
+from typing import Any
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from penstock_frontend.api.http_pieces import PIECES, Pieces
 from penstock_frontend.api.openai.errors import HttpError, answer
 
 
@@ -18,6 +21,17 @@ class HttpConnection(H11Protocol):
 
     header_timeout = 10.0
     _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        served = self.app
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["http_version"] == "1.1":  # clients of 1.0 know no pieces
+                scope.setdefault("extensions", {})[PIECES] = Pieces(self.cycle)
+            await served(scope, receive, send)
+
+        self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""

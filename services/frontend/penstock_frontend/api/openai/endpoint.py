@@ -107,7 +107,7 @@ class Endpoint:
             await send_error(send, errors.renamed(e, {}) if isinstance(e, RequestFailed) else e, echo)
             return
         if isinstance(answer, EventStream):
-            await answer.write(send, echo)
+            await answer.write(scope, send, echo)
         else:
             await send_json(send, 200, whole, echo)
 

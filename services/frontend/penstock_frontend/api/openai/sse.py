@@ -1,11 +1,13 @@
 """Server-sent events: how an answer is streamed."""
 
+import functools
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 import msgspec
-from starlette.types import Send
+from starlette.types import Scope, Send
 
+from penstock_frontend.api.http_pieces import PIECES, Pieces
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.http_send import send_head
 
@@ -35,17 +37,19 @@ class EventStream:
             await chunks.aclose()  # the work behind it has ended, or ends now
             raise
 
-    async def write(self, send: Send, headers: Mapping[str, str]) -> None:
+    async def write(self, scope: Scope, send: Send, headers: Mapping[str, str]) -> None:
         """Send everything, ``[DONE]`` last, also behind an error. However this ends, the work behind the chunks ends."""
+        pieces: Pieces | None = scope.get("extensions", {}).get(PIECES)
+        write = pieces.write if pieces is not None else functools.partial(_send, send)
         async with aclosing(self._rest) as rest:
             await send_head(send, 200, {**_HEADERS, **headers})
-            await _send(send, self._first)
+            await write(self._first)
             try:
                 async for chunk in rest:
-                    await _send(send, _event(chunk))
+                    await write(_event(chunk))
             except Exception as e:  # the status is sent: all that is left is an event
-                await _send(send, b"data: %b\n\n" % errors.answer(e, headers.get("x-request-id", "")).body)
-            await _send(send, DONE)
+                await write(b"data: %b\n\n" % errors.answer(e, headers.get("x-request-id", "")).body)
+            await write(DONE)
             await send({"type": "http.response.body", "body": b""})
 
 
