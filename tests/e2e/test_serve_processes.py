@@ -177,3 +177,47 @@ def test_settings_of_single_services_in_the_environment_reach_none_of_them(model
     with Command("serve", str(model), *flags(ports), fake_services=True, **setting) as command:
         command.wait_for("ignoring PENSTOCK_SERVER__PORT of the environment")
         command.wait_for("Ctrl-C stops everything")
+
+
+@pytest.fixture
+def roomy_ports() -> list[int]:
+    """Public ports whose next one is free as well, for a second frontend."""
+    while True:
+        ports = free_ports(3)
+        following = [port + more for port in ports[1:] for more in (1, 2)]
+        if not any(listening(port) for port in following) and len({*ports, *following}) == 7:
+            return ports
+
+
+@pytest.fixture
+def two_frontends(model: Path, roomy_ports: list[int]) -> Iterator[Command]:
+    with Command("serve", str(model), "--frontends", "2", *flags(roomy_ports), fake_services=True) as command:
+        command.wait_for("Ctrl-C stops everything")
+        yield command
+
+
+def test_two_frontends_end_together_and_free_every_port(two_frontends: Command, roomy_ports: list[int]) -> None:
+    grpc_port, http_port, admin_port = roomy_ports
+    used = [grpc_port, http_port, http_port + 1, http_port + 2, admin_port, admin_port + 1]
+    assert [port for port in used if not listening(port)] == []
+    two_frontends.interrupt()
+    assert two_frontends.wait_for_exit() == 0
+    stops = [line.split()[0] for line in two_frontends.lines if line.endswith("| stopping")]
+    assert sorted(stops[:2]) == ["frontend-0", "frontend-1"]
+    assert [port for port in used if listening(port)] == []
+
+
+def test_one_of_two_frontends_that_is_killed_is_started_again(two_frontends: Command) -> None:
+    kill(two_frontends, "frontend-1")
+    two_frontends.wait_for(r"frontend-1 was killed by SIGKILL \(out of memory\?\); starting it again")
+    assert eventually(lambda: len(pids(two_frontends, "frontend-1")) == 2)
+    assert len(pids(two_frontends, "frontend-0")) == 1
+
+
+def test_a_second_server_on_the_ports_of_two_frontends_is_refused(
+    two_frontends: Command, model: Path, roomy_ports: list[int]
+) -> None:
+    for more in ([], ["--frontends", "2"]):
+        with Command("serve", str(model), *more, *flags(roomy_ports), fake_services=True) as second:
+            assert second.wait_for_exit() == 2
+            assert f"port {roomy_ports[0]} on 127.0.0.1 cannot be used: address already in use" in second.output

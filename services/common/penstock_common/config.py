@@ -8,6 +8,7 @@ key ``max_num_seqs`` under ``scheduler`` in the file, ``PENSTOCK_SCHEDULER__MAX_
 import argparse
 import os
 import re
+import socket
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,11 +131,18 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     operators: tuple[str, ...] = ("penstock-operator",)
 
 
+def check_reuse_port(field: str, wanted: bool) -> None:
+    """Raise ConfigError where ports are to be shared and the system cannot."""
+    if wanted and not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError(f"{field} is true; this system has no SO_REUSEPORT, so a port is for one process alone")
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A gRPC listener. ``max_message_bytes`` bounds a message, ``max_concurrent_streams`` the calls of a connection.
 
     ``health_port``: another port of the same host with ``grpc.health.v1`` alone, without TLS, for probes that know none;
-    -1 for none.
+    -1 for none. ``reuse_port``: other processes that say so too may listen on ``port`` beside this one, and the system shares the
+    connections out; otherwise a port that is taken is refused.
     """
 
     host: str = "0.0.0.0"
@@ -142,10 +150,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_message_bytes: ByteSize = 64 * 1024 * 1024
     max_concurrent_streams: int = 10_000
     health_port: int = -1
+    reuse_port: bool = False
     tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
         require("server.host", self.host)
+        check_reuse_port("server.reuse_port", self.reuse_port)
         check_range("server.port", self.port, low=0, high=65_535)
         check_range("server.health_port", self.health_port, low=-1, high=65_535)
         check_range("server.max_message_bytes", self.max_message_bytes, low=64 * 1024, high=2**31 - 1)

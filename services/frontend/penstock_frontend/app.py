@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from penstock_common.logging import get_logger
-from penstock_common.metrics import count_tasks
+from penstock_common.metrics import MetricsServer, count_tasks
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
@@ -106,6 +106,7 @@ class Frontend:
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None
         self._living: asyncio.Task[None] | None = None
+        self._metrics_server: MetricsServer | None = None
         authenticator = Authenticator(config.auth) if config.auth.enabled else None
         self._server = RpcServer(
             config.server,
@@ -157,6 +158,7 @@ class Frontend:
         await self._admin.start()
         await self._admin.set_serving(True)
         await self._http.start()
+        self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry)
         if self._coordinator is not None:
             self._coordinator_task = asyncio.create_task(self._coordinator.run(), name="coordinator")
         else:
@@ -209,6 +211,8 @@ class Frontend:
             await self._coordinator_task
         await self._engines.close()
         self._tokenizer.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)
         get_logger().info("frontend stopped")

@@ -13,12 +13,14 @@ from penstock_common.config import (
     ByteSize,
     ClientTlsConfig,
     LogConfig,
+    MetricsConfig,
     PeersConfig,
     ServerConfig,
     TlsConfig,
     TracingConfig,
     check_choice,
     check_range,
+    check_reuse_port,
     model_name,
     require,
 )
@@ -68,7 +70,8 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP listener with the OpenAI API, ``/health`` and ``/metrics``. Port -1 switches it off.
+    """The HTTP listener with the OpenAI API, ``/health`` and ``/metrics``. Port -1 switches it off. ``reuse_port``: see
+    ``ServerConfig``.
 
     ``max_body_bytes`` and ``max_requests``: what one call may send, and calls that are served at once, or whose bodies are being
     read. ``max_body_bytes_in_flight``: of all bodies whose calls are not admitted yet. ``max_body_values`` and
@@ -82,6 +85,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     host: str = "0.0.0.0"
     port: int = 8000
+    reuse_port: bool = False
     page: bool = True
     max_body_bytes: ByteSize = 32 * 1024 * 1024
     max_body_bytes_in_flight: ByteSize = 256 * 1024 * 1024
@@ -97,6 +101,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         require("http.host", self.host)
         check_range("http.port", self.port, low=-1, high=65_535)
+        check_reuse_port("http.reuse_port", self.reuse_port)
         check_range("http.max_body_bytes", self.max_body_bytes, low=1)
         check_range("http.max_body_bytes_in_flight", self.max_body_bytes_in_flight, low=self.max_body_bytes)
         check_range("http.max_body_values", self.max_body_values, low=1)
@@ -268,7 +273,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokenizes. ``engine_wait_timeout``: seconds a request waits for an engine, its first or another one, before it ends as
     UNAVAILABLE; ``max_held_requests``: new requests that may wait so at once.
     ``drain_timeout``: seconds that running requests may go on after a stop signal. ``engine_tls``: TLS of the connections to
-    engines. ``peers``: who may use the operators' API, where it asks for certificates.
+    engines. ``peers``: who may use the operators' API, where it asks for certificates. ``metrics``: a port for
+    ``/metrics`` alone, beside the HTTP listener's, where that one is shared with other frontends.
     """
 
     model: ModelConfig
@@ -278,6 +284,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     server: ServerConfig = ServerConfig(port=50051)
     admin: ServerConfig = ServerConfig(host="127.0.0.1", port=50053)
     http: HttpConfig = HttpConfig()
+    metrics: MetricsConfig = MetricsConfig()
     engine_tls: ClientTlsConfig = ClientTlsConfig()
     peers: PeersConfig = PeersConfig()
     auth: AuthConfig = AuthConfig()
@@ -300,6 +307,11 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for address in self.engines:
             if not address.rpartition(":")[2].isdecimal():
                 raise ConfigError(f"engines: {address!r} is not host:port")
+        if self.metrics.port >= 0 and self.auth.metrics and not self.metrics.tls.ca:
+            raise ConfigError(
+                f"auth.metrics is true and metrics.port is {self.metrics.port}, which asks for no credentials; "
+                "set metrics.tls.ca, or metrics.port to -1"
+            )
         if not self.coordinator.address and not self.engines:
             raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
 

@@ -112,10 +112,21 @@ def _add_serve(commands: Any) -> None:
     engines.add_argument("--kv-cache-memory", metavar="SIZE", help="of each engine, e.g. 512MiB, 4GiB (default: auto)")
     engines.add_argument("--threads-per-engine", type=int, metavar="N", help="CPU threads (default: cores / engines)")
     network = parser.add_argument_group("network")
+    network.add_argument(
+        "--frontends",
+        type=int,
+        metavar="N",
+        help="frontend processes that share the ports, for more streams (default: 1)",
+    )
     network.add_argument("--host", help="interface to listen on (default: 127.0.0.1, this machine only)")
     network.add_argument("--grpc-port", type=int, metavar="PORT", help="of the public gRPC API (default: 50051)")
     network.add_argument("--http-port", type=int, metavar="PORT", help="of health and metrics (default: 8000)")
-    network.add_argument("--admin-port", type=int, metavar="PORT", help="of the operators' gRPC API (default: 50053)")
+    network.add_argument(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="of the operators' gRPC API (default: 50053); of the first of several frontends",
+    )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="of the services (default: info)"
     )
@@ -192,9 +203,10 @@ def _add_status(commands: Any) -> None:
     parser.set_defaults(run=_run_status)
     parser.add_argument(
         "--admin-address",
-        default=flags.DEFAULT_ADMIN_ADDRESS,
+        action="append",
+        dest="admin_addresses",
         metavar="ADDRESS",
-        help="of the operators' API (default: %(default)s)",
+        help=f"of the operators' API (default: {flags.DEFAULT_ADMIN_ADDRESS}); again for each further frontend",
     )
     parser.add_argument(
         "--address", default=flags.DEFAULT_ADDRESS, help="of the public API, for its health (default: %(default)s)"
@@ -261,10 +273,12 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 def _run_status(arguments: argparse.Namespace) -> int:
     from penstock_local.status import StatusOptions, status
 
+    first, *others = arguments.admin_addresses or [flags.DEFAULT_ADMIN_ADDRESS]
     return asyncio.run(
         status(
             StatusOptions(
-                admin_address=arguments.admin_address,
+                admin_address=first,
+                others=tuple(others),
                 address=arguments.address,
                 interval=arguments.interval,
                 once=arguments.once,

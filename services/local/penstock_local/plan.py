@@ -1,6 +1,7 @@
 """What ``penstock serve`` runs: from its options to the processes and their configuration, without starting anything."""
 
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +20,23 @@ from penstock_local.settings import Settings, apply_settings
 
 DRAIN_SECONDS = 30.0
 _STOP_MARGIN = 10.0
+MAX_FRONTENDS = 64
+_EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "http.engine_metrics")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to serve and where. ``kv_cache_memory`` is in bytes per engine, ``max_model_len`` in tokens.
 
+    Several ``frontends`` share the gRPC and the HTTP port; each has an operators' port of its own, from ``admin_port`` on, and
+    one for its metrics, behind ``http_port``.
     ``threads_per_engine`` None shares this machine's cores evenly. ``settings``: what has no option here, see ``Settings``.
     """
 
     model: str
     served_model_name: str = ""
     engines: int = 1
+    frontends: int = 1
     host: str = LOOPBACK
     grpc_port: int = 50051
     http_port: int = 8000
@@ -46,23 +52,54 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require("MODEL", self.model)
         check_range("--engines", self.engines, low=1, high=64)
+        check_range("--frontends", self.frontends, low=1, high=MAX_FRONTENDS)
+        if self.frontends > 1:
+            self._check_sharing()
         check_range("--max-model-len", self.max_model_len, low=1)
         check_range("--kv-cache-memory", self.kv_cache_memory, low=1)
         check_range("--threads-per-engine", self.threads_per_engine, low=1, high=1024)
-        for flag, port in self.public_ports.items():
+        for flag, port in (
+            ("--grpc-port", self.grpc_port),
+            ("--http-port", self.http_port),
+            ("--admin-port", self.admin_port),
+        ):
             check_range(flag, port, low=1, high=65_535)
-        if len(set(self.public_ports.values())) < len(self.public_ports):
-            ports = ", ".join(f"{flag} {port}" for flag, port in self.public_ports.items())
-            raise ConfigError(f"the ports must differ: {ports}")
+        ports = self.all_ports
+        if (highest := max(ports, key=lambda each: each[1]))[1] > 65_535:
+            raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
+        if len({port for _, port in ports}) < len(ports):
+            raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
 
     def with_settings(self, service: str, config: dict[str, Any]) -> dict[str, Any]:
         """A service's configuration with what ``settings`` say of it."""
         return apply_settings(config, self.settings.get(service, {}))
 
     @property
-    def public_ports(self) -> dict[str, int]:
-        """The ports that users choose, by flag."""
-        return {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--admin-port": self.admin_port}
+    def admin_ports(self) -> list[int]:
+        """Of each frontend's operators' API."""
+        return [self.admin_port + i for i in range(self.frontends)]
+
+    @property
+    def metrics_ports(self) -> list[int]:
+        """Of each frontend's own ``/metrics``; none for a single one, whose metrics are at the HTTP port."""
+        return [self.http_port + 1 + i for i in range(self.frontends)] if self.frontends > 1 else []
+
+    @property
+    def all_ports(self) -> list[tuple[str, int]]:
+        """Every port that users see, each with the flag that moves it."""
+        return [
+            ("--grpc-port", self.grpc_port),
+            ("--http-port", self.http_port),
+            *(("--admin-port", port) for port in self.admin_ports),
+            *(("--http-port", port) for port in self.metrics_ports),
+        ]
+
+    def _check_sharing(self) -> None:
+        if not hasattr(socket, "SO_REUSEPORT"):
+            raise ConfigError(f"--frontends is {self.frontends}; this system has no SO_REUSEPORT: it must be 1")
+        for key in _EACH_FRONTENDS_OWN:
+            if key in self.settings.get("frontend", {}):
+                raise ConfigError(f"--set frontend.{key}: with --frontends {self.frontends} each one has its own")
 
     @property
     def model_name(self) -> str:
@@ -89,8 +126,9 @@ def check(options: ServeOptions) -> None:
     check_model(options.model, trust_remote_code=bool(model.get("trust_remote_code")))
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))
-    for flag, port in options.public_ports.items():
-        check_free(LOOPBACK if flag == "--admin-port" else options.host, port, flag=flag)
+    public = (options.grpc_port, options.http_port)
+    for flag, port in options.all_ports:
+        check_free(options.host if port in public else LOOPBACK, port, flag=flag)
 
 
 def check_model(model: str, *, trust_remote_code: bool = False) -> None:
@@ -106,10 +144,11 @@ def check_model(model: str, *, trust_remote_code: bool = False) -> None:
 def plan(
     options: ServeOptions, *, internal_ports: Sequence[int], cores: int, gpus: Sequence[str] = ()
 ) -> list[ProcessSpec]:
-    """The processes to run. ``internal_ports``: one for the coordinator, then one per engine, all on loopback. ``gpus``: those of
-    this machine, see ``devices``. Raises ConfigError for more engines than GPUs to compute on.
+    """The processes to run. ``internal_ports``: see ``num_internal_ports``, all on loopback. ``gpus``: those of this machine, see
+    ``devices``. Raises ConfigError for more engines than GPUs to compute on.
     """
-    coordinator_port, *engine_ports = internal_ports
+    coordinator_port, *others = internal_ports
+    engine_ports, health_ports = others[: options.engines], others[options.engines :]
     coordinator_address = f"{LOOPBACK}:{coordinator_port}"
     devices = assign(options.engines, options.device, gpus)
     threads = options.threads_per_engine or max(1, cores // options.engines)
@@ -143,26 +182,55 @@ def plan(
         )
         for i, port in enumerate(engine_ports)
     ]
-    frontend = ProcessSpec(
-        name="frontend",
+    return [coordinator, *engines, *_frontends(options, coordinator_address, health_ports)]
+
+
+def num_internal_ports(options: ServeOptions) -> int:
+    """How many ports the processes need among themselves: of the coordinator, of each engine, and for the health of each frontend
+    where several share the port at which it is asked for otherwise.
+    """
+    return 1 + options.engines + (options.frontends if options.frontends > 1 else 0)
+
+
+def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Sequence[int]) -> list[ProcessSpec]:
+    if options.frontends == 1:
+        config = _frontend_config(options, coordinator_address, options.admin_port)
+        return [_frontend("frontend", options.with_settings("frontend", config), options.client_address)]
+    specs = []
+    for i, health_port in enumerate(health_ports):
+        config = _frontend_config(options, coordinator_address, options.admin_ports[i])
+        config["frontend_id"] = f"frontend-{i}"
+        config["server"] |= {"reuse_port": True, "health_port": health_port}
+        # All know the same engines: one tells of their load.
+        config["http"] |= {"reuse_port": True, "engine_metrics": i == 0}
+        config["metrics"] = {"host": LOOPBACK, "port": options.metrics_ports[i]}
+        address = f"{options.client_host}:{health_port}"
+        specs.append(_frontend(f"frontend-{i}", options.with_settings("frontend", config), address, plain_health=True))
+    return specs
+
+
+def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: bool = False) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
         module="penstock_frontend",
-        config=options.with_settings(
-            "frontend",
-            {
-                "model": _model_config(options),
-                "coordinator": {"address": coordinator_address},
-                "server": {"host": options.host, "port": options.grpc_port},
-                "admin": {"host": LOOPBACK, "port": options.admin_port},
-                "http": {"host": options.host, "port": options.http_port},
-                "drain_timeout": DRAIN_SECONDS,
-                "log": {"level": options.log_level},
-            },
-        ),
-        address=options.client_address,
+        config=config,
+        address=address,
         stop_stage=0,
         stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
+        plain_health=plain_health,
     )
-    return [coordinator, *engines, frontend]
+
+
+def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
+    return {
+        "model": _model_config(options),
+        "coordinator": {"address": coordinator_address},
+        "server": {"host": options.host, "port": options.grpc_port},
+        "admin": {"host": LOOPBACK, "port": admin_port},
+        "http": {"host": options.host, "port": options.http_port},
+        "drain_timeout": DRAIN_SECONDS,
+        "log": {"level": options.log_level},
+    }
 
 
 def _model_config(options: ServeOptions) -> dict[str, Any]:

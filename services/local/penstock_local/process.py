@@ -21,7 +21,8 @@ _LONGEST_LINE = 16 * 1024
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A service to run as ``python -m module --config FILE``, FILE holding ``config``.
 
-    ``address`` is where it serves ``grpc.health.v1``. ``env`` holds variables for where the user's environment says nothing,
+    ``address`` is where it serves ``grpc.health.v1``, without TLS where ``plain_health`` says so, else as its config says.
+    ``env`` holds variables for where the user's environment says nothing,
     ``own_env`` those that hold for this process whatever it says.
     Services with a lower ``stop_stage`` stop before those with a higher one. ``stop_timeout`` seconds after SIGTERM a service
     is killed.
@@ -35,11 +36,12 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_timeout: float
     env: dict[str, str] = {}
     own_env: dict[str, str] = {}
+    plain_health: bool = False
 
     @property
     def secured(self) -> bool:
-        """Whether it serves with TLS."""
-        return bool(self.config.get("server", {}).get("tls", {}).get("certificate"))
+        """Whether it serves ``address`` with TLS."""
+        return not self.plain_health and bool(self.config.get("server", {}).get("tls", {}).get("certificate"))
 
 
 class ServiceProcess:

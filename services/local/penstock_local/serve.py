@@ -10,7 +10,7 @@ from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
-from penstock_local.plan import ServeOptions, check, plan
+from penstock_local.plan import ServeOptions, check, num_internal_ports, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.rpc.client import InferenceClient, ModelInfo
 from penstock_local.supervisor import StopRequest, Supervisor, run
@@ -38,7 +38,10 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
     check(options)
     request = StopRequest()
     specs = plan(
-        options, internal_ports=free_ports(1 + options.engines), cores=usable_cores(), gpus=visible_gpus(os.environ)
+        options,
+        internal_ports=free_ports(num_internal_ports(options)),
+        cores=usable_cores(),
+        gpus=visible_gpus(os.environ),
     )
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
@@ -76,7 +79,7 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
 
     gRPC    {address}   {SERVICE}
     HTTP    http://{host}:{options.http_port}   a page to try it, OpenAI API at /v1, /health, /metrics
-    admin   localhost:{options.admin_port}   penstock.admin.v1.AdminService
+{_operators_lines(options)}
     model   {model.name}, {engines}, up to {model.max_model_len} tokens
 
   Try it in another terminal:
@@ -85,6 +88,19 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
 
   or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
 """
+
+
+def _operators_lines(options: ServeOptions) -> str:
+    """Where the operators' API is, and the metrics where several frontends have their own."""
+    service = "penstock.admin.v1.AdminService"
+    if options.frontends == 1:
+        return f"    admin   localhost:{options.admin_port}   {service}"
+    ports = zip(options.admin_ports, options.metrics_ports, strict=True)
+    lines = [
+        f"            frontend-{i}: admin localhost:{admin}, metrics http://localhost:{metrics}/metrics"
+        for i, (admin, metrics) in enumerate(ports)
+    ]
+    return "\n".join([f"    admin   {service}, of each of the frontends that share the ports above:", *lines])
 
 
 def _first_calls(options: ServeOptions, model: ModelInfo, host: str, elsewhere: str) -> list[str]:

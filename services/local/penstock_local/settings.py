@@ -10,7 +10,18 @@ from penstock_common import config as common_config
 from penstock_common.errors import ConfigError, nearest
 
 FLAG = "--set"
-_OWN = ("server.host", "server.port", "coordinator.", "admin.", "http.host", "http.port", "engine_id", "engines")
+_OWN = (
+    "server.host",
+    "server.port",
+    "server.reuse_port",
+    "coordinator.",
+    "admin.",
+    "http.host",
+    "http.port",
+    "http.reuse_port",
+    "engine_id",
+    "engines",
+)
 _OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")
 """What the command decides itself: how its processes find one another, and what is served."""
 

@@ -40,10 +40,14 @@ _BAR_WIDTH = 8
 
 
 class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to look, and how often (``interval`` in seconds) unless it is ``once`` or as ``json``."""
+    """Where to look, and how often (``interval`` in seconds) unless it is ``once`` or as ``json``.
+
+    ``others``: operators' ports of further frontends of the same cluster.
+    """
 
     admin_address: str
     address: str
+    others: tuple[str, ...] = ()
     interval: float = 1.0
     once: bool = False
     json: bool = False
@@ -55,12 +59,14 @@ class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One look at a cluster. ``serving``: health of the public API, None when it does not answer.
 
-    ``infos``: what the engines that answered in time say of themselves, by id.
+    ``infos``: what the engines that answered in time say of themselves, by id. ``others``: what further frontends see of the
+    cluster, by address, None where one does not answer.
     """
 
     cluster: Cluster
     serving: bool | None
     infos: dict[str, dict[str, Any]]
+    others: dict[str, Cluster | None] = {}
 
     @property
     def takes_requests(self) -> bool:
@@ -91,10 +97,21 @@ async def status(options: StatusOptions) -> int:
 
 async def look(admin: AdminClient, options: StatusOptions) -> Snapshot:
     """Ask everything at once. Raises what the question for the cluster failed with; without the rest it goes on."""
-    cluster, public, infos = await asyncio.gather(
-        admin.cluster(deadline=_TIMEOUT), serving(options.address, deadline=_TIMEOUT), _infos(admin)
+    cluster, public, infos, others = await asyncio.gather(
+        admin.cluster(deadline=_TIMEOUT),
+        serving(options.address, deadline=_TIMEOUT),
+        _infos(admin),
+        asyncio.gather(*map(_seen_at, options.others)),
     )
-    return Snapshot(cluster=cluster, serving=public, infos=infos)
+    return Snapshot(cluster=cluster, serving=public, infos=infos, others=dict(zip(options.others, others, strict=True)))
+
+
+async def _seen_at(address: str) -> Cluster | None:
+    async with AdminClient(address) as admin:
+        try:
+            return await admin.cluster(deadline=_TIMEOUT)
+        except PenstockError:
+            return None
 
 
 async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
@@ -130,14 +147,14 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
     """A line on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
     engines = snapshot.cluster.engines
     if not engines:
-        return Group(_head(snapshot, options), Text("no engine is known yet", style="yellow"))
+        return Group(*_heads(snapshot, options), Text("no engine is known yet", style="yellow"))
     rows = Table(box=None, pad_edge=False, header_style="dim")
     columns = _COLUMNS if width >= _WIDE else _COLUMNS[: -len(_WIDE_ONLY)]
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine in engines:
         rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
-    return Group(_head(snapshot, options), rows)
+    return Group(*_heads(snapshot, options), rows)
 
 
 def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
@@ -160,6 +177,12 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "serving": snapshot.serving,
         "coordinator_connected": snapshot.cluster.coordinator_connected,
+        "other_frontends": {
+            address: None
+            if seen is None
+            else {"num_engines": len(seen.engines), "coordinator_connected": seen.coordinator_connected}
+            for address, seen in snapshot.others.items()
+        },
         "engines": [
             {
                 **msgspec.structs.asdict(engine),
@@ -171,20 +194,30 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
+def _heads(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
+    """A line on the cluster, and one for each further frontend."""
+    return [_head(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
+
+
+def _other(address: str, seen: Cluster | None) -> Text:
+    if seen is None:
+        return Text.assemble((address, "bold"), " ", ("does not answer", "bold red"))
+    return Text.assemble((address, "bold"), " also", _seen(seen))
+
+
 def _head(snapshot: Snapshot, options: StatusOptions) -> Text:
     health, style = {
         True: ("serving", "bold green"),
         False: ("not serving", "bold red"),
         None: ("does not answer", "bold red"),
     }[snapshot.serving]
-    count = len(snapshot.cluster.engines)
-    coordinator = "connected" if snapshot.cluster.coordinator_connected else "not connected"
-    return Text.assemble(
-        (options.address, "bold"),
-        " ",
-        (health, style),
-        f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}",
-    )
+    return Text.assemble((options.address, "bold"), " ", (health, style), _seen(snapshot.cluster))
+
+
+def _seen(cluster: Cluster) -> str:
+    count = len(cluster.engines)
+    coordinator = "connected" if cluster.coordinator_connected else "not connected"
+    return f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}"
 
 
 def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:

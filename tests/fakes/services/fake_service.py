@@ -80,7 +80,7 @@ def main(service: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, type=argparse.FileType())
     config = yaml.safe_load(parser.parse_args().config)
-    name = config.get("engine_id") or service
+    name = config.get("engine_id") or config.get("frontend_id") or service
     asyncio.run(serve(service, config, os.environ.get(f"FAKE_{name.upper().replace('-', '_')}", "")))
 
 
@@ -96,8 +96,14 @@ async def serve(service: str, config: dict[str, Any], fault: str) -> None:
         inference = FakeInference(config["model"]["served_model_name"])  # type: ignore[abstract]
         service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server.server)
         others = [
-            await asyncio.start_server(lambda *_: None, config[key]["host"], config[key]["port"])
-            for key in ("http", "admin")
+            await asyncio.start_server(
+                lambda *_: None,
+                config[key]["host"],
+                config[key]["port"],
+                reuse_port=config[key].get("reuse_port", False),
+            )
+            for key in ("http", "admin", "metrics")
+            if key in config
         ]
     await server.start()
     await server.set_serving(True)

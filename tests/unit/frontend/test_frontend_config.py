@@ -32,6 +32,11 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
         ({"engines": "[host]"}, "'host' is not host:port"),
         ({"http__port": "65536"}, "http.port is 65536"),
         ({"server__port": "-1"}, "server.port is -1"),
+        ({"metrics__port": "65536"}, "metrics.port is 65536"),
+        (
+            {"metrics__port": "9100", "auth__metrics": "true", "auth__api_keys": "/keys"},
+            "auth.metrics is true and metrics.port is 9100, which asks for no credentials",
+        ),
         ({"tokenizer_threads": "0"}, "tokenizer_threads is 0"),
         ({"limits__max_requests": "0"}, "limits.max_requests is 0"),
         ({"engine_wait_timeout": "-1"}, "engine_wait_timeout is -1"),
@@ -44,6 +49,13 @@ def test_a_wrong_value_is_named(overrides: dict[str, str], message: str) -> None
     with pytest.raises(ConfigError) as e:
         load_config(**overrides)
     assert message in str(e.value)
+
+
+@pytest.mark.parametrize("field", ["server.reuse_port", "http.reuse_port"])
+def test_a_port_is_shared_only_where_the_system_can(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    monkeypatch.delattr("socket.SO_REUSEPORT")
+    with pytest.raises(ConfigError, match=f"{field} is true; this system has no SO_REUSEPORT"):
+        load_config(**{field: "true"})
 
 
 @pytest.mark.parametrize(

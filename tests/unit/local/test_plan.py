@@ -12,7 +12,7 @@ from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
-from penstock_local.plan import ServeOptions, check, check_model, plan
+from penstock_local.plan import ServeOptions, check, check_model, num_internal_ports, plan
 from penstock_local.process import ProcessSpec
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
@@ -21,7 +21,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def specs(cores: int = 4, gpus: Sequence[str] = (), **options: Any) -> dict[str, ProcessSpec]:
     chosen = ServeOptions(**{"model": "org/name", **options})
-    ports = range(20_001, 20_002 + chosen.engines)
+    ports = range(20_001, 20_001 + num_internal_ports(chosen))
     return {spec.name: spec for spec in plan(chosen, internal_ports=ports, cores=cores, gpus=gpus)}
 
 
@@ -69,6 +69,56 @@ def test_the_frontend_listens_where_the_user_said(tmp_path: Path) -> None:
     assert (config.admin.host, config.admin.port) == ("127.0.0.1", 1003)
     assert config.coordinator.address == "127.0.0.1:20001"
     assert spec.address == "127.0.0.1:1001"
+
+
+def test_several_frontends_share_the_public_ports_and_nothing_else(tmp_path: Path) -> None:
+    chosen = specs(frontends=2, engines=2, host="0.0.0.0", grpc_port=1001, http_port=1002, admin_port=1010)
+    configs = [read(FrontendConfig, chosen[name], tmp_path) for name in ("frontend-0", "frontend-1")]
+    assert [(c.server.port, c.server.reuse_port) for c in configs] == [(1001, True), (1001, True)]
+    assert [(c.http.port, c.http.reuse_port) for c in configs] == [(1002, True), (1002, True)]
+    assert [c.frontend_id for c in configs] == ["frontend-0", "frontend-1"]
+    assert [(c.admin.host, c.admin.port) for c in configs] == [("127.0.0.1", 1010), ("127.0.0.1", 1011)]
+    assert [(c.metrics.host, c.metrics.port) for c in configs] == [("127.0.0.1", 1003), ("127.0.0.1", 1004)]
+    assert [c.http.engine_metrics for c in configs] == [True, False]
+
+
+def test_each_of_several_frontends_is_asked_for_its_own_health(tmp_path: Path) -> None:
+    settings = {"frontend": {"server.tls.certificate": "/c", "server.tls.key": "/k"}}
+    chosen = specs(frontends=2, settings=settings)
+    both = [chosen["frontend-0"], chosen["frontend-1"]]
+    assert [spec.address for spec in both] == ["127.0.0.1:20003", "127.0.0.1:20004"]
+    assert [spec.config["server"]["health_port"] for spec in both] == [20_003, 20_004]
+    assert not any(spec.secured for spec in both)
+
+
+def test_a_single_frontend_shares_no_port(tmp_path: Path) -> None:
+    config = read(FrontendConfig, specs()["frontend"], tmp_path)
+    assert (config.server.reuse_port, config.http.reuse_port, config.metrics.port) == (False, False, -1)
+
+
+@pytest.mark.parametrize("count", [0, -1, 65])
+def test_a_number_of_frontends_that_cannot_be_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--frontends is {count}; it must be"):
+        ServeOptions(model="org/name", frontends=count)
+
+
+def test_several_frontends_need_a_system_that_shares_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("socket.SO_REUSEPORT")
+    with pytest.raises(ConfigError, match="--frontends is 2; this system has no SO_REUSEPORT"):
+        ServeOptions(model="org/name", frontends=2)
+    ServeOptions(model="org/name")
+
+
+def test_a_setting_that_each_frontend_must_have_its_own_of_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--set frontend.metrics.port: with --frontends 2"):
+        ServeOptions(model="org/name", frontends=2, settings={"frontend": {"metrics.port": 9000}})
+
+
+def test_ports_of_several_frontends_that_meet_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the ports must differ: .*--admin-port 50051"):
+        ServeOptions(model="org/name", frontends=2, grpc_port=50_051, admin_port=50_050)
+    with pytest.raises(ConfigError, match=r"--admin-port: with --frontends 2 the last one would need 65536"):
+        ServeOptions(model="org/name", frontends=2, admin_port=65_535)
 
 
 def test_the_coordinator_listens_on_loopback_and_waits_for_nobody(tmp_path: Path) -> None:

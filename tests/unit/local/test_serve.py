@@ -18,6 +18,13 @@ def block(*capabilities: str) -> str:
     return ready_block(ServeOptions(model="org/m"), model, seconds=1.0)
 
 
+def test_each_of_several_frontends_is_listed_with_its_own_ports() -> None:
+    model = ModelInfo(name="m", max_model_len=512, num_engines=1, capabilities=())
+    said = ready_block(ServeOptions(model="org/m", frontends=2), model, seconds=1.0)
+    assert "frontend-0: admin localhost:50053, metrics http://localhost:8001/metrics" in said
+    assert "frontend-1: admin localhost:50054, metrics http://localhost:8002/metrics" in said
+
+
 @pytest.mark.parametrize("capabilities", [(), ("generate", "prefix_caching")])
 def test_a_model_that_generates_is_tried_by_generating(capabilities: tuple[str, ...]) -> None:
     assert 'penstock generate "Once upon a time"' in block(*capabilities)

@@ -109,6 +109,21 @@ async def test_an_engine_that_does_not_answer_leaves_the_table_whole(
     assert "engine-0" in capsys.readouterr().out
 
 
+async def test_further_frontends_have_a_line_each_also_those_that_do_not_answer(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0)]
+    silent = f"127.0.0.1:{free_ports(1)[0]}"
+    arguments = ["--admin-address", server.address, "--admin-address", silent]
+    await server.run("--once", *arguments)
+    said = capsys.readouterr().out
+    assert f"{server.address} also · 1 engine · coordinator connected" in said
+    assert f"{silent} does not answer" in said
+    await server.run("--json", *arguments)
+    seen = json.loads(capsys.readouterr().out)["other_frontends"]
+    assert seen == {server.address: {"num_engines": 1, "coordinator_connected": True}, silent: None}
+
+
 async def test_without_engines_the_exit_code_is_1(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert await server.run("--once") == 1
     assert "no engine is known yet" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import grpc
 import grpc_health.v1.health as health
 import grpc_reflection.v1alpha.reflection as reflection
+import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.config import ServerConfig
@@ -52,7 +53,7 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(config.reuse_port)),
     ]
 
 
@@ -111,9 +112,10 @@ class RpcServer:
         credentials = server_credentials(tls, field=f"{self._field}.tls") if tls.enabled else None
         if credentials is None:
             warn_of_plaintext(self._config.host, field=self._field)
-        self.port = self._bind(self.server, self._config.port, credentials)
+        self.port = self._bind(self.server, self._config.port, credentials, shared=self._config.reuse_port)
         if self._config.health_port >= 0:
-            self._health_server = grpc.aio.server(options=server_options(self._config))
+            alone = msgspec.structs.replace(self._config, reuse_port=False)
+            self._health_server = grpc.aio.server(options=server_options(alone))
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_server)
             self.health_port = self._bind(self._health_server, self._config.health_port, None)
             await self._health_server.start()
@@ -141,10 +143,12 @@ class RpcServer:
         if self._health_server is not None:
             await self._health_server.stop(None)
 
-    def _bind(self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    def _bind(
+        self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None, *, shared: bool = False
+    ) -> int:
         address = f"{self._config.host}:{port}"
         taken = f"cannot listen on {address}: {{}}; is another server running? Choose a free port"
-        if (problem := _why_taken(self._config.host, port)) is not None:
+        if (problem := _why_taken(self._config.host, port, shared=shared)) is not None:
             raise ConfigError(taken.format(problem))
         try:
             if credentials is None:
@@ -154,8 +158,10 @@ class RpcServer:
             raise ConfigError(taken.format(e)) from None
 
 
-def _why_taken(host: str, port: int) -> str | None:
-    """Why the port is taken, or None: gRPC's own bind error does not say why it failed; the system's does."""
+def _why_taken(host: str, port: int, *, shared: bool) -> str | None:
+    """Why the port is taken, or None: gRPC's own bind error does not say why it failed; the system's does. ``shared``: with those
+    that share it.
+    """
     if port == 0:
         return None
     try:
@@ -163,7 +169,7 @@ def _why_taken(host: str, port: int) -> str | None:
     except OSError as e:
         return str(e)
     with contextlib.closing(socket.socket(family, kind, proto)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as e:

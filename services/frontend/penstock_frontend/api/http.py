@@ -117,7 +117,9 @@ def _listen(config: HttpConfig) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"http.host is {config.host!r}: {e}") from None
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Without being asked nothing shares a port: two servers on one would take turns at each other's clients.
+        option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
         listener.bind(address)
         listener.setblocking(False)
     except OSError as e:
