@@ -1,0 +1,89 @@
+"""What the pages of the repository hold: fenced blocks, spans of code, links."""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/clients").glob("*.md"),
+        *(page for page in (ROOT / "examples").rglob("*.md") if "node_modules" not in page.parts),
+        *(ROOT / "charts").rglob("*.md"),
+    ]
+)
+"""Those that say how things are; decisions (docs/adr) say how they were when they were made."""
+
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A fenced block. ``page``: its path in the repository; ``language``: what stands behind the fence."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+class Span(NamedTuple):
+    """Something between backquotes in running text, on one line."""
+
+    page: str
+    line: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    """The fenced blocks of all pages, or those in ``languages``."""
+    return [block for page in PAGES for block in _blocks(page) if not languages or block.language in languages]
+
+
+def spans() -> list[Span]:
+    """The spans of code of all pages; the changelog's are left out, which also tells what no longer is."""
+    return [span for page in PAGES if page.name != "CHANGELOG.md" for span in _spans(page)]
+
+
+def links(page: Path) -> list[str]:
+    """Where a page links to, web addresses left out."""
+    return [link for link in _LINK.findall(_without_blocks(page.read_text())) if "://" not in link]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that a page's headings make."""
+    headings = _HEADING.findall(_without_blocks(page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for found in _FENCE.finditer(text):
+        line = text.count("\n", 0, found.start()) + 2
+        yield Block(str(page.relative_to(ROOT)), line, found[2], textwrap.dedent(found[3]))
+
+
+def _spans(page: Path) -> Iterator[Span]:
+    text = _without_blocks(page.read_text())
+    for found in _SPAN.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        yield Span(str(page.relative_to(ROOT)), line, " ".join(found[1].split()))
+
+
+def _without_blocks(text: str) -> str:
+    """The text with its blocks emptied, every line where it was."""
+    return _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)
