@@ -12,6 +12,8 @@ from penstock_common import checkpoint
 from penstock_common.checkpoint import looks_like_a_path
 from penstock_common.config import check_range, require
 from penstock_common.errors import ConfigError, nearest
+from penstock_common.memory import Memory
+from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import assign
 from penstock_local.hub import check_hub
 from penstock_local.ports import LOOPBACK, check_free
@@ -120,9 +122,18 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return LOOPBACK if self.host in ("0.0.0.0", "localhost") else self.host
 
 
-def check(options: ServeOptions) -> None:
-    """Find out before anything starts what would fail later. Raises ConfigError."""
-    model = options.with_settings("engine", {}).get("model", {})
+def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | None = None) -> None:
+    """Find out before anything starts what would fail later. ``gpus`` and ``memory``: this machine's. Raises ConfigError."""
+    settings = options.with_settings("engine", {})
+    model, cache = settings.get("model", {}), settings.get("cache", {})
+    check_cache_memory(
+        "engine.cache.kv_cache_memory" if "kv_cache_memory" in cache else "--kv-cache-memory",
+        cache.get("kv_cache_memory", options.kv_cache_memory),
+        device=model.get("device", options.device),
+        gpus=gpus,
+        memory=memory,
+        engines=options.engines,
+    )
     check_model(options.model, trust_remote_code=bool(model.get("trust_remote_code")))
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
+from penstock_common.memory import host_memory
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
 from penstock_local.plan import ServeOptions, check, num_internal_ports, plan
@@ -35,14 +36,10 @@ async def serve(options: ServeOptions) -> int:
 
 async def serve_while(options: ServeOptions, work: Work) -> int:
     """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
-    check(options)
+    gpus = visible_gpus(os.environ)
+    check(options, gpus=gpus, memory=host_memory())
     request = StopRequest()
-    specs = plan(
-        options,
-        internal_ports=free_ports(num_internal_ports(options)),
-        cores=usable_cores(),
-        gpus=visible_gpus(os.environ),
-    )
+    specs = plan(options, internal_ports=free_ports(num_internal_ports(options)), cores=usable_cores(), gpus=gpus)
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
 

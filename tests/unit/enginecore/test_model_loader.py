@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, ModelConfig
-from penstock_enginecore.executor.memory import available_host_memory, cpu_pool_bytes
+from penstock_enginecore.executor.memory import check_pool, cpu_pool_bytes
 from penstock_enginecore.executor.worker import resolve_device
 from penstock_enginecore.models import loader
 from penstock_enginecore.models.errors import ModelLoadError
@@ -178,20 +178,13 @@ def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda")
 
 
-def test_free_memory_is_the_lesser_of_the_machine_and_the_container(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       100 kB\nMemAvailable:     50 kB\n")
-    assert available_host_memory(meminfo, tmp_path / "nothing") == 50 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_host_memory(meminfo, tmp_path) == 50 * 1024
-    (tmp_path / "memory.max").write_text("20480\n")
-    (tmp_path / "memory.current").write_text("10240\n")
-    assert available_host_memory(meminfo, tmp_path) == 10240
+def test_a_pool_larger_than_the_machine_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.kv_cache_memory is 400000000000000 bytes \(372529\.0 GiB\); this"):
+        check_pool(CacheConfig(kv_cache_memory=400_000_000_000_000), CPU)
 
 
-def test_unreadable_memory_information_asks_for_a_size(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"set cache\.kv_cache_memory"):
-        available_host_memory(tmp_path / "nothing", tmp_path)
+def test_a_pool_of_a_size_that_is_left_is_taken() -> None:
+    check_pool(CacheConfig(kv_cache_memory=2**20), CPU)
 
 
 def test_the_default_pool_on_a_cpu_is_bounded() -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from penstock_common.config import load
 from penstock_common.errors import ConfigError
+from penstock_common.memory import Memory
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
+from penstock_local.cache_memory import check_cache_memory
 from penstock_local.plan import ServeOptions, check, check_model, num_internal_ports, plan
 from penstock_local.process import ProcessSpec
 
@@ -195,3 +197,40 @@ def test_what_the_files_show_is_said_before_anything_starts(tmp_path: Path) -> N
 def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="port 50051 on 192.0.2.1 cannot be used"):
         check(ServeOptions(model=str(DEMO_MODEL), host="192.0.2.1"))
+
+
+MEMORY = Memory("this machine", 24 * 2**30, 16 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"kv_cache_memory": 400_000_000_000},
+            r"--kv-cache-memory is 400000000000 bytes \(372\.5 GiB\); this machine has",
+        ),
+        (
+            {"kv_cache_memory": 10 * 2**30, "engines": 2},
+            r"\(10\.0 GiB\) for each of 2 engines; .* 16\.0 GiB of 24\.0 GiB left",
+        ),
+        (
+            {"settings": {"engine": {"cache.kv_cache_memory": "400GB"}}},
+            r"engine\.cache\.kv_cache_memory is 400000000000 bytes",
+        ),
+    ],
+)
+def test_a_cache_larger_than_the_memory_is_refused_before_anything_is_loaded(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(ServeOptions(model="never/read", **options), memory=MEMORY)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", []), ("auto", ["0"])])
+def test_a_cache_on_a_gpu_is_for_its_engine_to_judge(device: str, gpus: list[str]) -> None:
+    check_cache_memory("key", 2**60, device=device, gpus=gpus, memory=MEMORY)
+
+
+def test_a_cache_on_the_cpu_beside_gpus_is_judged() -> None:
+    with pytest.raises(ConfigError):
+        check_cache_memory("key", 2**60, device="cpu", gpus=["0"], memory=MEMORY)

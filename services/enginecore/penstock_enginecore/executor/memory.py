@@ -1,9 +1,8 @@
 """How much memory may become KV cache."""
 
-from pathlib import Path
-
 import torch
 
+from penstock_common.memory import Memory, check_fits, host_memory
 from penstock_enginecore.config import CacheConfig
 from penstock_enginecore.models.errors import ModelLoadError
 
@@ -16,20 +15,24 @@ def cpu_pool_bytes() -> int:
     return min(available_host_memory() // _CPU_FRACTION, _CPU_LIMIT)
 
 
-def available_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still use: the kernel's estimate, or what the container's limit leaves if that is less."""
-    try:
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError) as e:
-        raise ModelLoadError(f"free memory cannot be read from {meminfo} ({e}); set cache.kv_cache_memory") from e
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int((cgroup / "memory.current").read_text()))
-    except OSError:
-        pass  # no cgroup v2 here: nothing limits the process further
-    return max(available, 0)
+def available_host_memory() -> int:
+    """Bytes this process may still use. Raises ModelLoadError where the kernel does not tell."""
+    memory = host_memory()
+    if memory is None:
+        raise ModelLoadError("free memory cannot be read from /proc/meminfo; set cache.kv_cache_memory")
+    return memory.available
+
+
+def check_pool(config: CacheConfig, device: torch.device) -> None:
+    """Raise ConfigError when the pool that was asked for is larger than what the device has left, before anything is on it."""
+    memory = host_memory() if device.type == "cpu" else _device_memory(device)
+    if config.kv_cache_memory is not None and memory is not None:
+        check_fits("cache.kv_cache_memory", config.kv_cache_memory, memory)
+
+
+def _device_memory(device: torch.device) -> Memory:
+    free, total = torch.cuda.mem_get_info(device)
+    return Memory(torch.cuda.get_device_name(device), total, free)
 
 
 def cuda_pool_bytes(config: CacheConfig, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.executor.base import Progress
-from penstock_enginecore.executor.memory import cpu_pool_bytes, cuda_pool_bytes
+from penstock_enginecore.executor.memory import check_pool, cpu_pool_bytes, cuda_pool_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pool_runner import PoolRunner
 from penstock_enginecore.models.embedder import PoolingModel, load_pooling_model, resolve_task
@@ -30,6 +30,7 @@ class Worker:
     def __init__(self, config: EngineCoreConfig) -> None:
         self._config = config
         self._device = resolve_device(config.model.device)
+        check_pool(config.cache, self._device)
         torch.set_num_threads(config.executor.num_threads or min(torch.get_num_threads(), usable_cores()))
         self._model: LoadedModel | PoolingModel | None = None
         self._runner: ModelRunner | PoolRunner | None = None

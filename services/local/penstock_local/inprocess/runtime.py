@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock_common.logging import configure_library
+from penstock_common.memory import host_memory
 from penstock_enginecore.app import describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
@@ -26,6 +28,8 @@ from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs
 from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_local.cache_memory import check_cache_memory
+from penstock_local.devices import visible_gpus
 from penstock_local.inprocess.engine import InProcessEngine
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,13 @@ class Runtime:
 
     def __init__(self, config: EngineCoreConfig) -> None:
         """Raises ConfigError and ModelLoadError."""
+        check_cache_memory(
+            "kv_cache_memory",
+            config.cache.kv_cache_memory,
+            device=config.model.device,
+            gpus=visible_gpus(os.environ),
+            memory=host_memory(),
+        )
         # torch is imported here, after the options are checked
         from penstock_enginecore.executor.factory import make_executor
         from penstock_enginecore.structured_output.factory import make_grammar_backend
