@@ -1,6 +1,6 @@
-"""What callers of an ``LLM`` give: one thing or a list of them, in several forms."""
+"""What callers of an ``LLM`` give: one thing or several, in several forms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,36 +9,73 @@ from penstock_common.errors import InvalidArgument, nearest
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.processing.chat import ChatMessage
 
-Prompt = str | Sequence[int]
-"""Text, or token ids used as they are."""
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
 Message = Mapping[str, Any]
 """A turn of a conversation: ``{"role": "user", "content": "..."}``."""
 Sampling = SamplingParams | Mapping[str, Any] | None
 """How to choose tokens. SamplingParams says everything; a mapping some of its fields, and the rest is the model's own."""
 
-
-def as_prompts(prompts: Prompt | Sequence[Prompt], *, name: str) -> list[Prompt]:
-    """A list of prompts, also of a single one. Raises InvalidArgument naming what is none."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # token ids
-    listed = list(prompts)
-    for index, prompt in enumerate(listed):
-        if isinstance(prompt, str):
-            continue
-        if not isinstance(prompt, Sequence) or not all(isinstance(i, int) and i >= 0 for i in prompt):
-            kind = type(prompt).__name__
-            raise InvalidArgument(f"{name}[{index}] is a {kind}; it must be text or a list of token ids")
-    return listed  # type: ignore[return-value]
+_A_PROMPT = "a prompt is text or a list of token ids"
+_A_CONVERSATION = 'a conversation is a list of messages, as [{"role": "user", "content": "..."}]'
 
 
-def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[ChatMessage]]:
+def as_prompts(prompts: Prompt | Iterable[Prompt], *, name: str) -> list[str | Sequence[int]]:
+    """A list of prompts, also of a single one, and of what can be gone through. Raises InvalidArgument naming what is none."""
+    if isinstance(prompts, str | Mapping):
+        return [_prompt(prompts, name)]
+    listed = _listed(prompts, name, _A_PROMPT)
+    if listed and _is_int(listed[0]):
+        return [_prompt(listed, name)]
+    return [_prompt(prompt, f"{name}[{index}]") for index, prompt in enumerate(listed)]
+
+
+def _prompt(prompt: object, name: str) -> str | Sequence[int]:
+    if isinstance(prompt, Mapping):
+        return _prompt_of_mapping(prompt, name)
+    if isinstance(prompt, str):
+        return prompt
+    ids = _listed(prompt, name, _A_PROMPT)
+    for index, token in enumerate(ids):
+        if not _is_int(token) or token < 0:
+            raise InvalidArgument(f"{name}[{index}] is {token!r}; token ids are integers from 0 on", field=name)
+    return ids
+
+
+def _prompt_of_mapping(prompt: Mapping[str, Any], name: str) -> str | Sequence[int]:
+    """The one thing in it. Other keys mean what is not done here, and are refused."""
+    forms = ("prompt", "prompt_token_ids")
+    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str | Mapping):
+        return _prompt(prompt["prompt_token_ids"], f"{name}.prompt_token_ids")
+    keys = ", ".join(map(repr, prompt)) or "nothing"
+    raise InvalidArgument(f"{name} is a mapping with {keys}; it must have {' or '.join(forms)} alone", field=name)
+
+
+def as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[ChatMessage]]:
     """A list of conversations, also of a single one. Raises InvalidArgument naming the message and what is wrong with it."""
-    single = len(messages) > 0 and isinstance(messages[0], Mapping)
-    conversations: Sequence[Any] = [messages] if single else messages
+    listed = _listed(messages, "messages", _A_CONVERSATION)
+    conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
     return [
-        [_message(message, f"conversations[{index}].messages[{turn}]") for turn, message in enumerate(conversation)]
+        [
+            _message(message, f"conversations[{index}].messages[{turn}]")
+            for turn, message in enumerate(_listed(conversation, f"conversations[{index}]", _A_CONVERSATION))
+        ]
         for index, conversation in enumerate(conversations)
     ]
+
+
+def _listed(several: object, name: str, wanted: str) -> list[Any]:
+    """Whatever can be gone through as a list: a generator or a column of a table, too. Text, bytes and mappings are one thing."""
+    if not isinstance(several, Iterable) or isinstance(several, str | bytes | bytearray | Mapping):
+        kind = "None" if several is None else f"of type {type(several).__name__}"
+        raise InvalidArgument(f"{name} is {kind}; {wanted}", field=name)
+    return list(several)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _message(message: Message, name: str) -> ChatMessage:
@@ -48,18 +85,21 @@ def _message(message: Message, name: str) -> ChatMessage:
         raise InvalidArgument(f"{name}: {e}", field=name) from None
 
 
-def as_sampling(sampling: Sampling | Sequence[Sampling], count: int) -> list[dict[str, Any]]:
+def as_sampling(sampling: Sampling | Iterable[Sampling], count: int) -> list[dict[str, Any]]:
     """The fields that are set, for each of ``count`` inputs. Raises InvalidArgument naming the field."""
     if sampling is None or isinstance(sampling, SamplingParams | Mapping):
         return [_fields(sampling, "sampling_params")] * count
-    if len(sampling) != count:
+    listed = _listed(
+        sampling, "sampling_params", "it must be SamplingParams, a mapping of its fields, or one for each input"
+    )
+    if len(listed) != count:
         raise InvalidArgument(
-            f"sampling_params has {len(sampling)} entries for {count} inputs; give one for all, or one each"
+            f"sampling_params has {len(listed)} entries for {count} inputs; give one for all, or one each"
         )
-    return [_fields(each, f"sampling_params[{index}]") for index, each in enumerate(sampling)]
+    return [_fields(each, f"sampling_params[{index}]") for index, each in enumerate(listed)]
 
 
-def _fields(sampling: Sampling, name: str) -> dict[str, Any]:
+def _fields(sampling: object, name: str) -> dict[str, Any]:
     """Checked by type, tuples made of lists. What is None the model and the server's own defaults decide."""
     given = _given(sampling, name)
     if isinstance(given.get("stop"), str):
@@ -71,11 +111,16 @@ def _fields(sampling: Sampling, name: str) -> dict[str, Any]:
     return {**{field: getattr(checked, field) for field in given}, "output_kind": OutputKind.FINAL}
 
 
-def _given(sampling: Sampling, name: str) -> dict[str, Any]:
+def _given(sampling: object, name: str) -> dict[str, Any]:
     if sampling is None:
         return {}
     if isinstance(sampling, SamplingParams):
         values: Mapping[str, Any] = {field: getattr(sampling, field) for field in sampling.__struct_fields__}
+    elif not isinstance(sampling, Mapping):
+        kind = type(sampling).__name__
+        raise InvalidArgument(
+            f"{name} is of type {kind}; it must be SamplingParams or a mapping of its fields", field=name
+        )
     else:
         values = sampling
         for field in values:

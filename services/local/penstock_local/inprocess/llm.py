@@ -1,7 +1,7 @@
 """A model inside this Python program: the engine and the processing of a server, without its network."""
 
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 from penstock_common.errors import Unavailable
@@ -27,10 +27,10 @@ class LLM:
     ``max_model_len``, ``kv_cache_memory="2GiB"``, ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on.
     Raises ConfigError for a wrong option and ModelLoadError when the model cannot be served.
 
-    Every method takes one input or a list of them, computes all of it together and returns a list in the same order. The
-    inputs are checked before the first is computed. Raises RequestFailed, which names the input as ``prompts[3]``; when one
-    fails on the way the others are ended. Ctrl-C ends them too and leaves the LLM usable. Methods may be called from
-    several threads. ``progress``: show a bar on standard error where that is a terminal.
+    Every method takes one input or several (a list, or anything that can be gone through), computes all of it together and
+    returns a list in the same order. The inputs are checked before the first is computed. Raises RequestFailed, which names
+    the input as ``prompts[3]``; when one fails on the way the others are ended. Ctrl-C ends them too and leaves the LLM usable.
+    Methods may be called from several threads. ``progress``: show a bar on standard error where that is a terminal.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -54,8 +54,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Sampling | Sequence[Sampling] = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Sampling | Iterable[Sampling] = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
@@ -70,8 +70,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Sampling | Sequence[Sampling] = None,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: Sampling | Iterable[Sampling] = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -101,7 +101,7 @@ class LLM:
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Prompt | Iterable[Prompt],
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
