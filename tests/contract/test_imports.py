@@ -56,6 +56,12 @@ def test_only_the_engine_imports_torch(package: str) -> None:
     assert offenders(modules(package), "torch") == []
 
 
+def test_an_engines_port_answers_before_torch_is_imported() -> None:
+    before = ("__main__", "app", "executor.factory", "structured_output.factory")
+    check = f"import sys, {', '.join(f'penstock_enginecore.{name}' for name in before)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("package", sorted(SERVICE_PACKAGES | {"penstock_common", "penstock_local"}))
 def test_generated_messages_live_in_rpc_and_api_packages_only(package: str) -> None:
     elsewhere = (path for path in modules(package) if not {"rpc", "api"} & set(path.parts))

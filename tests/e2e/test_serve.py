@@ -1,6 +1,7 @@
 """The command with the real services and the demo model behind it."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -66,6 +67,22 @@ def own_server() -> Iterator[Server]:
 
 def test_the_ready_block_says_what_is_served(server: Server) -> None:
     assert "model   penstock-tiny, 2 engines, up to 2048 tokens" in server.command.output
+
+
+def test_the_log_says_what_each_service_loads_as_it_begins(server: Server) -> None:
+    log = server.command.output
+    for engine in ("engine-0", "engine-1"):
+        phases = (
+            "importing torch and transformers",
+            "loading LlamaForCausalLM from .* as float32",
+            r"loading weights: 38/38 tensors of 9\.5 MiB in 1 file",
+            "preparing the kernels, and a forward pass of one token",
+            "KV cache: .* tokens",
+        )
+        in_order = ".*".join(rf"{engine} +\| \S+ \[info\] {phase} +seconds=[\d.]+" for phase in phases)
+        assert re.search(in_order, log, re.DOTALL), log
+        assert log.count(f"{engine} ") < 20
+    assert re.search(r"frontend +\| \S+ \[info\] loading the tokenizer +model=.*penstock-tiny", log)
 
 
 def test_greedy_generation_answers(server: Server) -> None:

@@ -53,7 +53,7 @@ def _page_cache(cgroup: Path) -> int:
     return int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
 
 
-def in_gib(num_bytes: int) -> str:
+def in_units(num_bytes: int) -> str:
     """A number of bytes for people: ``372.5 GiB``."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
@@ -64,6 +64,6 @@ def check_fits(key: str, num_bytes: int, memory: Memory, *, count: int = 1) -> N
         return
     each = f" for each of {count} engines" if count > 1 else ""
     raise ConfigError(
-        f"{key} is {num_bytes} bytes ({in_gib(num_bytes)}){each}; {memory.place} has {in_gib(memory.available)} of "
-        f"{in_gib(memory.total)} left"
+        f"{key} is {num_bytes} bytes ({in_units(num_bytes)}){each}; {memory.place} has {in_units(memory.available)} of "
+        f"{in_units(memory.total)} left"
     )

@@ -34,18 +34,24 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT has been carried out.
 
-    The port answers while the model loads (health: NOT_SERVING). Raises ConfigError, ModelLoadError, or what killed the loop.
+    The port answers while the model loads (health: NOT_SERVING). Each phase is a line in the log as it begins, with the seconds
+    since the start. Raises ConfigError, ModelLoadError, or what killed the loop.
     A signal while loading ends the process at once: there is nothing to drain.
     """
     configure(config.log, service="enginecore")
     name_process("enginecore", config.engine_id)
     started = time.monotonic()
     load_plugins(config.plugins)
+
+    def progress(text: str) -> None:
+        log.info(text, seconds=round(time.monotonic() - started, 1))
+
     io = IoThread(config)
     io.start()
     try:
+        progress("importing torch and transformers")
         executor = make_executor(config)
-        engine = EngineCore(config, executor, make_grammars=make_grammars, progress=log.info)
+        engine = EngineCore(config, executor, make_grammars=make_grammars, progress=progress)
         try:
             serve(config, engine, io, started)
         finally:

@@ -58,6 +58,7 @@ class Frontend:
         """Reads the model's files, which may take long. Raises ConfigError."""
         self._config = config
         name = config.model.name
+        get_logger().info("loading the tokenizer", model=config.model.path)
         files = load_model_files(config.model, num_threads=config.tokenizer_threads)
         self._metrics = metrics = FrontendMetrics(name)
         self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)

@@ -103,6 +103,7 @@ class EngineCore:
 
     def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
         executor, config = self.executor, self.config
+        progress("preparing the kernels, and a forward pass of one token")
         specs = executor.kv_cache_specs()
         if not specs:
             sized = size_without_kv_cache(

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from penstock_common import checkpoint
 from penstock_common.checkpoint import WEIGHT_FILES
+from penstock_common.memory import in_units
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
@@ -160,7 +161,7 @@ def weights_size(path: str) -> str:
     """``" of 1.2 GiB in 3 files"`` for a local checkpoint, ``""`` for one that is elsewhere."""
     files = list(Path(path).expanduser().glob(WEIGHT_FILES[0]))
     size = sum(file.stat().st_size for file in files)
-    return f" of {size / 2**30:.1f} GiB in {len(files)} files" if files else ""
+    return f" of {in_units(size)} in {len(files)} file{'s' * (len(files) > 1)}" if files else ""
 
 
 @contextmanager
