@@ -58,7 +58,9 @@ def test_only_the_engine_imports_torch(package: str) -> None:
 
 def test_an_engines_port_answers_before_torch_is_imported() -> None:
     before = ("__main__", "app", "executor.factory", "structured_output.factory")
-    check = f"import sys, {', '.join(f'penstock_enginecore.{name}' for name in before)}; sys.exit('torch' in sys.modules)"
+    check = (
+        f"import sys, {', '.join(f'penstock_enginecore.{name}' for name in before)}; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 

@@ -239,12 +239,59 @@ async def test_without_a_chat_template_there_is_no_chat(browser: Browser) -> Non
 
 
 async def test_a_model_that_does_not_generate_says_what_it_does(browser: Browser, server: PageServer) -> None:
-    server.capabilities = ["embed", "prefix_caching", "token_embed"]
+    server.capabilities = ["classify", "prefix_caching", "token_classify"]
     tab = await browser.open(server.url)
     await tab.until(
-        shows("#modeNote", "This model is served for embeddings, embeddings of tokens; it does not generate text.")
+        shows("#modeNote", "This model is served for classes, classes of tokens; it does not generate text.")
     )
     assert await tab.value("document.querySelector('#run').disabled")
+
+
+EMBEDDING_IS_OFFERED = "document.querySelector('[value=embedding]')?.checked"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def embedding(browser: Browser, server: PageServer) -> Tab:
+    """The page in front of a model that embeds."""
+    server.capabilities = ["embed", "token_embed"]
+    server.vectors = [[0.6, 0.8]]
+    tab = await browser.open(server.url)
+    await tab.until(EMBEDDING_IS_OFFERED)
+    return tab
+
+
+async def test_a_model_that_embeds_is_offered_as_such_alone(embedding: Tab) -> None:
+    assert await embedding.text(".modes") == "Embeddings"
+    assert await embedding.text("#run") == "Embed"
+    assert await embedding.value("document.querySelector('#settings').hidden")
+    assert "generate" not in await embedding.text("body")
+
+
+async def test_a_text_becomes_a_vector(embedding: Tab, server: PageServer) -> None:
+    await embedding.write("#prompt", "The cat sleeps.")
+    await embedding.click("#run")
+    await embedding.until(output_has("[0.6000, 0.8000]"))
+    await embedding.until(shows("#numbers", "7 prompt tokens"))
+    assert "2 numbers, length 1.000" in await embedding.text("#output")
+    assert server.requests == [("/v1/embeddings", {"model": "tiny", "input": ["The cat sleeps."]})]
+
+
+async def test_two_texts_are_compared(embedding: Tab, server: PageServer) -> None:
+    server.vectors = [[3.0, 4.0], [4.0, 3.0]]
+    await embedding.write("#prompt", "The cat sleeps.")
+    await embedding.write("#other", "A cat is asleep.")
+    await embedding.click("#run")
+    await embedding.until(output_has("Similarity (cosine): 0.960"))
+    assert server.requests[0][1]["input"] == ["The cat sleeps.", "A cat is asleep."]
+
+
+async def test_a_refused_embedding_is_told_in_words(embedding: Tab, server: PageServer) -> None:
+    server.refusal = (429, {"type": "rate_limit_error", "message": "the queue is full"}, {"Retry-After": "3"})
+    await embedding.write("#prompt", "x")
+    await embedding.click("#run")
+    await embedding.until(SHOWS_ERROR)
+    assert "The server is busy." in await embedding.text("#error")
+    assert await embedding.value(IDLE)
 
 
 async def test_an_address_can_hold_prompt_and_parameters_and_run(browser: Browser, server: PageServer) -> None:

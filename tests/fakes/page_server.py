@@ -27,8 +27,8 @@ class PageServer:
     """``async with PageServer()``: it serves at ``url``.
 
     ``pieces`` are the texts of the next answers (one that begins with THOUGHT is reasoning), ``refusal`` a status and an
-    error instead of one, ``broken`` an error in the stream behind the pieces. ``requests`` are the bodies that came,
-    ``abandoned`` is set when a client left a stream.
+    error instead of one, ``broken`` an error in the stream behind the pieces, ``vectors`` the next embeddings. ``requests``
+    are the bodies that came, ``abandoned`` is set when a client left a stream.
     ``engines``, ``serving``, ``capabilities``, ``limits`` are what the cluster is.
     """
 
@@ -36,6 +36,7 @@ class PageServer:
         self.pieces: Sequence[str] = (" a", " b", " c")
         self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
         self.broken: dict[str, Any] | None = None
+        self.vectors: Sequence[Sequence[float]] = ()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.go_on = asyncio.Event()
         self.abandoned = asyncio.Event()
@@ -51,6 +52,7 @@ class PageServer:
             coordinator=lambda: "connected",
         )
         api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
+        api.append(Route("/v1/embeddings", self._embed, methods=["POST"]))
         app = make_app(CollectorRegistry(), lambda: self.serving, [*page.routes(), *api])
         self._http = HttpServer(HttpConfig(host="127.0.0.1", port=port), app)
 
@@ -94,6 +96,14 @@ class PageServer:
             status, error, headers = self.refusal
             return JSONResponse({"error": error}, status_code=status, headers=headers)
         return StreamingResponse(self._stream(chat="chat" in request.url.path), media_type="text/event-stream")
+
+    async def _embed(self, request: Request) -> Response:
+        self.requests.append((request.url.path, await request.json()))
+        if self.refusal is not None:
+            status, error, headers = self.refusal
+            return JSONResponse({"error": error}, status_code=status, headers=headers)
+        data = [{"object": "embedding", "index": i, "embedding": list(v)} for i, v in enumerate(self.vectors)]
+        return JSONResponse({"data": data, "model": "tiny", "usage": {"prompt_tokens": 7, "total_tokens": 7}})
 
     async def _stream(self, *, chat: bool) -> AsyncIterator[str]:
         try:
