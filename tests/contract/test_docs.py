@@ -46,9 +46,8 @@ OTHER_PROGRAMS = frozenset(
         "cd",
         "curl",
         "docker",
-        "done",
+        "echo",
         "export",
-        "for",
         "go",
         "helm",
         "mvn",
@@ -56,8 +55,10 @@ OTHER_PROGRAMS = frozenset(
         "npm",
         "openssl",
         "pip",
+        "sh",
         "smg",
         "source",
+        "umask",
     }
 )
 """What the pages also call: programs of others, the shell's own words, and what a page has just built."""

@@ -1,0 +1,227 @@
+"""The commands and programs of the pages do what the pages say, against the server that the README starts.
+
+What they name is checked without running anything in tests/contract/test_docs.py.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock_local.ports import free_ports
+from tests.documents.pages import ROOT, Block, blocks
+from tests.documents.shell import Command as Written
+from tests.documents.shell import commands
+from tests.fakes.command import PATIENCE, Command, eventually
+
+README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
+SECURITY = "docs/security.md"
+
+PROGRAMS_NOT_RUN = {
+    "make": "its targets are what CI runs",
+    "docker": "needs a container engine",
+    "helm": "tests/chart renders the chart",
+    "go": "needs the toolchain",
+    "buf": "needs the toolchain",
+    "mvn": "needs the toolchain",
+    "npm": "needs a package index",
+    "node": "tests/e2e/test_clients.py runs it where its packages are",
+    "./generate": "what the Go page builds",
+    "pip": "installs into the environment",
+    "smg": "tests/e2e/test_gateway.py runs it where it is",
+    "source": "the shell's own",
+    "cd": "the shell's own",
+    "export": "the shell's own",
+}
+"""Why no command of a program is run here."""
+COMMANDS_NOT_RUN = {
+    README_SERVES: "is the server of these tests",
+    "penstock serve MODEL": "MODEL is the reader's",
+    "penstock bench --rate 10 --duration 60": "takes a minute",
+    "penstock bench --prompts prompts.jsonl": "the file is the reader's",
+    "curl localhost:8200/": "asks a gateway",
+    "python -m penstock_": "needs the reader's configuration",
+    "python examples/demo_model/": "trains for half an hour, or measures what came of it",
+    ".venv/bin/python -m tests.benchmarks.peers": "measures for an hour",
+}
+BLOCKS_NOT_RUN = {
+    "Qwen/Qwen3-0.6B": "is on the hub",
+    "register_scheduler": "is a part of a package",
+}
+"""What a program of a page contains that cannot be run."""
+
+
+class Defaults:
+    """A running server, and texts of the pages with its ports for those they name."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.grpc, self.http, self.admin = ports
+
+    def put(self, text: str) -> str:
+        """``text`` for this server. A load is cut to a few requests."""
+        for default, port in ((50051, self.grpc), (8000, self.http), (50053, self.admin)):
+            text = text.replace(f"localhost:{default}", f"localhost:{port}")
+        address = f" --address localhost:{self.grpc}"
+        text = re.sub(r"penstock (generate|chat|status)\b", rf"penstock \1{address}", text)
+        text = re.sub(r"penstock status\b", f"penstock status --admin-address localhost:{self.admin}", text)
+        text = re.sub(r"(penstock bench .*)", rf"\1{address} --requests 4 --warmup 0", text)
+        return re.sub(r"(python examples/clients/python/generate.py)", rf"\1{address}", text)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Defaults]:
+    """The server of the README, on other ports and with a smaller cache."""
+    assert any(command.text == README_SERVES for command in commands())
+    ports = free_ports(3)
+    flags = zip(("--grpc-port", "--http-port", "--admin-port"), map(str, ports), strict=True)
+    arguments = [*README_SERVES.split()[1:], *(word for pair in flags for word in pair)]
+    with Command(*arguments, "--kv-cache-memory", "64MiB", "--device", "cpu") as command:
+        command.wait_for("Ctrl-C stops everything")
+        yield Defaults(ports)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a reader is: what the pages take from the repository is there, what they write is thrown away."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    """With the environment activated, as the README says."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return {**kept, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+def shell(script: str, folder: Path, stdin: str = "") -> str:
+    """What a script writes to standard output when all goes well."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env=environment(),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def reason(command: Written) -> str:
+    """Why a command is not run here; ``""`` for one that is."""
+    programs = [call[0] for call in command.calls]
+    if found := next((program for program in programs if program in PROGRAMS_NOT_RUN), ""):
+        return PROGRAMS_NOT_RUN[found]
+    return next((why for start, why in COMMANDS_NOT_RUN.items() if command.text.startswith(start)), "")
+
+
+def to_run() -> list[Written]:
+    return [command for command in commands() if command.page != SECURITY and not reason(command)]
+
+
+@pytest.mark.parametrize("command", to_run(), ids=lambda command: command.place)
+def test_a_command_does_its_work(command: Written, server: Defaults, folder: Path) -> None:
+    program = command.calls[0][0]
+    if shutil.which(program, path=environment()["PATH"]) is None:
+        pytest.skip(f"{program} is not on PATH")
+    # curl has succeeded when a server has answered, whatever it said.
+    script = server.put(command.text).replace("curl ", "curl -sS --fail-with-body ")
+    output = shell(script, folder, stdin="What is 12 + 30?\n")
+    assert output.strip() or program == "grpcurl"
+
+
+def programs() -> list[Block]:
+    return [block for block in blocks("python") if block.page != "docs/clients/python.md" and not left_out(block)]
+
+
+def left_out(block: Block) -> str:
+    return next((why for part, why in BLOCKS_NOT_RUN.items() if part in block.code), "")
+
+
+@pytest.mark.parametrize("block", programs(), ids=lambda block: block.place)
+def test_a_program_writes_what_the_model_says(block: Block, server: Defaults, folder: Path) -> None:
+    (folder / "program.py").write_text(server.put(block.code))
+    assert len(shell("python program.py", folder)) > 10
+
+
+# docs/security.md, from the certificates to the last command.
+
+
+def renumbered(text: str, ports: dict[str, str]) -> str:
+    return re.sub(r"\b(50050|50051|50052|50053|8000)\b", lambda found: ports[found[0]], text)
+
+
+def test_the_complete_set_of_files_is_a_deployment_that_knows_who_calls(folder: Path) -> None:
+    ports = dict(zip(("50050", "50051", "50052", "50053", "8000"), map(str, free_ports(5)), strict=True))
+    for block in blocks("yaml"):
+        if block.page == SECURITY and (named := re.match(r"# (\w+\.yaml)\n", block.code)):
+            (folder / named[1]).write_text(renumbered(block.code, ports))
+    texts = [command.text for command in commands() if command.page == SECURITY]
+    started = [text for text in texts if text.endswith("&")]
+    first = texts.index(started[0])
+    shell("\n".join(texts[:first]), folder)
+    services = [Process(text.removesuffix("&").split(), folder) for text in started]
+    try:
+        services[-1].until("[info] serving")
+        as_clients = "\n".join(texts[first + len(started) :]).replace("curl ", "curl -sS --fail ")
+        for default, flags in (
+            ("generate", "--address localhost:50051"),
+            ("status", "--admin-address localhost:50053"),
+        ):
+            as_clients = as_clients.replace(f"penstock {default}", f"penstock {default} {flags}")
+        as_clients = as_clients.replace("--once", "--once --address localhost:50051")
+        output = shell(renumbered(as_clients, ports), folder)
+        assert '"id":"penstock-tiny"' in output
+        assert re.search(r"SERVING|serving", output)
+        without_key = f"curl -sS --cacert tls/edge-ca.crt https://localhost:{ports['8000']}/v1/models"
+        assert "invalid_api_key" in shell(without_key, folder)
+    finally:
+        for service in services:
+            service.stop()
+
+
+class Process:
+    """A service in the background of the reader's shell, its log in a file."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._log = folder / f"{command[2]}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *command[1:]], cwd=folder, env=environment(), stdout=log, stderr=log
+            )
+
+    def until(self, text: str) -> None:
+        """Return when the log has ``text``; fails with the log when the service ends before."""
+        ended = eventually(lambda: text in self._log.read_text() or self._process.poll() is not None)
+        assert ended, self._log.read_text()
+        assert text in self._log.read_text(), self._log.read_text()
+
+    def stop(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self._process.wait()
+
+
+# Nothing is left out for a reason that is none any more.
+
+
+@pytest.mark.parametrize("program", PROGRAMS_NOT_RUN)
+def test_a_program_that_is_left_out_is_still_called(program: str) -> None:
+    assert any(call[0] == program for command in commands() for call in command.calls)
+
+
+@pytest.mark.parametrize("start", COMMANDS_NOT_RUN)
+def test_a_command_that_is_left_out_still_stands_in_a_page(start: str) -> None:
+    assert any(command.text.startswith(start) for command in commands())
+
+
+@pytest.mark.parametrize("part", BLOCKS_NOT_RUN)
+def test_a_program_of_a_page_that_is_left_out_is_still_there(part: str) -> None:
+    assert any(part in block.code for block in blocks("python"))
