@@ -37,7 +37,11 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        parser.exit(EXIT_USAGE)
+    arguments = parser.parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC logs every connection that a stopping service closes
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -102,7 +106,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint, or its id on the hub")
     model = parser.add_argument_group("model")
     model.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: end of MODEL)")
-    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of weights (default: auto)")
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of weights (default: auto)")
     model.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: what fits)")
     engines = parser.add_argument_group("engines")
     engines.add_argument("--engines", type=int, metavar="N", help="engine processes, each with the model (default: 1)")

@@ -21,6 +21,14 @@ class Parser(argparse.ArgumentParser):
             self.error(self._unknown(left))
         return parsed, left
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, in the words of settings."""
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action, f"{value!r} is not known; known: {', '.join(known)}{nearest(str(value), known)}"
+            )
+
     def _unknown(self, left: Sequence[str]) -> str:
         flags = [text.partition("=")[0] for text in left if text.startswith("-")]
         hints = (self.suggest(flags[0]) if self.suggest else "") if flags else ""

@@ -43,7 +43,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     grpc_port: int = 50051
     http_port: int = 8000
     admin_port: int = 50053
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None
     kv_cache_memory: int | None = None

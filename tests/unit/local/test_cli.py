@@ -63,3 +63,30 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
     told = capsys.readouterr().err
     assert said in told
     assert f"usage: penstock {command[0]}" in told
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            ["serv", "m"],
+            "'serv' is not known; known: serve, generate, chat, status, bench, demo; did you mean 'serve'?",
+        ),
+        (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda"),
+        (["serve", "m", "--dtype", "fp16"], "--dtype: 'fp16' is not known; known: auto, float32, bfloat16, float16"),
+    ],
+)
+def test_a_word_that_is_not_known_gets_the_nearest(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(command)
+    assert exit_info.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([])
+    assert exit_info.value.code == 2
+    assert "serve a model on this machine" in capsys.readouterr().err
