@@ -86,6 +86,16 @@ def test_token_ids_are_prompts_too(llm: LLM) -> None:
     assert listed[1].outputs == as_text.outputs
 
 
+def test_prompts_may_be_generated(llm: LLM) -> None:
+    outputs = llm.generate((prompt for prompt in ("A fox", "Once")), GREEDY)
+    assert [output.prompt for output in outputs] == ["A fox", "Once"]
+
+
+def test_a_cache_beyond_the_memory_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory is 400000000000000 bytes \(372529\.0 GiB\); this"):
+        LLM("never/read", device="cpu", kv_cache_memory="400000GB")
+
+
 def test_many_prompts_come_back_in_their_order(llm: LLM) -> None:
     prompts = [[10 + index] for index in range(100)]
     params = [SamplingParams(temperature=0.0, max_tokens=1 + index % 5, ignore_eos=True) for index in range(100)]
@@ -123,7 +133,7 @@ def test_errors_name_the_prompt_before_any_runs(llm: LLM) -> None:
         llm.generate(["a", ""], GREEDY)
     with pytest.raises(InvalidArgument, match=r"^prompts\[0\]: token_ids.ids\[1\] is 99999"):
         llm.generate([[1, 99999]], GREEDY)
-    with pytest.raises(InvalidArgument, match=r"^prompts\[1\] is a float"):
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\] is of type float"):
         llm.generate(["a", 2.5], GREEDY)  # type: ignore[list-item]
     with pytest.raises(InvalidArgument, match=r"^prompts\[1\]: sampling_params.top_p is 7"):
         llm.generate(["a", "b"], [GREEDY, {"top_p": 7}])
