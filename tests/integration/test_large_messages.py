@@ -1,8 +1,6 @@
 """What is larger than a message between a frontend's session and a real engine: it is cut, or refused alone."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,82 +9,23 @@ import pytest
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.config import ServerConfig
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from penstock_common.types.outputs import FinishReason
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.rpc.convert import add_request
-from penstock_frontend.rpc.engine_session import EngineSession
 from tests.fakes.engine_harness import make_config
 from tests.fakes.engine_server import EngineServer
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
 from tests.fakes.large_outputs import PoolingExecutor, ScoringExecutor, pooled_bytes
 from tests.fakes.session_client import connected
+from tests.fakes.session_pair import Pair, paired
 
 LIMIT = 128 * 1024
 VOCAB = 1000
 HIDDEN = 4
-
-
-class Pair:
-    """A frontend's session with an engine, and what came over it."""
-
-    def __init__(self, address: str, max_message_bytes: int = LIMIT) -> None:
-        self.outputs: dict[str, list[EngineCoreOutput]] = {}
-        self.finished: list[str] = []
-        self._changed = asyncio.Event()
-        self.session = EngineSession(
-            address,
-            frontend_id="f",
-            incarnation="1",
-            on_outputs=self._take,
-            on_draining=lambda: None,
-            max_message_bytes=max_message_bytes,
-        )
-
-    def _take(self, frame: EngineCoreOutputs) -> None:
-        for output in frame.outputs:
-            self.outputs.setdefault(output.request_id, []).append(output)
-        self.finished += frame.finished_requests
-        self._changed.set()
-
-    def end(self, request_id: str) -> EngineCoreOutput | None:
-        """The output that ended a request; what an engine sends behind it, before it knows, counts for nothing."""
-        ends = (output for output in self.outputs.get(request_id, []) if output.finish_reason is not None)
-        return next(ends, None)
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds. An AssertionError when the session ends before."""
-        async with asyncio.timeout(60):
-            while not condition():
-                self._changed.clear()
-                changed = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({changed, self.running}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                assert not self.running.done(), f"the session has ended: {self.running.result()}"
-
-    async def until_ended(self, *request_ids: str) -> list[EngineCoreOutput]:
-        """The outputs that ended them."""
-        await self.until(lambda: all(map(self.end, request_ids)))
-        return [end for request_id in request_ids if (end := self.end(request_id)) is not None]
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs[request_id] for token in output.new_token_ids]
-
-
-@contextlib.asynccontextmanager
-async def paired(address: str, **options: Any) -> AsyncIterator[Pair]:
-    pair = Pair(address, **options)
-    await pair.session.open()
-    pair.running = asyncio.create_task(pair.session.run())
-    try:
-        yield pair
-    finally:
-        pair.running.cancel()
-        await asyncio.gather(pair.running, return_exceptions=True)
-        await pair.session.close()
 
 
 @pytest.fixture
@@ -137,7 +76,7 @@ async def neighbour(pair: Pair, request_id: str = "neighbour") -> None:
 
 async def test_vectors_larger_than_a_message_come_whole(serve: Serve) -> None:
     server = serve(PoolingExecutor(64, model_max_len=2000))
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         for request_id, prompt in (("small", 3), ("large", 900), ("other", 700)):
             pair.session.add(pooling(request_id, prompt))
         small, large, other = await pair.until_ended("small", "large", "other")
@@ -150,7 +89,7 @@ async def test_vectors_larger_than_a_message_come_whole(serve: Serve) -> None:
 
 async def test_log_probabilities_of_a_long_prompt_come_in_pieces(serve: Serve) -> None:
     server = serve(generator(ScoringExecutor))
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         pair.session.add(asked("neighbour", max_tokens=100))
         pair.session.add(asked("long", prompt=3000, prompt_logprobs=20))
         await pair.until_ended("neighbour", "long")
@@ -165,7 +104,7 @@ async def test_an_output_that_no_message_holds_ends_its_request_alone(serve: Ser
     executor = ScoringExecutor(model_max_len=60_000, check_kv=False, vocab_size=20_000)
     server = serve(executor)
     server.engine._limits = msgspec.structs.replace(server.engine._limits, max_logprobs=-1)
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         pair.session.add(asked("neighbour", max_tokens=100))
         pair.session.add(asked("wide", prompt=3, prompt_logprobs=12_000, max_tokens=50_000))
         _, wide = await pair.until_ended("neighbour", "wide")
@@ -181,7 +120,7 @@ async def test_a_prompt_larger_than_a_message_comes_whole(serve: Serve) -> None:
     executor = generator()
     server = serve(executor)
     embeds = vectors(50_000)
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         pair.session.add(asked("large", embeds=embeds))
         pair.session.add(asked("neighbour", max_tokens=100))
         await pair.until_ended("neighbour", "large")
@@ -200,7 +139,7 @@ async def test_the_sequences_of_a_request_share_one_prompt_in_the_engine(serve: 
     executor = generator()
     server = serve(executor, max_num_seqs=16)
     embeds = vectors(5000)
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         for index in range(8):
             pair.session.add(asked(f"r-{index}", embeds=embeds))
         await pair.until_ended(*(f"r-{index}" for index in range(8)))
@@ -213,7 +152,7 @@ async def test_the_sequences_of_a_request_send_their_prompt_once() -> None:
     async with FakeEngine(max_model_len=10_000) as engine:
         engine.ready.max_message_bytes, engine.ready.max_tensor_bytes = LIMIT, 2**20
         embeds = vectors(5000)
-        async with paired(engine.address) as pair:
+        async with paired(engine.address, max_message_bytes=LIMIT) as pair:
             for index in range(8):
                 pair.session.add(asked(f"r-{index}", embeds=embeds))
             await engine.until(lambda e: len(e.requests) == 8)
@@ -223,7 +162,7 @@ async def test_the_sequences_of_a_request_send_their_prompt_once() -> None:
 
 async def test_a_request_larger_than_a_message_is_refused_before_it_is_sent(serve: Serve) -> None:
     server = serve(generator(), limit=64 * 1024)
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         pair.session.add(asked("neighbour", max_tokens=100))
         pair.session.add(msgspec.structs.replace(asked("long"), prompt_token_ids=[999] * 40_000))
         _, refused = await pair.until_ended("neighbour", "long")
@@ -235,7 +174,7 @@ async def test_a_request_larger_than_a_message_is_refused_before_it_is_sent(serv
 
 async def test_a_request_that_cannot_be_encoded_ends_alone(serve: Serve) -> None:
     server = serve(generator())
-    async with paired(server.address) as pair:
+    async with paired(server.address, max_message_bytes=LIMIT) as pair:
         pair.session.add(asked("neighbour", max_tokens=100))
         pair.session.add(msgspec.structs.replace(asked("bad"), priority=2**40))
         _, refused = await pair.until_ended("neighbour", "bad")
@@ -247,7 +186,7 @@ async def test_a_request_that_cannot_be_encoded_ends_alone(serve: Serve) -> None
 async def test_a_prompt_is_not_sent_to_its_end_once_its_request_is_aborted() -> None:
     async with FakeEngine(max_model_len=10_000) as engine:
         engine.ready.max_message_bytes, engine.ready.max_tensor_bytes = LIMIT, 2**30
-        async with paired(engine.address) as pair:
+        async with paired(engine.address, max_message_bytes=LIMIT) as pair:
             pair.session.add(asked("large", embeds=vectors(1_000_000)))
             pair.session.abort(["large"], "the client is gone")
             pair.session.add(asked("next"))
@@ -259,7 +198,7 @@ async def test_a_prompt_is_not_sent_to_its_end_once_its_request_is_aborted() -> 
 async def test_an_engine_that_does_not_say_what_it_takes_gets_whole_rows_inline() -> None:
     async with FakeEngine(max_model_len=10_000) as engine:
         embeds = PromptEmbeds(dtype="float32", num_tokens=3, hidden_size=1, data=b"aaaabbbb", is_token=bytes([0, 1, 0]))
-        async with paired(engine.address) as pair:
+        async with paired(engine.address, max_message_bytes=LIMIT) as pair:
             pair.session.add(asked("r", embeds=embeds))
             await engine.until(lambda e: e.requests)
     (got,) = engine.requests
@@ -274,7 +213,7 @@ async def test_a_mixed_prompt_that_would_grow_beyond_a_message_is_refused() -> N
         embeds = PromptEmbeds(
             dtype="float32", num_tokens=100, hidden_size=10_000, data=data, is_token=b"\0" + b"\1" * 99
         )
-        async with paired(engine.address) as pair:
+        async with paired(engine.address, max_message_bytes=LIMIT) as pair:
             pair.session.add(asked("r", embeds=embeds))
             (refused,) = await pair.until_ended("r")
     assert refused.error is not None

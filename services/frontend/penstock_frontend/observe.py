@@ -123,6 +123,8 @@ class ObservedRequest:
             fields |= {"prompt_tokens": states[0].num_prompt, "completion_tokens": _completion_tokens(states)}
             fields |= {"cached_tokens": max(state.num_cached for state in states)}
             fields |= {} if first is None else {"first_token_after": round(first, 4)}
+            preemptions = sum(state.num_preemptions for state in states)
+            fields |= {"preemptions": preemptions} if preemptions else {}
         if code:
             get_logger().info("request failed", code=code, **fields, **self._texts)
         else:

@@ -35,7 +35,8 @@ class CoordinatorClient:
 
     All methods belong to the engine's I/O loop. The callables are called there, so they must return at once and may be called
     while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) and
-    ``seconds_since_last_step`` (0 while idle) for each report, ``on_command`` for what the coordinator asks for.
+    ``seconds_since_last_step`` (0 while idle) for each report, ``on_command`` for what the coordinator asks for,
+    ``on_registered`` with the index that it gave the engine.
 
     Reports go out every ``stats_interval`` when something changed, and at least three times per lease. An engine that knows its
     lease also tries to reconnect as often, so that it is back before a restarted coordinator first tells of the cluster.
@@ -49,6 +50,7 @@ class CoordinatorClient:
         stats: Callable[[], SchedulerStats | None],
         seconds_since_last_step: Callable[[], float],
         on_command: Callable[[DrainCommand], None],
+        on_registered: Callable[[int], None] = lambda _: None,
         credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self._config = config
@@ -56,6 +58,7 @@ class CoordinatorClient:
         self._stats = stats
         self._seconds_since_last_step = seconds_since_last_step
         self._on_command = on_command
+        self._on_registered = on_registered
         self._credentials = credentials
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=config.reconnect_max)
         self._wake = asyncio.Event()
@@ -88,13 +91,14 @@ class CoordinatorClient:
             call = service_pb2_grpc.CoordinatorServiceStub(channel).EngineSession()
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 registered = await self._register(call)
+            self._on_registered(registered.engine_index)
             heartbeat = registered.lease_seconds / REPORTS_PER_LEASE
             self._reconnector.limit_delay(heartbeat)
             self._reconnector.established()
             reader = asyncio.create_task(self._read(call))
             reader.add_done_callback(lambda _: self._wake.set())
             try:
-                await self._write_until_over(call, reader, heartbeat)
+                await self._write_until_over(call, reader, heartbeat, registered.engine_index)
             finally:
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
@@ -119,7 +123,9 @@ class CoordinatorClient:
             raise Internal(f"registered.lease_seconds is {first.registered.lease_seconds}; it must be greater than 0")
         return first.registered
 
-    async def _write_until_over(self, call: Session, reader: asyncio.Task[None], heartbeat: float) -> None:
+    async def _write_until_over(
+        self, call: Session, reader: asyncio.Task[None], heartbeat: float, engine_index: int
+    ) -> None:
         """Report until the stream or the client is over. Raises what the stream ended with."""
         loop = asyncio.get_running_loop()
         interval = min(self._config.stats_interval, heartbeat)
@@ -136,7 +142,7 @@ class CoordinatorClient:
                 stats = self._current_stats()
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
-                    await call.write(_outputs(stats))
+                    await call.write(_outputs(stats, engine_index))
                 await wait_at_most(self._wake, interval)
             if not reader.done():
                 await self._leave(call, reader)
@@ -162,9 +168,9 @@ class CoordinatorClient:
         return msgspec.structs.replace(stats, seconds_since_last_step=self._seconds_since_last_step())
 
 
-def _outputs(stats: SchedulerStats | None) -> pb.EngineReport:
+def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport:
     """A report; without statistics it only keeps the lease."""
-    outputs = enginecore_pb.EngineCoreOutputs(timestamp=time.monotonic())
+    outputs = enginecore_pb.EngineCoreOutputs(engine_index=engine_index, timestamp=time.monotonic())
     if stats is not None:
         outputs.scheduler_stats.CopyFrom(stats_codec.to_proto(stats))
     return pb.EngineReport(outputs=outputs)

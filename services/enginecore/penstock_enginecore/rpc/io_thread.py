@@ -125,8 +125,12 @@ class IoThread:
             stats=busy_loop.stats,
             seconds_since_last_step=busy_loop.seconds_since_last_step,
             on_command=lambda command: busy_loop.request_shutdown(command.timeout),
+            on_registered=self._on_registered,
             credentials=self._coordinator_credentials,
         )
+
+    def _on_registered(self, engine_index: int) -> None:
+        self.sessions.engine_index = engine_index
 
     def _on_draining(self, time_left: float) -> None:
         self._tasks.append(asyncio.ensure_future(self._server.set_serving(False)))

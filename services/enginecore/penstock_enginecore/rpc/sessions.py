@@ -82,7 +82,8 @@ class FrontendSession:
                 others.append(too_large(output, size, most))
                 refused.append(output.request_id)
             else:
-                self._outgoing.put(partial(_pooled, output), output.pooling_output.data)
+                make = partial(_pooled, output, outputs.engine_index)
+                self._outgoing.put(make, output.pooling_output.data)
                 self._arrived.set()
                 # Its end is told with its vectors, not before.
                 outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
@@ -108,11 +109,12 @@ def _is_pooled(output: EngineCoreOutput) -> bool:
     return output.pooling_output is not None
 
 
-def _pooled(output: EngineCoreOutput, ref: TensorRef | None) -> pb.SessionResponse:
+def _pooled(output: EngineCoreOutput, engine_index: int, ref: TensorRef | None) -> pb.SessionResponse:
     try:
         frame = convert.pooled_to_proto(output, ref)
     except Exception as e:
         frame = convert.pooled_to_proto(unsendable(output, e), None)
+    frame.engine_index = engine_index
     return pb.SessionResponse(outputs=frame)
 
 
@@ -140,6 +142,8 @@ class Sessions:
         self.traces = traces
         self.on_refused: Callable[[str, list[str]], None] = lambda *_: None
         """Called on the I/O thread with a client's requests that ended because an output of theirs cannot be sent."""
+        self.engine_index = 0
+        """The engine's in its cluster, which frames name: 0 until a coordinator has said it."""
         self._max_message_bytes = max_message_bytes
         self._loop = loop
         self._on_draining = on_draining
@@ -197,6 +201,7 @@ class Sessions:
         self._loop.call_soon_threadsafe(self._announce_dead, reason)
 
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self.engine_index
         if self.traces is not None:
             self.traces.take(client_id, outputs)
         session = self._sessions.get(client_id)
@@ -204,6 +209,7 @@ class Sessions:
             self.on_refused(client_id, refused)
 
     def _deliver_to_all(self, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self.engine_index
         outputs, frame, _ = encoded(outputs)
         for session in self._sessions.values():
             session.put_outputs(outputs, frame)

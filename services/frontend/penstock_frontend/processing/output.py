@@ -24,7 +24,8 @@ class RequestState:
     ``engine_id``: the engine of its last output. ``index``: which of its call's sequences it is; ``collector``: where its outputs
     go, shared by all of them. ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it
     ended normally. The times of the engine are on the engine's clock, 0 before they are known, and again when it goes on on
-    another engine; ``decoded``: seconds from first to last token on the engines before.
+    another engine; ``decoded``: seconds from first to last token on the engines before. ``num_preemptions``: how often it lost
+    its blocks to another one.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class RequestState:
         "max_tokens",
         "num_cached",
         "num_nans",
+        "num_preemptions",
         "num_prompt",
         "num_received",
         "queued_time",
@@ -60,6 +62,7 @@ class RequestState:
         self.num_prompt = len(request.prompt_token_ids)
         self.num_cached = 0
         self.num_nans = 0
+        self.num_preemptions = 0
         self.num_received = 0
         self.max_tokens = params.max_tokens
         self.started = time.monotonic()
@@ -94,12 +97,14 @@ class RequestState:
         self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
 
     def take_events(self, events: Sequence[EngineCoreEvent]) -> None:
-        """Note when the engine queued the request and when it first scheduled it."""
+        """Note when the engine queued the request, when it first scheduled it and how often it preempted it."""
         for event in events:
             if event.type is EventType.QUEUED:
                 self.queued_time = event.timestamp
             elif event.type is EventType.SCHEDULED and not self.scheduled_time:
                 self.scheduled_time = event.timestamp
+            elif event.type is EventType.PREEMPTED:
+                self.num_preemptions += 1
 
 
 class OutputProcessor:

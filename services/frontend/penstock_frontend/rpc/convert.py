@@ -149,17 +149,18 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.HasField("new_prompt_logprobs"):
         output.new_prompt_logprobs = parts.logprobs_from_proto(message.new_prompt_logprobs)
     if message.HasField("prefill_stats"):
-        # The first output: it also says when the request was queued and scheduled. Events of later ones, which tell of
-        # preemptions, are not looked for: that would be a sixth of the time an output takes here.
+        prefill = message.prefill_stats
+        output.prefill_stats = PrefillStats(
+            num_prompt_tokens=prefill.num_prompt_tokens, num_cached_tokens=prefill.num_cached_tokens
+        )
+    if message.events:
         output.events = [
             EngineCoreEvent(kind, event.timestamp)
             for event in message.events
             if (kind := _EVENT_TYPES.get(event.type)) is not None
         ]
-        prefill = message.prefill_stats
-        output.prefill_stats = PrefillStats(
-            num_prompt_tokens=prefill.num_prompt_tokens, num_cached_tokens=prefill.num_cached_tokens
-        )
+    if message.num_nans_in_logits:
+        output.num_nans_in_logits = message.num_nans_in_logits
     if message.finish_reason:
         # A reason that this revision does not know is no normal end either.
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)

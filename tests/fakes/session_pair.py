@@ -1,0 +1,71 @@
+"""A frontend's session with an engine, and what came over it, as the frontend has it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_frontend.rpc.engine_session import EngineSession
+
+
+class Pair:
+    """A frontend's session with an engine, and what came over it."""
+
+    def __init__(self, address: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self.finished: list[str] = []
+        self.frames: list[EngineCoreOutputs] = []
+        self._changed = asyncio.Event()
+        self.session = EngineSession(
+            address,
+            frontend_id="f",
+            incarnation="1",
+            on_outputs=self._take,
+            on_draining=lambda: None,
+            max_message_bytes=max_message_bytes,
+        )
+
+    def _take(self, frame: EngineCoreOutputs) -> None:
+        self.frames.append(frame)
+        for output in frame.outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self.finished += frame.finished_requests
+        self._changed.set()
+
+    def end(self, request_id: str) -> EngineCoreOutput | None:
+        """The output that ended a request; what an engine sends behind it, before it knows, counts for nothing."""
+        ends = (output for output in self.outputs.get(request_id, []) if output.finish_reason is not None)
+        return next(ends, None)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds. An AssertionError when the session ends before."""
+        async with asyncio.timeout(60):
+            while not condition():
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({changed, self.running}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                assert not self.running.done(), f"the session has ended: {self.running.result()}"
+
+    async def until_ended(self, *request_ids: str) -> list[EngineCoreOutput]:
+        """The outputs that ended them."""
+        await self.until(lambda: all(map(self.end, request_ids)))
+        return [end for request_id in request_ids if (end := self.end(request_id)) is not None]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.new_token_ids]
+
+
+@contextlib.asynccontextmanager
+async def paired(address: str, **options: Any) -> AsyncIterator[Pair]:
+    pair = Pair(address, **options)
+    await pair.session.open()
+    pair.running = asyncio.create_task(pair.session.run())
+    try:
+        yield pair
+    finally:
+        pair.running.cancel()
+        await asyncio.gather(pair.running, return_exceptions=True)
+        await pair.session.close()
