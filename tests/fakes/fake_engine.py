@@ -24,9 +24,13 @@ from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config import ServerConfig, TlsConfig
+from penstock_common.rpc.columns import fill_columns
+from penstock_common.rpc.revision import COLUMNS_SINCE, PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
+from penstock_common.types.token_columns import TokenColumns
 
 DEFAULT_MAX_TOKENS = 16
+PLAIN = {"request_id", "attempt", "offset", "new_token_ids"}
 FLUSH_SECONDS = 1.0
 UTILITIES: dict[str, Any] = {
     "pause": None,
@@ -71,6 +75,11 @@ def logprobs_of(tokens: Sequence[int], count: int) -> logprobs_pb2.Logprobs:
     return message
 
 
+def is_plain(output: pb.EngineCoreOutput) -> bool:
+    """Whether an output is new tokens and nothing else."""
+    return bool(output.new_token_ids) and {field.name for field, _ in output.ListFields()} <= PLAIN
+
+
 class FakeRequest:
     """A running request and how many tokens of it are out."""
 
@@ -112,6 +121,8 @@ class FakeSession:
     def __init__(self, hello: pb.Hello) -> None:
         self.hello = hello
         self.queue: asyncio.Queue[pb.SessionResponse | Exception | None] = asyncio.Queue()
+        self.numbers: dict[tuple[str, int], int] = {}
+        """By request and attempt, what columns call them."""
 
     def send(self, **message: Any) -> None:
         self.queue.put_nowait(pb.SessionResponse(**message))
@@ -137,7 +148,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         rank: int = 0,
         manual: bool = False,
         script: Script = lambda request: None,
-        protocol_revision: int = 1,
+        protocol_revision: int = PROTOCOL_REVISION,
         tls: TlsConfig | None = None,
     ) -> None:
         self.ready = pb.Ready(
@@ -331,6 +342,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
         self.requests.append(message)
+        session.numbers[message.request_id, message.attempt] = message.request_number
         request = FakeRequest(message, session, self.script(message))
         if self.refusal is not None:
             self._refuse(request, self.refusal)
@@ -372,7 +384,21 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _deliver(self, session: FakeSession, outputs: Sequence[pb.EngineCoreOutput]) -> None:
         """Send a step's outputs to a frontend."""
-        session.send(outputs=pb.EngineCoreOutputs(outputs=outputs, scheduler_stats=self._stats()))
+        session.send(outputs=self._frame(session, outputs))
+
+    def _frame(self, session: FakeSession, outputs: Sequence[pb.EngineCoreOutput]) -> pb.EngineCoreOutputs:
+        """The frame of a step: in columns what fits into them, where the frontend reads columns."""
+        frame = pb.EngineCoreOutputs(scheduler_stats=self._stats())
+        columns = TokenColumns()
+        for output in outputs:
+            number = session.numbers.get((output.request_id, output.attempt), 0)
+            if number and self.ready.protocol_revision >= COLUMNS_SINCE and is_plain(output):
+                columns.add(number, output.offset, output.new_token_ids)
+            else:
+                frame.outputs.append(output)
+        if len(columns):
+            fill_columns(frame.token_columns, columns)
+        return frame
 
     def _send(self, request: FakeRequest, output: pb.EngineCoreOutput) -> None:
         """End a request with this output."""

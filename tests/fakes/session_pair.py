@@ -5,8 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
+
 from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
+from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.engine_session import EngineSession
 
 
@@ -17,6 +20,7 @@ class Pair:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.finished: list[str] = []
         self.frames: list[EngineCoreOutputs] = []
+        self.numbered: dict[int, str] = {}
         self._changed = asyncio.Event()
         self.session = EngineSession(
             address,
@@ -29,10 +33,19 @@ class Pair:
 
     def _take(self, frame: EngineCoreOutputs) -> None:
         self.frames.append(frame)
+        for number, offset, token_ids in frame.tokens.rows() if frame.tokens is not None else ():
+            row = EngineCoreOutput(request_id=self.numbered[number], offset=offset, new_token_ids=token_ids)
+            self.outputs.setdefault(row.request_id, []).append(row)
         for output in frame.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         self.finished += frame.finished_requests
         self._changed.set()
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Start a request under a number of its own."""
+        number = len(self.numbered) + 1
+        self.numbered[number] = request.request_id
+        self.session.add(msgspec.structs.replace(request, request_number=number))
 
     def end(self, request_id: str) -> EngineCoreOutput | None:
         """The output that ended a request; what an engine sends behind it, before it knows, counts for nothing."""

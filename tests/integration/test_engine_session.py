@@ -16,6 +16,7 @@ from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import LIVENESS
 from penstock_common.rpc.status import from_rpc_error
 from penstock_enginecore.rpc.io_thread import SERVICE_NAME
@@ -266,7 +267,7 @@ async def test_a_message_out_of_place_ends_the_session_with_its_name(
 
 
 async def test_a_newer_frontend_speaks_the_engines_revision(servers: Servers, connect: Connect) -> None:
-    assert (await connect(servers()).hello(revision=99)).protocol_revision == 1
+    assert (await connect(servers()).hello(revision=99)).protocol_revision == PROTOCOL_REVISION
 
 
 async def test_sessions_are_refused_while_the_model_loads(servers: Servers, connect: Connect) -> None:

@@ -14,6 +14,7 @@ from penstock.common.v1 import control_pb2, finish_pb2
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock_common.errors import Internal, ResourceExhausted, Unavailable
 from penstock_common.rpc.cluster import view_to_proto
+from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig
@@ -336,7 +337,7 @@ async def test_a_wrong_request_is_refused_also_while_there_is_no_engine(model: P
         assert (await failure(frontend.generate(temperature=-1))).field == "sampling_params.temperature"
 
 
-@pytest.mark.parametrize("wrong", [{"model": "another"}, {"protocol_revision": 2}])
+@pytest.mark.parametrize("wrong", [{"model": "another"}, {"protocol_revision": PROTOCOL_REVISION + 1}])
 async def test_an_engine_of_another_model_or_revision_is_not_used(model: Path, wrong: dict[str, Any]) -> None:
     async with FakeEngine("right", vocab_size=VOCAB) as right, FakeEngine("wrong", **wrong) as other:
         async with FrontendServer(model, engines=[other.address, right.address]) as frontend:

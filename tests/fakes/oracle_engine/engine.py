@@ -4,11 +4,14 @@ import asyncio
 import os
 import signal
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.rpc.columns import columns_from_proto, fill_columns
+from penstock_common.types.token_columns import UINT32
 from tests.fakes.fake_engine import FakeEngine, FakeRequest, FakeSession, logprobs_of
 from tests.fakes.oracle_engine import outputs
 from tests.fakes.oracle_engine.knobs import Fault, Knobs, Point, changed
@@ -181,7 +184,7 @@ class OracleEngine(FakeEngine):
                 _lose_first(output)
         elif self.knobs.packets == "again":
             of_session = [self._with_token_before(output) for output in of_session]
-        frame = pb.SessionResponse(outputs=pb.EngineCoreOutputs(outputs=of_session, scheduler_stats=self._stats()))
+        frame = pb.SessionResponse(outputs=self._frame(session, of_session))
         if self.knobs.packets == "held_back":
             self._held_back.append((session, frame))
             return
@@ -316,6 +319,10 @@ class OracleEngine(FakeEngine):
 
 def _spoil(frame: pb.SessionResponse) -> None:
     """Make every token another one."""
+    if frame.outputs.HasField("token_columns"):
+        columns = columns_from_proto(frame.outputs.token_columns)
+        columns.token_ids = array(UINT32, [(token + 1) % outputs.vocab_size() for token in columns.token_ids])
+        fill_columns(frame.outputs.token_columns, columns)
     for output in frame.outputs.outputs:
         output.new_token_ids[:] = [(token + 1) % outputs.vocab_size() for token in output.new_token_ids]
 

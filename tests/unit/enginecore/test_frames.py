@@ -13,6 +13,7 @@ from penstock_common.types.outputs import (
     SchedulerStats,
     UtilityOutput,
 )
+from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.rpc.convert import outputs_to_proto
 from penstock_enginecore.rpc.frames import split
 
@@ -138,3 +139,14 @@ def test_what_fits_stays_in_one_frame(count: int) -> None:
     )
     (frame,) = frames(outputs)
     assert frame == msgspec.structs.replace(outputs)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_columns_that_are_larger_than_a_frame_go_in_order_over_several(count: int) -> None:
+    columns = TokenColumns()
+    for number in range(1, 10_001):
+        columns.add(number, number, [2**31] * (count if number % 2 else 1))
+    made = frames(EngineCoreOutputs(tokens=columns, outputs=[EngineCoreOutput(request_id="r")]))
+    assert len(made) > 1
+    assert [row for frame in made if frame.tokens for row in frame.tokens.rows()] == list(columns.rows())
+    assert [bool(frame.outputs) for frame in made] == [False] * (len(made) - 1) + [True]

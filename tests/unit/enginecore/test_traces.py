@@ -12,9 +12,11 @@ from penstock_common.types.outputs import (
     RequestError,
 )
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.rpc.traces import EngineTraces
 
 PARENT = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+NUMBER = 5
 EPOCH = 1000.0
 """What the wall clock shows when the engine's clock shows 0."""
 
@@ -38,9 +40,19 @@ class Recorder:
 
     def add(self, trace_context: dict[str, str] | None = None) -> None:
         request = EngineCoreRequest(
-            request_id="r", prompt_token_ids=[1, 2, 3], trace_context=PARENT if trace_context is None else trace_context
+            request_id="r",
+            prompt_token_ids=[1, 2, 3],
+            trace_context=PARENT if trace_context is None else trace_context,
+            request_number=NUMBER,
         )
         self.traces.add("c", request)
+
+    def step_in_columns(self, now: float, *token_ids: int) -> None:
+        self.now = now
+        columns = TokenColumns()
+        columns.add(NUMBER + 1, 0, [7])
+        columns.add(NUMBER, 0, token_ids)
+        self.traces.take("c", EngineCoreOutputs(tokens=columns, timestamp=now))
 
     def step(self, now: float, *events: tuple[EventType, float], tokens: int = 0, **fields: Any) -> None:
         self.now = now
@@ -109,3 +121,14 @@ def test_a_request_that_is_not_recorded_is_not_followed() -> None:
     assert len(recorder.traces) == 0
     recorder.step(3, tokens=1, finish_reason=FinishReason.STOP)
     assert recorder.spans == []
+
+
+def test_tokens_in_columns_count_as_those_of_outputs() -> None:
+    recorder = Recorder()
+    recorder.add()
+    recorder.step(1.0, (EventType.QUEUED, 0.0), (EventType.SCHEDULED, 0.5))
+    recorder.step_in_columns(2.0, 7)
+    recorder.step_in_columns(3.0, 8, 9)
+    recorder.step(4.0, tokens=1, finish_reason=FinishReason.LENGTH)
+    assert recorder.times() == [("engine.queue", 0.0, 0.5), ("engine.prefill", 0.5, 2.0), ("engine.decode", 2.0, 4.0)]
+    assert recorder.spans[-1]["attributes"]["gen_ai.usage.output_tokens"] == 4

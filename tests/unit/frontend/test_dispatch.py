@@ -14,9 +14,10 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, PrefillStats, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.dispatch import Dispatch
-from penstock_frontend.engine.journal import EngineFaultError
+from penstock_frontend.engine.journal import EngineFaultError, JournalEntry
 from penstock_frontend.engine.router import Candidate, Router
 from tests.fakes import virtual_time
 
@@ -86,7 +87,17 @@ class Simulated:
 
     # The dispatch's OutputHandler.
 
-    def process(self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float) -> list[str]:
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str,
+        timestamp: float,
+        tokens: Sequence[NewTokens] = (),
+    ) -> list[str]:
+        for request_id, token_ids in tokens:
+            assert request_id not in self.ended
+            self.read.setdefault(request_id, []).extend(token_ids)
+            self.brought.add(request_id)
         failed: list[str] = []
         for output in outputs:
             self.outputs.append(output)
@@ -164,7 +175,30 @@ class Simulated:
             for o in outputs
         ]
         self.router.report(engine, waiting=0, running=len(self.running[engine]), kv_cache_usage=0.0)
-        self.dispatch.take(engine, engine, EngineCoreOutputs(outputs=copies))
+        rows = [self._row(output) for output in copies]
+        if copies and all(rows) and copies[0].offset % 2:  # what may go in columns does, every other time
+            self.deliver_in_columns(engine, *[row for row in rows if row is not None])
+        else:
+            self.dispatch.take(engine, engine, EngineCoreOutputs(outputs=copies))
+
+    def _row(self, output: EngineCoreOutput) -> tuple[int, int, list[int]] | None:
+        """The output as a row of columns, if it is tokens and nothing else."""
+        if output.finish_reason is not None or output.error is not None or not output.new_token_ids:
+            return None
+        names = (
+            r.request_number for _, r in self.sent if (r.request_id, r.attempt) == (output.request_id, output.attempt)
+        )
+        return next(names), output.offset, output.new_token_ids
+
+    def deliver_in_columns(self, engine: str, *rows: tuple[int, int, list[int]]) -> None:
+        columns = TokenColumns()
+        for row in rows:
+            columns.add(*row)
+        self.dispatch.take(engine, engine, EngineCoreOutputs(tokens=columns))
+
+    def number_of(self, request_id: str) -> int:
+        """What the last engine that got it calls it."""
+        return next(r.request_number for _, r in reversed(self.sent) if r.request_id == request_id)
 
     def step(self, engine: str, count: int = 1) -> None:
         self.deliver(engine, *[self.advance(engine, request_id, count) for request_id in list(self.running[engine])])
@@ -747,3 +781,82 @@ async def test_log_probabilities_of_prompt_and_output_come_once_whichever_engine
     assert [list(o.new_prompt_logprobs.token_ids) for o in got if o.new_prompt_logprobs] == [[2], [3]]
     assert [list(o.new_logprobs.token_ids) for o in world.outputs if o.new_logprobs] == [[10, 11], [12]]
     assert [o.prefill_stats.num_cached_tokens for o in world.outputs if o.prefill_stats] == [0]
+
+
+def tokens_of(request_id: str, start: int, stop: int) -> list[int]:
+    return [token_of(request_id, index) for index in range(start, stop)]
+
+
+async def test_tokens_in_columns_reach_their_requests() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    world.add("r1")
+    for request_id in ("r0", "r1"):
+        engine, number = world.where(request_id), world.number_of(request_id)
+        world.deliver_in_columns(engine, (number, 0, tokens_of(request_id, 0, 1)))
+        world.deliver_in_columns(engine, (number, 1, tokens_of(request_id, 1, 3)))
+        assert world.read[request_id] == tokens_of(request_id, 0, 3)
+
+
+async def test_tokens_in_columns_that_came_before_are_cut_off() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    engine, number = world.where("r0"), world.number_of("r0")
+    world.deliver_in_columns(engine, (number, 0, tokens_of("r0", 0, 2)))
+    world.deliver_in_columns(engine, (number, 0, tokens_of("r0", 0, 2)), (number, 1, tokens_of("r0", 1, 3)))
+    assert world.read["r0"] == tokens_of("r0", 0, 3)
+
+
+async def test_a_gap_in_columns_is_an_engines_fault_and_what_stands_before_it_counts() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    world.add("r1", rank="ab".index(world.where("r0")))
+    rows = [(world.number_of("r0"), 0, tokens_of("r0", 0, 1)), (world.number_of("r1"), 1, tokens_of("r1", 1, 2))]
+    with pytest.raises(EngineFaultError, match="r1 goes on at token 1, not 0"):
+        world.deliver_in_columns(world.where("r0"), *rows)
+    assert world.read["r0"] == tokens_of("r0", 0, 1)
+
+
+async def test_every_attempt_has_a_number_of_its_own_and_old_ones_mean_nothing() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    first, number = world.where("r0"), world.number_of("r0")
+    world.deliver_in_columns(first, (number, 0, tokens_of("r0", 0, 1)))
+    world.kill(first)
+    second = world.where("r0")
+    assert world.number_of("r0") not in (0, number)
+    for engine in (first, second):
+        world.deliver_in_columns(engine, (number, 1, [999]))
+    world.deliver_in_columns(first, (world.number_of("r0"), 1, [999]))
+    world.deliver_in_columns(second, (world.number_of("r0"), 1, tokens_of("r0", 1, 2)))
+    assert world.read["r0"] == tokens_of("r0", 0, 2)
+
+
+async def test_numbers_of_ended_requests_mean_nothing() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    engine, number = world.where("r0"), world.number_of("r0")
+    world.dispatch.abort(["r0"], "done")
+    world.deliver_in_columns(engine, (number, 0, [1]), (7_000_000, 0, [1]))
+    assert "r0" not in world.read
+
+
+async def test_what_cannot_be_written_down_of_columns_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    world.add("r1", rank="ab".index(world.where("r0")))
+    take = JournalEntry.take_tokens
+
+    def fails(entry: JournalEntry, offset: int, token_ids: list[int]) -> list[int]:
+        if entry.request_id == "r0":
+            raise ValueError("a defect")
+        return take(entry, offset, token_ids)
+
+    monkeypatch.setattr(JournalEntry, "take_tokens", fails)
+    rows = [(world.number_of(i), 0, tokens_of(i, 0, 1)) for i in ("r0", "r1")]
+    world.deliver_in_columns(world.where("r0"), *rows)
+    assert isinstance(world.ended["r0"], RequestFailed)
+    assert world.ended["r0"].reason == "INCIDENT"
+    assert world.read["r1"] == tokens_of("r1", 0, 1)

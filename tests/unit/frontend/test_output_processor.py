@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock_common.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PenstockError,
+    RequestFailed,
+    ResourceExhausted,
+    Unavailable,
+)
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, PrefillStats, RequestError
 from penstock_common.types.request import EngineCoreRequest
@@ -241,3 +248,38 @@ def test_metrics_count_tokens_and_ends(processor: OutputProcessor, metrics: Fron
     assert value("vllm:request_success_total", finished_reason="length") == 1
     assert value("vllm:time_to_first_token_seconds_count") == 1
     assert value("vllm:e2e_request_latency_seconds_count") == 1
+
+
+async def test_new_tokens_alone_are_processed_as_an_output_with_them(
+    processor: OutputProcessor, metrics: FrontendMetrics
+) -> None:
+    state = add(processor)
+    processor.process([], "", 1.0, [("r", ids_of("ab")), ("unknown", ids_of("c"))])
+    assert (await take(state)).text == "ab"
+    assert metrics.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "demo", "engine": ""}) == 2
+
+
+async def test_new_tokens_alone_can_complete_a_stop_string(processor: OutputProcessor) -> None:
+    state = add(processor, stop=("b",))
+    assert processor.process([], "", 1.0, [("r", ids_of("a"))]) == []
+    assert processor.process([], "", 2.0, [("r", ids_of("b"))]) == ["r"]
+    assert len(processor) == 0
+    output = await take(state)
+    assert output.text == "a"
+    assert output.finish is not None
+    assert output.finish.stop_reason == "b"
+
+
+async def test_new_tokens_alone_come_before_the_outputs_of_a_frame(processor: OutputProcessor) -> None:
+    state = add(processor)
+    processor.process([output(ids_of("b"), 1, finish_reason=FinishReason.LENGTH)], "", 1.0, [("r", ids_of("a"))])
+    assert (await take(state)).text == "ab"
+
+
+async def test_new_tokens_without_the_log_probabilities_that_were_asked_for_end_the_request_alone(
+    processor: OutputProcessor,
+) -> None:
+    state = add(processor, logprobs=1)
+    assert processor.process([], "", 1.0, [("r", ids_of("a"))]) == ["r"]
+    with pytest.raises(RequestFailed):
+        await take(state)

@@ -8,6 +8,7 @@ from penstock_common.errors import RequestFailed, request_failed
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import Vectors
+from penstock_common.types.token_columns import TokenColumns
 
 
 class FinishReason(enum.IntEnum):
@@ -125,7 +126,10 @@ class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):
-    """Everything one step has to say to one frontend. ``timestamp``: the engine's monotonic clock, seconds."""
+    """Everything one step has to say to one frontend. ``timestamp``: the engine's monotonic clock, seconds.
+
+    ``tokens`` come before what ``outputs`` has of the same request.
+    """
 
     engine_index: int = 0
     outputs: list[EngineCoreOutput] = []
@@ -134,6 +138,7 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True):
     utility_output: UtilityOutput | None = None
     finished_requests: list[str] = []
     kv_events: list[KvCacheEvent] = []
+    tokens: TokenColumns | None = None
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):

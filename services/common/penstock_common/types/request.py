@@ -22,6 +22,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
     the second text of a pair begins in the prompt. Where ``prompt_embeds`` has a vector, the token id means nothing.
     ``arrival_time`` and ``deadline`` are seconds since the Unix epoch. Tenants share engines by ``tenant_weight``.
+    ``request_number`` stands for request and attempt in ``TokenColumns``; 0: it has none.
     """
 
     request_id: str
@@ -42,3 +43,4 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     trace_context: dict[str, str] = {}
     tenant: str = ""
     tenant_weight: float = 1.0
+    request_number: int = 0

@@ -71,6 +71,7 @@ class Request:
     ``client_id`` names the session that sent the request and gets its outputs, ``external_id`` is the id its client knows.
     ``all_token_ids`` holds the tokens of earlier attempts as output, so that limits, stops and seeded draws count from the
     true beginning of the output.
+    ``number`` stands for it in columns of tokens, 0 where its client numbers nothing.
     ``num_charged_tokens``: those that count for the tenant's share of the engine already.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
@@ -98,6 +99,7 @@ class Request:
         "num_processed_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "number",
         "pooling_params",
         "prefill_reported",
         "priority",
@@ -143,6 +145,7 @@ class Request:
         self.tenant = request.tenant
         self.tenant_weight = request.tenant_weight
         self.attempt = request.attempt
+        self.number = request.request_number
         self.status = RequestStatus.WAITING
         self.hold = Hold.NONE
         self.grammar: Grammar | None = None

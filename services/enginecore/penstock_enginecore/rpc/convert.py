@@ -10,6 +10,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
+from penstock_common.rpc.columns import fill_columns
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -63,6 +64,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         tenant=message.tenant,
         tenant_weight=message.tenant_weight if message.HasField("tenant_weight") else 1.0,
+        request_number=message.request_number,
     )
 
 
@@ -89,6 +91,8 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
         finished_requests=outputs.finished_requests,
         kv_events=[parts.kv_event_to_proto(event) for event in outputs.kv_events],
     )
+    if outputs.tokens is not None:
+        fill_columns(message.token_columns, outputs.tokens)
     if outputs.scheduler_stats is not None:
         message.scheduler_stats.CopyFrom(stats.to_proto(outputs.scheduler_stats))
     if outputs.utility_output is not None:

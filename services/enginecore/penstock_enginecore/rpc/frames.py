@@ -15,6 +15,7 @@ from penstock_common.types.outputs import (
     RequestError,
     UtilityOutput,
 )
+from penstock_common.types.token_columns import TokenColumns
 
 _FRAME_BYTES = 1024
 """Of a frame around its outputs and events, at most."""
@@ -23,6 +24,7 @@ _EVENT_BYTES = 32
 _ENTRY_BYTES = 14
 """Of an entry of log-probabilities: two numbers of up to 5 bytes, and a float."""
 _NUMBER_BYTES = 5
+_COLUMN_BYTES = 4
 _CHARACTER_BYTES = 4
 
 
@@ -39,6 +41,9 @@ def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
     """
     room = max_bytes - _FRAME_BYTES
     packed = _Packed(outputs, room)
+    if outputs.tokens is not None:
+        for columns in _cut_columns(outputs.tokens, room):
+            packed.add_tokens(columns)
     refused = []
     for output in outputs.outputs:
         pieces = list(_pieces(output, room))
@@ -137,6 +142,18 @@ def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
     return cuts
 
 
+def _cut_columns(columns: TokenColumns, room: int) -> list[TokenColumns]:
+    """Columns of up to ``room`` bytes each, where a row has no more."""
+    if _columns_bytes(columns) <= room:
+        return [columns]
+    longest = max(columns.counts) if columns.counts else 1
+    return columns.cut(max(1, (room - _OUTPUT_BYTES) // (_COLUMN_BYTES * (3 + longest))))
+
+
+def _columns_bytes(columns: TokenColumns) -> int:
+    return _OUTPUT_BYTES + _COLUMN_BYTES * (3 * len(columns) + len(columns.token_ids))
+
+
 def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
     """Blocks that were stored or removed together, in as many events as are needed."""
     if isinstance(event, AllBlocksCleared) or _event_bytes(event) <= room or len(event.block_hashes) < 2:
@@ -185,6 +202,12 @@ class _Packed:
         self._current = self._empty()
         self._size = 0
 
+    def add_tokens(self, tokens: TokenColumns) -> None:
+        if self._current.tokens is not None:
+            self._next_frame()
+        self._make_room(_columns_bytes(tokens))
+        self._current.tokens = tokens
+
     def add(self, output: EngineCoreOutput) -> None:
         self._make_room(output_bytes(output))
         self._current.outputs.append(output)
@@ -209,9 +232,12 @@ class _Packed:
 
     def _make_room(self, size: int) -> None:
         if self._size and self._size + size > self._room:
-            self._frames.append(self._current)
-            self._current, self._size = self._empty(), 0
+            self._next_frame()
         self._size += size
+
+    def _next_frame(self) -> None:
+        self._frames.append(self._current)
+        self._current, self._size = self._empty(), 0
 
     def _empty(self) -> EngineCoreOutputs:
         whole = self._whole

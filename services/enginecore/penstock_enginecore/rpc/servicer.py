@@ -13,13 +13,12 @@ from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.rpc import stats
 from penstock_common.rpc.outputs import take_chunk
+from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.request_log import log_refused
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.sessions import FrontendSession, Sessions
-
-PROTOCOL_REVISION = 1
 
 log = get_logger()
 
@@ -45,9 +44,9 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         """One stream of one frontend. Its requests end with it."""
         busy_loop, ready = self._attached()
         hello = await _hello(request_iterator)
-        session = self._sessions.open(hello)
-        log.info("session opened", frontend=session.client_id)
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
+        session = self._sessions.open(hello, revision)
+        log.info("session opened", frontend=session.client_id)
         self._sessions.welcome(session, convert.ready_to_proto(ready, protocol_revision=revision))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
         try:
@@ -140,9 +139,10 @@ async def _hello(requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
     if message is None or message.WhichOneof("message") != "hello":
         raise InvalidArgument("the first message of a session must be hello", field="hello")
     hello = message.hello
-    if hello.protocol_revision < 1:
+    if hello.protocol_revision < OLDEST_REVISION:
         raise InvalidArgument(
-            f"hello.protocol_revision is {hello.protocol_revision}; this engine speaks 1 to {PROTOCOL_REVISION}",
+            f"hello.protocol_revision is {hello.protocol_revision}; "
+            f"this engine speaks {OLDEST_REVISION} to {PROTOCOL_REVISION}",
             field="hello.protocol_revision",
         )
     if not hello.frontend_id:

@@ -3,18 +3,22 @@
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.rpc.outputs import chunk_to_proto
+from penstock_common.rpc.revision import COLUMNS_SINCE
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
 from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Limits
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_enginecore.rpc import convert
+from penstock_enginecore.rpc.batches import FrameBatch
 from penstock_enginecore.rpc.encoding import encoded, unsendable
 from penstock_enginecore.rpc.frames import split, too_large
 from penstock_enginecore.rpc.prompts import PromptReader
@@ -33,7 +37,10 @@ class FrontendSession:
     No message is larger than the frontend takes: see ``rpc/frames.py``; large vectors go ahead in chunks.
     """
 
-    def __init__(self, client_id: str, limits: Limits) -> None:
+    def __init__(self, client_id: str, limits: Limits, revision: int) -> None:
+        """``revision``: of the contract, on this stream."""
+        self._batches = revision >= COLUMNS_SINCE
+        self._batch = FrameBatch()
         self.client_id = client_id
         self.prompts = PromptReader()
         self._limits = limits
@@ -46,6 +53,7 @@ class FrontendSession:
 
     def put(self, message: pb.SessionResponse) -> None:
         """Queue a message."""
+        self._batch = FrameBatch()  # what comes later goes behind it
         self._outgoing.put(lambda _: message)
         self._arrived.set()
 
@@ -60,15 +68,25 @@ class FrontendSession:
         if frame is None:
             outputs, frame, broken = encoded(outputs)
             refused += broken
-        if frame.ByteSize() + _WRAPPING_BYTES <= self._limits.max_message_bytes:
-            self.put(pb.SessionResponse(outputs=frame))
+        if (size := frame.ByteSize()) + _WRAPPING_BYTES <= self._limits.max_message_bytes:
+            self._put_frame(frame, size)
         else:
             frames = split(outputs, self._limits.max_message_bytes)
             for part in frames.frames:
-                self.put(pb.SessionResponse(outputs=convert.outputs_to_proto(part)))
+                piece = convert.outputs_to_proto(part)
+                self._put_frame(piece, piece.ByteSize())
             refused += frames.refused
         self._ended |= unfinished.intersection(refused)
         return refused
+
+    def _put_frame(self, frame: pb.EngineCoreOutputs, size: int) -> None:
+        """Queue a frame, in one message with those before it where these still wait."""
+        if not self._batches or not self._batch.takes(size, self._limits.max_message_bytes - _WRAPPING_BYTES):
+            self._batch = FrameBatch()
+        if not self._batch:
+            self._outgoing.put(self._batch.make)
+            self._arrived.set()
+        self._batch.add(frame, size)
 
     def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
         """Take large vectors out of a step's outputs: they go in chunks. Returns the ids of requests that end here."""
@@ -150,12 +168,14 @@ class Sessions:
         self._sessions: dict[str, FrontendSession] = {}
         self._numbers = itertools.count()
         self._drained_at: float | None = None
+        self._posted: deque[Callable[[], None]] = deque()
+        self._woken = False
         self.dead: str | None = None
 
-    def open(self, hello: pb.Hello) -> FrontendSession:
-        """A session under a name of its own: a frontend that reconnects is another client."""
+    def open(self, hello: pb.Hello, revision: int) -> FrontendSession:
+        """A session under a name of its own, of a revision of the contract: a frontend that reconnects is another client."""
         limits = Limits.of(self._max_message_bytes, hello.max_message_bytes, hello.max_tensor_bytes)
-        session = FrontendSession(f"{hello.frontend_id}#{next(self._numbers)}", limits)
+        session = FrontendSession(f"{hello.frontend_id}#{next(self._numbers)}", limits, revision)
         self._sessions[session.client_id] = session
         return session
 
@@ -186,19 +206,34 @@ class Sessions:
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         """Send a step's outputs to one frontend, or drop them if it has gone."""
-        self._loop.call_soon_threadsafe(self._deliver, client_id, outputs)
+        self._post(partial(self._deliver, client_id, outputs))
 
     def broadcast(self, outputs: EngineCoreOutputs) -> None:
         """Send to every frontend that is there."""
-        self._loop.call_soon_threadsafe(self._deliver_to_all, outputs)
+        self._post(partial(self._deliver_to_all, outputs))
 
     def draining(self, timeout: float) -> None:
         """Tell every frontend, and those still to come."""
-        self._loop.call_soon_threadsafe(self._announce_draining, timeout)
+        self._post(partial(self._announce_draining, timeout))
 
     def engine_dead(self, reason: str) -> None:
         """Tell every frontend, then end the sessions."""
-        self._loop.call_soon_threadsafe(self._announce_dead, reason)
+        self._post(partial(self._announce_dead, reason))
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Have the I/O thread do something, behind what was posted before. It is woken once for all that waits."""
+        self._posted.append(work)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._do_posted)
+
+    def _do_posted(self) -> None:
+        self._woken = False  # what is posted from now on wakes the thread again
+        for _ in range(len(self._posted)):
+            try:
+                self._posted.popleft()()
+            except Exception as e:
+                incident(e, request="", doing="handing over what the engine says")
 
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = self.engine_index

@@ -8,6 +8,7 @@ from penstock_common.incidents import incident
 from penstock_common.tracing import Headers, Tracer, is_sampled
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import TokenColumns
 
 Clock = Callable[[], float]
 
@@ -27,11 +28,12 @@ class _Phase:
 class _TracedRequest:
     """What a request's outputs have told so far. The last of ``phases`` is under way."""
 
-    __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "phases", "request_id")
+    __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "number", "phases", "request_id")
 
     def __init__(self, request: EngineCoreRequest, now: float) -> None:
         self.headers: Headers = request.trace_context
         self.request_id = request.request_id
+        self.number = request.request_number
         self.num_prompt = len(request.prompt_token_ids)
         self.num_cached = 0
         self.num_tokens = 0
@@ -39,6 +41,18 @@ class _TracedRequest:
 
     def take(self, output: EngineCoreOutput, timestamp: float) -> None:
         """``timestamp``: the end of the step that made the output."""
+        self._take_events(output)
+        if output.prefill_stats is not None:
+            self.num_cached = output.prefill_stats.num_cached_tokens
+        self.take_tokens(len(output.new_token_ids), timestamp)
+
+    def take_tokens(self, count: int, timestamp: float) -> None:
+        """So many new tokens came at the end of a step."""
+        if count and not self.num_tokens:
+            self._go_on("engine.decode", timestamp)
+        self.num_tokens += count
+
+    def _take_events(self, output: EngineCoreOutput) -> None:
         for event in output.events:
             phase = self.phases[-1]
             if event.type is EventType.QUEUED:
@@ -47,11 +61,6 @@ class _TracedRequest:
                 self._go_on("engine.prefill", event.timestamp)
             else:
                 phase.events.append((event.type.name.lower(), event.timestamp))
-        if output.prefill_stats is not None:
-            self.num_cached = output.prefill_stats.num_cached_tokens
-        if output.new_token_ids and not self.num_tokens:
-            self._go_on("engine.decode", timestamp)
-        self.num_tokens += len(output.new_token_ids)
 
     def attributes(self, phase: _Phase, finish_reason: str) -> Iterator[tuple[str, Any]]:
         """By OpenTelemetry's conventions for generative AI."""
@@ -82,6 +91,7 @@ class EngineTraces:
         self._clock = monotonic_clock
         self._wall_clock = wall_clock
         self._requests: dict[tuple[str, str], _TracedRequest] = {}
+        self._by_number: dict[tuple[str, int], _TracedRequest] = {}
 
     def __len__(self) -> int:
         """Requests that are followed."""
@@ -91,20 +101,25 @@ class EngineTraces:
         """A request came in; it is followed if its trace is recorded."""
         try:
             if is_sampled(request.trace_context):
-                self._requests[client_id, request.request_id] = _TracedRequest(request, self._clock())
+                traced = _TracedRequest(request, self._clock())
+                self._requests[client_id, request.request_id] = traced
+                if traced.number:
+                    self._by_number[client_id, traced.number] = traced
         except Exception as e:  # the request goes on, unseen
             incident(e, request=request.request_id, doing="tracing the request")
 
     def take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         """A step's outputs go out."""
         if self._requests:
+            if outputs.tokens is not None:
+                self._take_tokens(client_id, outputs.tokens, outputs.timestamp or self._clock())
             self._take(client_id, outputs.outputs, outputs.timestamp or self._clock())
 
     def client_gone(self, client_id: str) -> None:
         """A session is over: its requests end without an output."""
         for key in [key for key in self._requests if key[0] == client_id]:
             try:
-                self._end(self._requests.pop(key), self._clock(), "abort", "")
+                self._end(self._forget(*key), self._clock(), "abort", "")
             except Exception as e:
                 incident(e, request=key[1], doing="tracing the request")
 
@@ -116,12 +131,23 @@ class EngineTraces:
             try:
                 request.take(output, timestamp)
                 if output.finish_reason is not None:
-                    del self._requests[client_id, output.request_id]
+                    self._forget(client_id, output.request_id)
                     error = output.error.code if output.error is not None else ""
                     self._end(request, timestamp, output.finish_reason.name.lower(), error)
             except Exception as e:  # the request goes on, unseen
-                self._requests.pop((client_id, output.request_id), None)
+                if (client_id, output.request_id) in self._requests:
+                    self._forget(client_id, output.request_id)
                 incident(e, request=output.request_id, doing="tracing the request")
+
+    def _take_tokens(self, client_id: str, tokens: TokenColumns, timestamp: float) -> None:
+        for number, _, token_ids in tokens.rows():
+            if (request := self._by_number.get((client_id, number))) is not None:
+                request.take_tokens(len(token_ids), timestamp)
+
+    def _forget(self, client_id: str, request_id: str) -> _TracedRequest:
+        request = self._requests.pop((client_id, request_id))
+        self._by_number.pop((client_id, request.number), None)
+        return request
 
     def _end(self, request: _TracedRequest, now: float, finish_reason: str, error: str) -> None:
         to_epoch = self._wall_clock() - self._clock()

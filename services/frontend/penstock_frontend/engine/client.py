@@ -240,7 +240,7 @@ class GrpcEngineClient:
                 self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
             except Exception as e:  # who only looks on ends no request
                 incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
-        if outputs.outputs or outputs.finished_requests:
+        if outputs.outputs or outputs.tokens is not None or outputs.finished_requests:
             engine_id = connection.ready.engine_id if connection.ready else ""
             self._dispatch.take(connection.address, engine_id, outputs)
 

@@ -98,9 +98,9 @@ class Dispatch:
 
     def take(self, engine: str, engine_id: str, frame: EngineCoreOutputs) -> None:
         """A step's outputs. Raises EngineFaultError when the engine cannot be trusted any more."""
-        accepted = self._journal.accept(engine, frame.outputs)
-        if accepted.outputs:
-            not_needed = self._outputs.process(accepted.outputs, engine_id, frame.timestamp)
+        accepted = self._journal.accept(engine, frame.outputs, frame.tokens)
+        if accepted.outputs or accepted.tokens:
+            not_needed = self._outputs.process(accepted.outputs, engine_id, frame.timestamp, accepted.tokens)
             if not_needed:
                 self.abort(not_needed, "a stop string ended the output")
         refusals = accepted.refusals

@@ -14,7 +14,9 @@ from penstock_common.incidents import REASON as INCIDENT
 from penstock_common.incidents import incident
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import NewTokens, TokenColumns
 
+_MAX_NUMBER = 2**32 - 1
 _NOBODY: dict[str, "JournalEntry"] = {}
 
 
@@ -26,6 +28,7 @@ class JournalEntry:
     """One sequence from its first engine to its end.
 
     ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
+    ``number``: stands for it and its attempt on that engine's session, 0 while it has none.
     ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
     ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
     ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
@@ -44,6 +47,7 @@ class JournalEntry:
         "num_moves",
         "num_prompt_logprobs",
         "num_prompt_scored",
+        "number",
         "prefilled",
         "progressed",
         "request",
@@ -56,6 +60,7 @@ class JournalEntry:
         self.request = request
         self.call = call
         self.engine = ""
+        self.number = 0
         self.attempt = request.attempt
         self.token_ids = list(request.prior_output_token_ids)
         self.num_prompt_logprobs = 0  # of all attempts together
@@ -90,6 +95,7 @@ class JournalEntry:
             prior_output_token_ids=self.token_ids,
             sampling_params=params,
             data_parallel_rank=None,
+            request_number=self.number,
         )
 
     def take(self, output: EngineCoreOutput) -> bool:
@@ -97,12 +103,7 @@ class JournalEntry:
 
         Raises EngineFaultError when tokens are missing.
         """
-        repeated = len(self.token_ids) - output.offset
-        if repeated < 0:
-            raise EngineFaultError(
-                f"output of request {self.request.external_request_id} goes on at token {output.offset}, "
-                f"not {len(self.token_ids)}"
-            )
+        repeated = self._num_repeated(output.offset)
         if output.new_prompt_logprobs is not None:
             self._take_prompt_logprobs(output)
         if output.prefill_stats is not None:
@@ -117,6 +118,26 @@ class JournalEntry:
             self.token_ids.extend(output.new_token_ids)
             self._progress()
         return True
+
+    def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
+        """Write down an output of the current attempt that is tokens and nothing else. Returns those that are new.
+
+        Raises EngineFaultError when tokens are missing. Hot: once per output.
+        """
+        if offset != len(self.token_ids):
+            token_ids = token_ids[self._num_repeated(offset) :]
+        if token_ids:
+            self.token_ids.extend(token_ids)
+            self._progress()
+        return token_ids
+
+    def _num_repeated(self, offset: int) -> int:
+        repeated = len(self.token_ids) - offset
+        if repeated < 0:
+            raise EngineFaultError(
+                f"output of request {self.request.external_request_id} goes on at token {offset}, not {len(self.token_ids)}"
+            )
+        return repeated
 
     def _take_prompt_logprobs(self, output: EngineCoreOutput) -> None:
         logprobs = output.new_prompt_logprobs
@@ -156,11 +177,14 @@ class Refusal(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Of a frame: outputs without what came before, in order; refusals; and the fault that makes the engine a lost one."""
+    """Of a frame: outputs without what came before, in order, and before them new tokens; refusals; and the fault that makes the
+    engine a lost one.
+    """
 
     outputs: list[EngineCoreOutput]
     refusals: list[Refusal]
     fault: EngineFaultError | None = None
+    tokens: Sequence[NewTokens] = ()
 
 
 class Journal:
@@ -169,6 +193,8 @@ class Journal:
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}
         self._by_engine: dict[str, dict[str, JournalEntry]] = {}
+        self._by_number: dict[int, JournalEntry] = {}
+        self._last_number = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -182,15 +208,25 @@ class Journal:
     def assign(self, entry: JournalEntry, engine: str) -> None:
         """The entry runs on this engine from now on."""
         entry.engine = engine
+        entry.number = self._unused_number()
+        self._by_number[entry.number] = entry
         self._by_engine.setdefault(engine, {})[entry.request_id] = entry
 
     def num_on(self, engine: str) -> int:
         """Sequences that an engine has."""
         return len(self._by_engine.get(engine, _NOBODY))
 
-    def accept(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> "Accepted":
+    def accept(
+        self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
+    ) -> "Accepted":
         """What is new of an engine's outputs. They are cut in place. What stands before a fault counts: it is written down."""
         accepted: list[EngineCoreOutput] = []
+        new_tokens: list[NewTokens] = []
+        if tokens is not None:
+            try:
+                self._accept_tokens(engine, tokens, new_tokens, accepted)
+            except EngineFaultError as e:
+                return Accepted(accepted, [], e, new_tokens)
         refusals: list[Refusal] = []
         on_engine = self._by_engine.get(engine, _NOBODY)
         for output in outputs:
@@ -208,15 +244,36 @@ class Journal:
             try:
                 is_new = entry.take(output)
             except EngineFaultError as e:
-                return Accepted(accepted, refusals, e)
+                return Accepted(accepted, refusals, e, new_tokens)
             except Exception as e:
-                accepted.append(_unwritten(output, entry, e))
+                accepted.append(_unwritten(entry, e))
                 continue
             if is_new:
                 accepted.append(output)
             if output.finish_reason is not None:
                 self._end(entry)
-        return Accepted(accepted, refusals)
+        return Accepted(accepted, refusals, tokens=new_tokens)
+
+    def _accept_tokens(
+        self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
+    ) -> None:
+        """As ``accept``, of tokens alone: what is new goes to ``new``, what cannot be written down to ``failed``. Raises
+        EngineFaultError. A number that means nothing on this engine is of a request that has ended, or is elsewhere by now.
+        """
+        by_number = self._by_number
+        for number, offset, token_ids in tokens.rows():
+            entry = by_number.get(number)
+            if entry is None or entry.engine != engine:
+                continue
+            try:
+                token_ids = entry.take_tokens(offset, token_ids)
+            except EngineFaultError:
+                raise
+            except Exception as e:
+                failed.append(_unwritten(entry, e))
+                continue
+            if token_ids:
+                new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
         """What an engine had, or those of it, in the order in which they came. It has them no more."""
@@ -243,22 +300,31 @@ class Journal:
             self._end(entry)
         return found
 
+    def _unused_number(self) -> int:
+        """One that has not been given for as long as there are numbers of 32 bits, and never 0."""
+        while True:
+            self._last_number = self._last_number % _MAX_NUMBER + 1
+            if self._last_number not in self._by_number:
+                return self._last_number
+
     def _end(self, entry: JournalEntry) -> None:
         entry.ended = True
         del self._entries[entry.request_id]
         self._unassign(entry)
 
     def _unassign(self, entry: JournalEntry) -> None:
+        self._by_number.pop(entry.number, None)
+        entry.number = 0
         on_engine = self._by_engine.get(entry.engine, _NOBODY)
         on_engine.pop(entry.request_id, None)
         if not on_engine:
             self._by_engine.pop(entry.engine, None)
 
 
-def _unwritten(output: EngineCoreOutput, entry: JournalEntry, error: Exception) -> EngineCoreOutput:
+def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:
     failed = incident(error, request=entry.request.external_request_id, doing="writing the output down")
     return EngineCoreOutput(
-        request_id=output.request_id, attempt=output.attempt, error=RequestError.from_exception(failed)
+        request_id=entry.request_id, attempt=entry.attempt, error=RequestError.from_exception(failed)
     )
 
 

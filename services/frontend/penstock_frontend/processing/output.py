@@ -8,6 +8,7 @@ from penstock_common.incidents import incident
 from penstock_common.logging import get_logger
 from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetrics
 from penstock_frontend.processing.collector import OutputCollector
 from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
@@ -151,13 +152,32 @@ class OutputProcessor:
         _count_end(state, state.finish, self._metrics.engine(state.engine_id))
         state.collector.put(delta, state.finish, index=state.index)
 
-    def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str = "",
+        timestamp: float = 0.0,
+        tokens: Sequence[NewTokens] = (),
+    ) -> list[str]:
         """Take one step's outputs; returns the ids of requests that the engine need not go on with.
 
-        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock.
+        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
+        tokens and nothing else, which come before the others.
         """
         to_abort: list[str] = []
         metrics, step = self._metrics.engine(engine), EngineSteps(timestamp)
+        for request_id, token_ids in tokens:
+            state = self._states.get(request_id)
+            if state is None:
+                continue  # ended
+            state.engine_id = engine
+            try:
+                ended_here = self._advance_tokens(state, token_ids, metrics, step)
+            except Exception as e:  # as below
+                self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
+                ended_here = True
+            if ended_here:
+                to_abort.append(request_id)
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
@@ -194,6 +214,25 @@ class OutputProcessor:
         self.fail(request_ids, error)
         return request_ids
 
+    def _advance_tokens(
+        self, state: RequestState, token_ids: list[int], metrics: EngineMetrics, step: EngineSteps
+    ) -> bool:
+        """As ``_advance``, for an output that is new tokens and nothing else. Hot: once per output."""
+        logprobs = state.logprobs.read(None, len(token_ids))  # raises where they are wanted
+        _count_tokens(state, len(token_ids), metrics, step)
+        delta = state.text.add(token_ids, logprobs=logprobs)
+        if not delta.stop:
+            state.collector.put(delta, index=state.index)
+            return False
+        self._finish(state, Finish(FinishReason.STOP, delta.stop, state.usage()), metrics)
+        state.collector.put(delta, state.finish, index=state.index)
+        return True
+
+    def _finish(self, state: RequestState, finish: Finish, metrics: EngineMetrics) -> None:
+        del self._states[state.request_id]
+        state.finish = finish
+        _count_end(state, finish, metrics)
+
     def _advance(
         self, state: RequestState, output: EngineCoreOutput, metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
@@ -226,9 +265,7 @@ class OutputProcessor:
         else:
             state.collector.put(delta, index=state.index, prompt_logprobs=prompt_logprobs)
             return False
-        del self._states[state.request_id]
-        state.finish = finish
-        _count_end(state, finish, metrics)
+        self._finish(state, finish, metrics)
         state.collector.put(delta, finish, index=state.index, prompt_logprobs=prompt_logprobs)
         return True
 

@@ -8,6 +8,7 @@ from penstock_common.errors import Internal, RequestFailed, Unavailable
 from penstock_common.incidents import incident
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.engine.base import OutputHandler
 
 
@@ -47,9 +48,15 @@ class PooledOutputs:
         """Stop following a request. Returns whether it had not ended yet."""
         return self._states.pop(state.request_id, None) is not None
 
-    def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str = "",
+        timestamp: float = 0.0,
+        tokens: Sequence[NewTokens] = (),
+    ) -> list[str]:
         """Take one step's outputs; those of other requests are not looked at. Returns what the engine need not go on with."""
-        del timestamp
+        del timestamp, tokens
         to_abort: list[str] = []
         for output in outputs:
             state = self._states.get(output.request_id)
@@ -98,9 +105,15 @@ class SplitOutputs:
     def __init__(self, *handlers: OutputHandler) -> None:
         self._handlers = handlers
 
-    def process(self, outputs: Sequence[EngineCoreOutput], engine: str = "", timestamp: float = 0.0) -> list[str]:
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str = "",
+        timestamp: float = 0.0,
+        tokens: Sequence[NewTokens] = (),
+    ) -> list[str]:
         """See ``OutputHandler.process``."""
-        return [request_id for handler in self._handlers for request_id in handler.process(outputs, engine, timestamp)]
+        return [id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens)]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
         """See ``OutputHandler.fail``."""

@@ -6,6 +6,7 @@ from penstock_common.errors import Internal
 from penstock_common.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
+from penstock_common.rpc.columns import columns_from_proto
 from penstock_common.rpc.sampling import to_proto
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.kv_events import KvCacheEvent
@@ -62,6 +63,7 @@ def add_request(
     add.tenant = request.tenant
     if request.tenant_weight != 1.0:
         add.tenant_weight = request.tenant_weight
+    add.request_number = request.request_number
     return message
 
 
@@ -89,8 +91,8 @@ def engine_ready(message: pb.Ready) -> EngineReady:
 def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | None = None) -> EngineCoreOutputs:
     """What one step produced for this frontend. ``take``: gives the vectors that came in chunks.
 
-    An output that cannot be read has an ``error`` and no ``finish_reason``: its request is to end here and on the engine. So
-    nothing in a frame raises.
+    An output that cannot be read has an ``error`` and no ``finish_reason``: its request is to end here and on the engine. Nothing
+    in a frame raises but columns that do not fit together, as Internal: the engine cannot be trusted any more.
     """
     return EngineCoreOutputs(
         engine_index=message.engine_index,
@@ -100,6 +102,7 @@ def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | 
         utility_output=_utility_output(message.utility_output) if message.HasField("utility_output") else None,
         finished_requests=list(message.finished_requests),
         kv_events=_kv_events(message),
+        tokens=columns_from_proto(message.token_columns) if message.HasField("token_columns") else None,
     )
 
 

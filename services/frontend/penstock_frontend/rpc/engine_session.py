@@ -17,6 +17,7 @@ from penstock_common.incidents import incident
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.outputs import chunk_to_proto, take_chunk, taker
+from penstock_common.rpc.revision import COLUMNS_SINCE, OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
@@ -33,7 +34,6 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc import convert
 
-PROTOCOL_REVISION = 1
 _HANDSHAKE_TIMEOUT = 10.0
 
 
@@ -63,8 +63,9 @@ class EngineSession:
         on_draining: Callable[[], None],
         credentials: ClientCredentials = NO_TLS,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        revision: int = PROTOCOL_REVISION,
     ) -> None:
-        """``max_message_bytes``: the largest message either way, as far as this end is concerned."""
+        """``max_message_bytes``: the largest message either way, ``revision``: the newest, as far as this end is concerned."""
         self.address = address
         self._on_outputs = on_outputs
         self._on_draining = on_draining
@@ -73,6 +74,7 @@ class EngineSession:
         self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
         self._max_message_bytes = max_message_bytes
         self._limits = Limits(max_message_bytes, 0)
+        self._revision = OLDEST_REVISION
         self._tensors = IncomingTensors(MAX_TENSOR_BYTES)
         self._outgoing: Outgoing[pb.SessionRequest] = Outgoing(_chunk)
         self._queued = asyncio.Event()
@@ -80,7 +82,7 @@ class EngineSession:
         self._put(
             pb.SessionRequest(
                 hello=pb.Hello(
-                    protocol_revision=PROTOCOL_REVISION,
+                    protocol_revision=revision,
                     frontend_id=frontend_id,
                     incarnation=incarnation,
                     max_message_bytes=max_message_bytes,
@@ -105,11 +107,12 @@ class EngineSession:
             raise Unavailable(f"engine at {self.address}: {from_rpc_error(e).message}") from None
         if first is None or not first.HasField("ready"):
             raise Unavailable(f"engine at {self.address} did not begin with ready")
-        if first.ready.protocol_revision != PROTOCOL_REVISION:
+        if not OLDEST_REVISION <= first.ready.protocol_revision <= PROTOCOL_REVISION:
             raise Unavailable(
                 f"engine at {self.address} speaks revision {first.ready.protocol_revision} of the session protocol; "
-                f"this frontend speaks {PROTOCOL_REVISION}"
+                f"this frontend speaks {OLDEST_REVISION} to {PROTOCOL_REVISION}"
             )
+        self._revision = first.ready.protocol_revision
         ready = convert.engine_ready(first.ready)
         self._limits = Limits.of(self._max_message_bytes, ready.max_message_bytes, ready.max_tensor_bytes)
         self._outgoing.limit(self._limits)
@@ -123,6 +126,9 @@ class EngineSession:
                 kind = response.WhichOneof("message")
                 if kind == "outputs":
                     self._take(convert.engine_core_outputs(response.outputs, take))
+                elif kind == "frames":
+                    for frame in response.frames.frames:
+                        self._take(convert.engine_core_outputs(frame, take))
                 elif kind == "tensor_chunk":
                     take_chunk(self._tensors, response.tensor_chunk)
                 elif kind == "draining":
@@ -209,6 +215,8 @@ class EngineSession:
             if request.prompt_embeds is not None and ref is None:
                 _check_vectors(request.prompt_embeds, self._limits, every_position=every_position)
             message = convert.add_request(request, ref, every_position=every_position)
+            if self._revision < COLUMNS_SINCE:
+                message.add.ClearField("request_number")
             if request.deadline is not None:
                 message.add.time_left = request.deadline - time.time()  # the engine's clock may be another
             if (size := message.ByteSize()) > self._limits.max_message_bytes:

@@ -1,5 +1,7 @@
 """What the scheduler has to say to each frontend until the step is over."""
 
+from collections import defaultdict
+
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -8,19 +10,35 @@ from penstock_common.types.outputs import (
     RequestError,
     SchedulerStats,
 )
+from penstock_common.types.pooling import Vectors
+from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.request_log import log_failed
 
 
-class Outbox:
-    """Collects outputs per client: one ``EngineCoreOutputs`` per step and client."""
+class _ForClient:
+    """What one client is told. ``whole``: ids of requests that have an output of their own, which no row may go before."""
+
+    __slots__ = ("finished", "outputs", "tokens", "whole")
 
     def __init__(self) -> None:
-        self._outputs: dict[str, list[EngineCoreOutput]] = {}
-        self._finished: dict[str, list[str]] = {}
+        self.outputs: list[EngineCoreOutput] = []
+        self.tokens: TokenColumns | None = None
+        self.whole: set[str] = set()
+        self.finished: list[str] = []
+
+
+class Outbox:
+    """Collects outputs per client: one ``EngineCoreOutputs`` per step and client.
+
+    New tokens and nothing else go in columns, for clients that number their requests.
+    """
+
+    def __init__(self) -> None:
+        self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
 
     def __bool__(self) -> bool:
-        return bool(self._outputs)
+        return bool(self._clients)
 
     def add_tokens(
         self,
@@ -29,29 +47,21 @@ class Outbox:
         *,
         logprobs: Logprobs | None = None,
         prompt_logprobs: Logprobs | None = None,
-    ) -> EngineCoreOutput:
-        """Tell the request's client about new tokens, already in the request. Returns the output, to be added to."""
-        output = EngineCoreOutput(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            offset=len(request.all_token_ids) - request.num_prompt_tokens - len(new_token_ids),
-            new_token_ids=new_token_ids,
-            new_logprobs=logprobs,
-            new_prompt_logprobs=prompt_logprobs,
-        )
-        if request.events:
-            output.events = request.take_events()
-        if not request.prefill_reported and request.num_cached_tokens >= 0:
-            request.prefill_reported = True
-            output.prefill_stats = PrefillStats(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
-            )
-        of_client = self._outputs.get(request.client_id)
-        if of_client is None:
-            of_client = self._outputs[request.client_id] = []
-        of_client.append(output)
-        return output
+        num_nans: int = 0,
+    ) -> None:
+        """Tell the request's client about new tokens, already in the request. Hot: once per request and step.
+
+        Raises OverflowError for a token id that has no 32 bits.
+        """
+        client = self._clients[request.client_id]
+        plain = request.prefill_reported and not request.events and not num_nans
+        plain = plain and logprobs is None and prompt_logprobs is None
+        if not plain or not request.number or request.request_id in client.whole:
+            self._add_whole(request, new_token_ids, logprobs, prompt_logprobs, num_nans)
+            return
+        if client.tokens is None:
+            client.tokens = TokenColumns()
+        client.tokens.add(request.number, _offset(request, new_token_ids), new_token_ids)
 
     def add_end(
         self,
@@ -61,32 +71,68 @@ class Outbox:
         error: RequestError | None = None,
         logprobs: Logprobs | None = None,
         prompt_logprobs: Logprobs | None = None,
-    ) -> EngineCoreOutput:
-        """Tell the request's client that it has ended, with its last tokens if there are new ones. Returns the output."""
-        output = self.add_tokens(request, new_token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        num_nans: int = 0,
+        pooled: Vectors | None = None,
+    ) -> None:
+        """Tell the request's client that it has ended, with its last tokens if there are new ones."""
+        output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs, num_nans)
         output.finish_reason = request.status.finish_reason
         output.stop_reason = request.stop_reason
+        output.pooling_output = pooled
         if error is not None:
             output.error = error
             log_failed(request.request_id, request.external_id, error)
-        self._finished.setdefault(request.client_id, []).append(request.request_id)
+        self._clients[request.client_id].finished.append(request.request_id)
+
+    def _add_whole(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        logprobs: Logprobs | None,
+        prompt_logprobs: Logprobs | None,
+        num_nans: int,
+    ) -> EngineCoreOutput:
+        """An output with all that there is to say of the request."""
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            offset=_offset(request, new_token_ids),
+            new_token_ids=new_token_ids,
+            new_logprobs=logprobs,
+            new_prompt_logprobs=prompt_logprobs,
+            num_nans_in_logits=num_nans,
+        )
+        if request.events:
+            output.events = request.take_events()
+        if not request.prefill_reported and request.num_cached_tokens >= 0:
+            request.prefill_reported = True
+            output.prefill_stats = PrefillStats(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
+            )
+        client = self._clients[request.client_id]
+        client.outputs.append(output)
+        client.whole.add(request.request_id)
         return output
 
     def forget(self, client_id: str) -> None:
         """Drop what was meant for a client that has gone."""
-        self._outputs.pop(client_id, None)
-        self._finished.pop(client_id, None)
+        self._clients.pop(client_id, None)
 
     def take(self, stats: SchedulerStats, timestamp: float) -> dict[str, EngineCoreOutputs]:
         """Everything since the last call, by client id. ``timestamp``: monotonic seconds."""
-        outputs, self._outputs = self._outputs, {}
-        finished, self._finished = self._finished, {}
+        clients, self._clients = self._clients, defaultdict(_ForClient)
         return {
             client_id: EngineCoreOutputs(
-                outputs=of_client,
+                outputs=client.outputs,
+                tokens=client.tokens,
                 scheduler_stats=stats,
                 timestamp=timestamp,
-                finished_requests=finished.get(client_id, []),
+                finished_requests=client.finished,
             )
-            for client_id, of_client in outputs.items()
+            for client_id, client in clients.items()
         }
+
+
+def _offset(request: Request, new_token_ids: list[int]) -> int:
+    return len(request.all_token_ids) - request.num_prompt_tokens - len(new_token_ids)

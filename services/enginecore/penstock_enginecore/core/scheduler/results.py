@@ -57,7 +57,7 @@ class StepResults:
         key = request.key
         if results.pooled and (vectors := results.pooled.get(key)) is not None:
             request.status = RequestStatus.FINISHED_STOPPED
-            self._outbox.add_end(request, []).pooling_output = vectors
+            self._outbox.add_end(request, [], pooled=vectors)
             return True
         prompt_logprobs = _unsent(request, results.prompt_logprobs.get(key)) if results.prompt_logprobs else None
         if not token_ids:
@@ -76,7 +76,7 @@ class StepResults:
             logprobs = logprobs.slice(0, len(token_ids))
         num_nans = results.num_nans_in_logits.get(key, 0) if results.num_nans_in_logits else 0
         add = self._outbox.add_end if ended or request.finished else self._outbox.add_tokens
-        add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs).num_nans_in_logits = num_nans
+        add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_nans=num_nans)
         return request.finished
 
     def _follow_grammar(self, request: Request, token_ids: list[int]) -> RequestError | None:
