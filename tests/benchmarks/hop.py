@@ -1,10 +1,10 @@
-"""The way from an engine to a frontend: the engine's session over gRPC beside ZeroMQ with msgpack.
+"""The way from an engine to a frontend: the engine's session over gRPC, outputs in columns and as messages, beside ZeroMQ.
 
-Both engines are processes of their own that have no model: a busy thread emits frames, an asyncio I/O thread encodes and sends
+The engines are processes of their own that have no model: a busy thread emits frames, an asyncio I/O thread encodes and sends
 them. This process reads, as a frontend does, and turns every frame into ``EngineCoreOutputs``. gRPC is what the services use:
-``IoThread`` with its sessions there, ``EngineSession`` here. A request asks for ``max_tokens`` frames, each with as many outputs
-of one token as its prompt has tokens; never more than ``WINDOW`` frames are on their way, for which the reader writes
-acknowledgements into the engine's standard input.
+``IoThread`` with its sessions there, ``EngineSession`` here. A request asks for ``max_tokens`` frames, each with as many
+outputs of one token as its prompt has tokens, in columns where the request has a number; never more than ``WINDOW`` frames are
+on their way, for which the reader writes acknowledgements into the engine's standard input.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
 from typing import Protocol, cast
 
 import msgspec
@@ -28,37 +30,48 @@ import zmq.asyncio
 
 from penstock_common.config import LogConfig, ServerConfig
 from penstock_common.logging import configure
+from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
+from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (
+    EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
+    FinishReason,
+    PrefillStats,
+    RequestError,
     SchedulerStats,
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.rpc.io_thread import IoThread
 from penstock_frontend.rpc.engine_session import EngineSession
 
 WINDOW, ACK_EVERY = 64, 16
-FRAMES = {1: 8192, 16: 4096, 64: 2048, 256: 1024}
+FRAMES = {1: 8192, 16: 8192, 64: 8192, 256: 2048}
 """Frames of one measurement, by outputs per frame."""
 ROUND_TRIPS = 200
-START_TIMEOUT, MEASURE_TIMEOUT = 120.0, 60.0
+START_TIMEOUT, MEASURE_TIMEOUT = 120.0, 300.0
 
 Emit = Callable[[str, EngineCoreOutputs], None]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Medians. ``round_trip_us``: from a request to its only frame."""
+    """Medians. ``round_trip_us``: from a request to its only frame. ``engine_us``, ``reader_us``: processor time of each process
+    per output.
+    """
 
     transport: str
     outputs_per_frame: int
     frames_per_s: float
     outputs_per_s: float
     round_trip_us: float
+    engine_us: float
+    reader_us: float
 
 
 # The engine's side.
@@ -76,6 +89,9 @@ class FrameLoop:
         """See ``BusyLoop``."""
         self._requests.put((client_id, request))
 
+    def abort(self, client_id: str, request_ids: list[str]) -> None:
+        """See ``BusyLoop``; no output is refused."""
+
     def client_gone(self, client_id: str) -> None:
         """See ``BusyLoop``; the process is stopped soon."""
 
@@ -90,7 +106,7 @@ class FrameLoop:
         credit = WINDOW
         while (asked := self._next()) is not None:
             client_id, request = asked
-            frame = _frame(len(request.prompt_token_ids))
+            frame = frame_of(len(request.prompt_token_ids), in_columns=request.request_number > 0)
             for _ in range(request.sampling_params.max_tokens or 1):
                 while credit == 0:
                     acknowledged = os.read(sys.stdin.fileno(), WINDOW)
@@ -107,12 +123,17 @@ class FrameLoop:
         return None
 
 
-def _frame(outputs: int) -> EngineCoreOutputs:
+def frame_of(outputs: int, *, in_columns: bool) -> EngineCoreOutputs:
+    """A step's outputs of one token each."""
+    columns = TokenColumns()
+    for number in range(outputs if in_columns else 0):
+        columns.add(5000 + number, 100, [300 + number])
     return EngineCoreOutputs(
         outputs=[
             EngineCoreOutput(request_id=f"{number:032x}", offset=100, new_token_ids=[300 + number])
-            for number in range(outputs)
+            for number in range(0 if in_columns else outputs)
         ],
+        tokens=columns if in_columns else None,
         scheduler_stats=SchedulerStats(num_running_reqs=outputs, kv_cache_usage=0.5, step_counter=1000),
         timestamp=time.monotonic(),
     )
@@ -135,6 +156,14 @@ def _serve_grpc(loop: FrameLoop) -> str:
     )
     io.attach(cast(BusyLoop, loop), ready)
     return f"127.0.0.1:{io.port}"
+
+
+class _Request(msgspec.Struct):
+    """What is looked at of an ``EngineCoreRequest``, whose vectors msgpack could not tell from other bytes."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
 
 
 class _ZeroMq:
@@ -167,9 +196,10 @@ class _ZeroMq:
         return " ".join(f"tcp://127.0.0.1:{port}" for port in ports)
 
     async def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        decoder = msgspec.msgpack.Decoder(_Request)
         while True:
-            self._frames.add("", decoder.decode(await self._up.recv()))
+            asked = decoder.decode(await self._up.recv())
+            self._frames.add("", EngineCoreRequest(**msgspec.structs.asdict(asked)))
 
 
 def _serve_zeromq(loop: FrameLoop) -> str:
@@ -178,7 +208,7 @@ def _serve_zeromq(loop: FrameLoop) -> str:
     return io.serve()
 
 
-SERVE = {"gRPC": _serve_grpc, "ZeroMQ": _serve_zeromq}
+SERVE = {"gRPC": _serve_grpc, "gRPC, messages": _serve_grpc, "ZeroMQ": _serve_zeromq}
 
 
 def engine_process(transport: str) -> None:
@@ -206,13 +236,23 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """The frontend's session."""
+    """The frontend's session. ``revision``: of the contract; the first has neither columns nor several frames to a message."""
 
-    def __init__(self, address: str, take: Callable[[EngineCoreOutputs], None]) -> None:
+    def __init__(
+        self, address: str, take: Callable[[EngineCoreOutputs], None], revision: int = PROTOCOL_REVISION
+    ) -> None:
         self._session = EngineSession(
-            address, frontend_id="bench", incarnation="1", on_outputs=take, on_draining=lambda: None
+            address,
+            frontend_id="bench",
+            incarnation="1",
+            on_outputs=take,
+            on_draining=lambda: None,
+            revision=revision,
         )
-        self.add = self._session.add
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """See ``Link``."""
+        self._session.add(msgspec.structs.replace(request, request_number=1))
 
     async def open(self) -> None:
         """See ``Link``."""
@@ -225,11 +265,28 @@ class GrpcLink:
         await asyncio.gather(self._reader, return_exceptions=True)
 
 
+class _Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """``EngineCoreOutput`` as msgpack can tell its parts apart: without vectors."""
+
+    request_id: str
+    attempt: int = 0
+    offset: int = 0
+    new_token_ids: list[int] = []
+    new_logprobs: Logprobs | None = None
+    new_prompt_logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: RequestError | None = None
+    events: list[EngineCoreEvent] = []
+    prefill_stats: PrefillStats | None = None
+    num_nans_in_logits: int = 0
+
+
 class _Frame(msgspec.Struct):
-    """``EngineCoreOutputs`` as msgpack can tell its parts apart: without the events of the cache, which carry no tag."""
+    """``EngineCoreOutputs`` likewise: without the events of the cache, which carry no tag."""
 
     engine_index: int
-    outputs: list[EngineCoreOutput]
+    outputs: list[_Output]
     scheduler_stats: SchedulerStats | None
     timestamp: float
     utility_output: UtilityOutput | None
@@ -271,7 +328,7 @@ class ZeroMqLink:
             self._take(
                 EngineCoreOutputs(
                     engine_index=frame.engine_index,
-                    outputs=frame.outputs,
+                    outputs=cast(list[EngineCoreOutput], frame.outputs),
                     scheduler_stats=frame.scheduler_stats,
                     timestamp=frame.timestamp,
                     utility_output=frame.utility_output,
@@ -280,7 +337,11 @@ class ZeroMqLink:
             )
 
 
-LINKS: dict[str, Callable[[str, Callable[[EngineCoreOutputs], None]], Link]] = {"gRPC": GrpcLink, "ZeroMQ": ZeroMqLink}
+LINKS: dict[str, Callable[[str, Callable[[EngineCoreOutputs], None]], Link]] = {
+    "gRPC": GrpcLink,
+    "gRPC, messages": partial(GrpcLink, revision=OLDEST_REVISION),
+    "ZeroMQ": ZeroMqLink,
+}
 
 
 class Hop:
@@ -288,6 +349,7 @@ class Hop:
 
     def __init__(self, transport: str, address: str, process: Process) -> None:
         assert process.stdin is not None
+        self.pid = process.pid
         self._link = LINKS[transport](address, self._take)
         self._acknowledgements = process.stdin
         self._numbers = itertools.count()
@@ -320,7 +382,7 @@ class Hop:
         return seconds
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
-        self._outputs += len(outputs.outputs)
+        self._outputs += len(outputs.outputs) if outputs.tokens is None else len(outputs.tokens)
         self._arrived += 1
         if self._arrived % ACK_EVERY == 0:
             self._acknowledgements.write(b"+")
@@ -352,6 +414,8 @@ async def _hop(transport: str) -> AsyncIterator[Hop]:
 async def measure(rounds: int) -> list[Row]:
     """One row per number of outputs and transport. All are measured in turn in every round."""
     rates: dict[tuple[int, str], list[float]] = defaultdict(list)
+    engine_times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    reader_times: dict[tuple[int, str], list[float]] = defaultdict(list)
     round_trips: dict[tuple[int, str], list[float]] = defaultdict(list)
     async with contextlib.AsyncExitStack() as stack:
         hops = {transport: await stack.enter_async_context(_hop(transport)) for transport in LINKS}
@@ -362,17 +426,38 @@ async def measure(rounds: int) -> list[Row]:
             for outputs, frames in FRAMES.items():
                 for transport, hop in hops.items():
                     async with asyncio.timeout(MEASURE_TIMEOUT):
+                        engine_began, reader_began = _cpu_seconds(hop.pid), _cpu_seconds(os.getpid())
                         rate = frames / await hop.ask(outputs, frames)
+                        engine_time = _cpu_seconds(hop.pid) - engine_began
+                        reader_time = _cpu_seconds(os.getpid()) - reader_began
                         times = [await hop.ask(outputs, 1) for _ in range(ROUND_TRIPS)]
                     if number:  # the first round warms up
                         rates[outputs, transport].append(rate)
+                        engine_times[outputs, transport].append(engine_time / (frames * outputs))
+                        reader_times[outputs, transport].append(reader_time / (frames * outputs))
                         round_trips[outputs, transport].append(statistics.median(times))
     rows = []
     for (outputs, transport), found in rates.items():
         rate = statistics.median(found)
         microseconds = statistics.median(round_trips[outputs, transport]) * 1e6
-        rows.append(Row(transport, outputs, rate, rate * outputs, microseconds))
+        rows.append(
+            Row(
+                transport,
+                outputs,
+                rate,
+                rate * outputs,
+                microseconds,
+                engine_us=statistics.median(engine_times[outputs, transport]) * 1e6,
+                reader_us=statistics.median(reader_times[outputs, transport]) * 1e6,
+            )
+        )
     return rows
+
+
+def _cpu_seconds(pid: int) -> float:
+    """What the threads of a process have had of the processors."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 if __name__ == "__main__":

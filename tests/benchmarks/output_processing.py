@@ -1,19 +1,28 @@
-"""Time that the frontend takes for one step's outputs, from the decoded frame to the collectors."""
+"""Time that the frontend takes for one step's outputs, from the decoded frame through the journal to the collectors."""
 
 import statistics
 import time
 
 import tokenizers
 
-from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_common.types.token_columns import TokenColumns
+from penstock_frontend.engine.journal import Journal
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.tokenizer import Tokenizer
 
 
-def measure(tokenizer: tokenizers.Tokenizer, *, running: int = 256, steps: int = 400, detokenize: bool = True) -> float:
+def measure(
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    running: int = 256,
+    steps: int = 400,
+    detokenize: bool = True,
+    in_columns: bool = True,
+) -> float:
     """Median microseconds per output of one token, ``running`` outputs in a step. Nobody reads what is collected."""
     processor = OutputProcessor(Tokenizer(tokenizer), FrontendMetrics("bench"))
     params = SamplingParams(max_tokens=steps + 1, detokenize=detokenize)
@@ -21,15 +30,33 @@ def measure(tokenizer: tokenizers.Tokenizer, *, running: int = 256, steps: int =
         EngineCoreRequest(request_id=str(number), prompt_token_ids=[1, 2, 3], sampling_params=params)
         for number in range(running)
     ]
+    journal = Journal()
+    for entry in journal.begin(requests):
+        journal.assign(entry, "engine")
     for request in requests:
         processor.add(request)
     times = []
     for step in range(steps):
-        outputs = [
-            EngineCoreOutput(request_id=str(number), offset=step, new_token_ids=[97 + (number + step) % 24])
-            for number in range(running)
-        ]
+        tokens = [97 + (number + step) % 24 for number in range(running)]
+        frame = _in_columns(step, tokens) if in_columns else _as_messages(step, tokens)
         began = time.perf_counter()
-        processor.process(outputs, "engine-0", step * 0.02)
+        accepted = journal.accept("engine", frame.outputs, frame.tokens)
+        processor.process(accepted.outputs, "engine-0", step * 0.02, accepted.tokens)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:]) * 1e6 / running
+
+
+def _in_columns(step: int, tokens: list[int]) -> EngineCoreOutputs:
+    columns = TokenColumns()
+    for number, token in enumerate(tokens, start=1):
+        columns.add(number, step, [token])
+    return EngineCoreOutputs(tokens=columns)
+
+
+def _as_messages(step: int, tokens: list[int]) -> EngineCoreOutputs:
+    return EngineCoreOutputs(
+        outputs=[
+            EngineCoreOutput(request_id=str(number), offset=step, new_token_ids=[token])
+            for number, token in enumerate(tokens)
+        ]
+    )

@@ -97,8 +97,10 @@ def outputs_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
     tokenizer = tokenizers.Tokenizer.from_file(f"{args.model}/tokenizer.json")
     numbers = {}
     for name, detokenize in (("text", True), ("token ids", False)):
-        numbers[name] = output_processing.measure(tokenizer, detokenize=detokenize)
-        made.add_row(name, f"{numbers[name]:.2f}")
+        for form, in_columns in (("columns", True), ("messages", False)):
+            row = f"{name}, {form}"
+            numbers[row] = output_processing.measure(tokenizer, detokenize=detokenize, in_columns=in_columns)
+            made.add_row(row, f"{numbers[row]:.2f}")
     return made, numbers
 
 
@@ -142,9 +144,10 @@ def async_table(args: argparse.Namespace) -> tuple[Table, dict[int, tuple[float,
 
 
 def hop_table(args: argparse.Namespace) -> tuple[Table, list[object]]:
-    """The way from an engine to a frontend, gRPC and ZeroMQ."""
+    """The way from an engine to a frontend: gRPC, outputs in columns and as messages, and ZeroMQ."""
     made = Table(title="outputs of one token from an engine's process to a frontend's; medians")
-    for column in ("outputs per frame", "transport", "frames/s", "outputs/s", "round trip us"):
+    columns = ("outputs per frame", "transport", "frames/s", "outputs/s", "round trip us", "engine us", "reader us")
+    for column in columns:
         made.add_column(column, justify="left" if column == "transport" else "right")
     rows = asyncio.run(hop.measure(args.rounds))
     for row in rows:
@@ -154,6 +157,8 @@ def hop_table(args: argparse.Namespace) -> tuple[Table, list[object]]:
             f"{row.frames_per_s:.0f}",
             f"{row.outputs_per_s:.0f}",
             f"{row.round_trip_us:.0f}",
+            f"{row.engine_us:.2f}",
+            f"{row.reader_us:.2f}",
         )
     return made, msgspec.to_builtins(rows)
 
