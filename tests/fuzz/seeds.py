@@ -91,6 +91,7 @@ _CHAT = (
             inference.ChatMessage(role="tool", content="7", tool_call_id="1"),
         ],
         tools=[inference.Tool(name="f", description="does", parameters=SCHEMA)],
+        tool_choice=inference.ToolChoice(function="f"),
         chat_template_kwargs='{"enable_thinking":true}',
         sampling_params=_sampling(),
         routing=_ROUTING,

@@ -91,6 +91,7 @@ class System:
         self.frontend = Probed(
             "penstock_frontend",
             model__path=model,
+            model__tool_parser="hermes",  # the template shows no tools, which would all be refused
             coordinator__address=self.coordinator.address,
             admin__port=self.admin_port,
             http__host="127.0.0.1",

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import structlog
 
-from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.common.v1 import finish_pb2, sampling_pb2, structured_output_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import ConfigError, InvalidArgument, NotFound, Unimplemented
-from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing.chat import ChatMessage, ChatRequest, Tool
 from tests.fakes.chat_templates import LLAMA, save_chat_model
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
@@ -171,36 +169,50 @@ async def test_the_tenant_is_in_the_log(chat: FrontendServer, writer: FakeEngine
     assert [(log["request"], log["tenant"]) for log in logs if log["event"] == "request"] == [("r", "t"), ("s", "u")]
 
 
-async def insisted(chat: FrontendServer, **fields: Any) -> list[Any]:
-    """The answer where a tool must be called, which no public message of this API says."""
-    calls = chat.frontend._chat
-    fields = {"sampling": {"max_tokens": 100}} | fields
-    asked = ChatRequest(messages=[ChatMessage(role="user", content="hi")], tools=[Tool(name="f")], **fields)
-    live = chat.frontend._llm.accept("r")
-    try:
-        return [output async for output in calls.run(asked, live)]
-    finally:
-        chat.frontend._llm.release(live)
+REQUIRED, NONE, AUTO = (pb.ToolChoice(mode=mode) for mode in ("required", "none", "auto"))
+NAMED = pb.ToolChoice(function="weather")
 
 
-@pytest.mark.parametrize(
-    "choice", [{"tool_choice": "required"}, {"named_tool": "f"}, {"tool_choice": "none", "named_tool": "f"}]
-)
+@pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
 async def test_a_tool_that_must_be_called_is_a_constraint(
-    chat: FrontendServer, writer: FakeEngine, choice: dict[str, str]
+    chat: FrontendServer, writer: FakeEngine, choice: pb.ToolChoice
 ) -> None:
-    says(writer, '<tool_call>{"name": "f"}</tool_call>')
-    got = await insisted(chat, **choice)
-    assert [call.name for output in got for call in output.tool_calls if call.name] == ["f"]
-    assert '"name": "f"' in TOKENIZER.decode(writer.requests[0].prompt_token_ids)
+    says(writer, '<tool_call>{"name": "weather"}</tool_call>')
+    assert calls(await answers(chat, tools=[WEATHER], tool_choice=choice)) == [("weather", "{}")]
+    assert '"name": "weather"' in TOKENIZER.decode(writer.requests[0].prompt_token_ids)
     constraint = json.loads(writer.requests[0].sampling_params.structured_output.structural_tag)
-    assert '\\"name\\": \\"f\\"' in json.dumps(constraint)
+    assert '\\"name\\": \\"weather\\"' in json.dumps(constraint)
+
+
+async def test_tools_that_must_not_be_called_are_not_shown(chat: FrontendServer, writer: FakeEngine) -> None:
+    says(writer, CALL)
+    got = await answers(chat, tools=[WEATHER], tool_choice=NONE)
+    assert (calls(got), "".join(response.content for response in got)) == ([], CALL)
+    assert "weather" not in TOKENIZER.decode(writer.requests[0].prompt_token_ids)
+
+
+async def test_tools_that_may_be_called_are_no_constraint(chat: FrontendServer, writer: FakeEngine) -> None:
+    says(writer, CALL)
+    assert len(calls(await answers(chat, tools=[WEATHER], tool_choice=AUTO))) == 2
+    assert not writer.requests[0].sampling_params.HasField("structured_output")
 
 
 async def test_a_tool_that_must_be_called_goes_with_no_other_constraint(chat: FrontendServer) -> None:
-    with pytest.raises(InvalidArgument) as error:
-        await insisted(chat, tool_choice="required", sampling={"structured_output": StructuredOutput(regex="a")})
-    assert error.value.field == "sampling_params.structured_output"
+    constraint = structured_output_pb2.StructuredOutput(regex="a")
+    error = await failure(chat.stub.Chat(request(tools=[WEATHER], tool_choice=REQUIRED, structured_output=constraint)))
+    assert isinstance(error, InvalidArgument)
+    assert error.field == "sampling_params.structured_output"
+
+
+async def test_tools_that_the_template_cannot_show_are_refused(writer: FakeEngine, tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path, "{{ messages[0].content }}")
+    async with FrontendServer(folder, engines=[writer.address]) as frontend:
+        error = await failure(frontend.stub.Chat(request(tools=[WEATHER])))
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "tools"
+        assert "--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json" in error.message
+        says(writer, "x")
+        await answers(frontend, tools=[WEATHER], tool_choice=NONE)
 
 
 async def test_a_cancelled_chat_ends_in_the_engine(chatml: Path) -> None:
@@ -254,6 +266,11 @@ async def test_an_unknown_parser_ends_the_start(chatml: Path) -> None:
         (request(pb.ChatMessage(role="user", content="x" * 20_000)), "prompt"),
         (request(tools=[WEATHER, pb.Tool(name="f", parameters="{")]), "tools[1].parameters"),
         (request(tools=[pb.Tool()]), "tools[0].name"),
+        (request(tools=[WEATHER], tool_choice=pb.ToolChoice(mode="any")), "tool_choice"),
+        (request(tools=[WEATHER], tool_choice=pb.ToolChoice(function="other")), "tool_choice"),
+        (request(tools=[WEATHER], tool_choice=pb.ToolChoice(function="")), "tool_choice.function"),
+        (request(tools=[WEATHER], tool_choice=pb.ToolChoice()), "tool_choice"),
+        (request(tool_choice=REQUIRED), "tool_choice"),
         (request(chat_template_kwargs="[]"), "chat_template_kwargs"),
         (request(chat_template_kwargs='{"tools": 1}'), "chat_template_kwargs.tools"),
         (request(top_p=2), "sampling_params.top_p"),

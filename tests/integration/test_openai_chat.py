@@ -167,6 +167,18 @@ async def test_a_tool_that_must_be_called_is_a_constraint(api: OpenAIServer, eng
     assert not engine.requests[-1].sampling_params.HasField("structured_output")
 
 
+async def test_tools_that_the_template_cannot_show_are_refused(engine: FakeEngine, tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path, "{{ messages[0].content }}")
+    async with openai_server(folder, engines=[engine.address]) as api:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = await api.http.post(path, json={"messages": [HI], "tools": [WEATHER]})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "tools")
+            assert "--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json" in error["message"]
+        says(engine, "x")
+        await chat(api, tools=[WEATHER], tool_choice="none")
+
+
 async def test_a_conversation_with_tools_is_rendered(api: OpenAIServer, engine: FakeEngine) -> None:
     says(engine, "Sunny.")
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
@@ -252,6 +264,7 @@ async def test_a_conversation_is_tokenized_with_its_template(api: OpenAIServer) 
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"function": {"name": ""}}, "tools": [WEATHER]}, "tool_choice.function.name"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),

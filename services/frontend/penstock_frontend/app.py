@@ -102,7 +102,7 @@ class Frontend:
                 inputs=PoolingInputs(files.tokenizer, inputs, config.limits), outputs=pooled, engines=self._engines
             ),
         )
-        renderer = ChatRenderer(templates, files.tokenizer, config.limits)
+        renderer = ChatRenderer(templates, files.tokenizer, config.limits, tool_parser=config.model.tool_parser)
         self._chat = ChatCalls(self._llm, renderer, parsers, files.tokenizer)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._coordinator_task: asyncio.Task[None] | None = None

@@ -24,10 +24,10 @@ Prompt = Callable[..., Any]
 
 
 class Renderer:
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, tool_parser: str = "auto") -> None:
         config = ModelConfig(path=str(model))
         self.tokenizer = load_model_files(config, num_threads=1).tokenizer
-        self.renderer = ChatRenderer(load_chat_templates(config), self.tokenizer, LIMITS)
+        self.renderer = ChatRenderer(load_chat_templates(config), self.tokenizer, LIMITS, tool_parser=tool_parser)
 
     async def prompt(self, *messages: ChatMessage, **fields: Any) -> str:
         prompt = (await self.renderer.render(ChatRequest(messages=messages, **fields))).prompt
@@ -89,6 +89,26 @@ async def test_tools_are_told_to_the_model_unless_it_must_not_call_them(chatml: 
     )
     assert line in await chatml.prompt(HI, tools=[WEATHER])
     assert "weather" not in await chatml.prompt(HI, tools=[WEATHER], tool_choice="none")
+
+
+@pytest.mark.parametrize("tool_parser", ["auto", "none"])
+async def test_tools_that_the_template_cannot_show_are_refused(tmp_path: Path, tool_parser: str) -> None:
+    plain = Renderer(save_chat_model(tmp_path, "{{ messages[0].content }}"), tool_parser=tool_parser)
+    with pytest.raises(InvalidArgument) as error:
+        await plain.prompt(HI, tools=[WEATHER])
+    assert error.value.field == "tools"
+    assert error.value.message.startswith("tools: the model's chat template does not show them to the model")
+    assert error.value.message.endswith("--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json")
+
+
+async def test_tools_that_must_not_be_called_need_not_be_shown(tmp_path: Path) -> None:
+    plain = Renderer(save_chat_model(tmp_path, "{{ messages[0].content }}"))
+    assert await plain.prompt(HI, tools=[WEATHER], tool_choice="none") == "hi"
+
+
+async def test_with_a_parser_by_name_messages_may_tell_of_the_tools(tmp_path: Path) -> None:
+    plain = Renderer(save_chat_model(tmp_path, "{{ messages[0].content }}"), tool_parser="hermes")
+    assert await plain.prompt(HI, tools=[WEATHER]) == "hi"
 
 
 async def test_more_variables_reach_the_template(chatml: Renderer) -> None:

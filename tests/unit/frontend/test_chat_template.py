@@ -58,6 +58,24 @@ def test_a_template_that_cannot_be_read_refuses_conversations_alone(tmp_path: Pa
         loaded(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("sources", "hides"),
+    [
+        ({"default": "{{ messages[0].content }}"}, True),
+        ({"default": "{# tools #}{{ 'tools' }}{{ messages[0].tools }}"}, True),
+        ({"default": "{% for tool in tools %}{{ tool }}{% endfor %}"}, False),
+        ({"default": "{% if tools is not defined %}{% set tools = none %}{% endif %}{{ tools }}"}, False),
+        ({"default": "{% macro all() %}{% generation %}{{ tools | tojson }}{% endgeneration %}{% endmacro %}"}, False),
+        ({"default": "{{ tools }}", "tool_use": "plain"}, True),
+        ({"default": "plain", "tool_use": "{{ tools }}"}, False),
+        ({"default": "{% if %}"}, False),
+        ({}, False),
+    ],
+)
+def test_a_template_that_does_not_read_tools_hides_them(sources: dict[str, str], hides: bool) -> None:
+    assert ChatTemplates(sources, {}).hides_tools is hides
+
+
 def test_a_template_of_a_wrong_type_is_a_config_error(tmp_path: Path) -> None:
     save_chat_model(tmp_path, [{"nome": "default"}])
     with pytest.raises(ConfigError, match="tokenizer_config.json: chat_template is neither"):

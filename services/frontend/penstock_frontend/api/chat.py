@@ -13,6 +13,7 @@ from penstock_frontend.processing.chat import ChatMessage, ChatRequest, Tool, To
 from penstock_frontend.processing.chat_output import ChatOutput
 from penstock_frontend.processing.counts import check_conversation
 from penstock_frontend.processing.sampling import check_lists
+from penstock_frontend.processing.tool_choice import named_choice
 
 
 def chat_request(
@@ -25,9 +26,12 @@ def chat_request(
     refuse_set(message, ("lora",))
     check_conversation(message.messages, message.tools, limits)
     check_lists(message.sampling_params, limits)
+    choice, named = _choice(message)
     return ChatRequest(
         messages=[_message(each) for each in message.messages],
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(message.tools)],
+        tool_choice=choice,
+        named_tool=named,
         add_generation_prompt=message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
         continue_final_message=message.continue_final_message,
         template_kwargs=_object(message.chat_template_kwargs, "chat_template_kwargs") or {},
@@ -68,6 +72,18 @@ def _message(message: pb.ChatMessage) -> ChatMessage:
 
 def _tool(tool: pb.Tool, path: str) -> Tool:
     return Tool(name=tool.name, description=tool.description, parameters=_object(tool.parameters, f"{path}.parameters"))
+
+
+def _choice(message: pb.ChatRequest) -> tuple[str, str]:
+    """The domain's ``tool_choice`` and ``named_tool``."""
+    if not message.HasField("tool_choice"):
+        return "auto", ""
+    which = message.tool_choice.WhichOneof("choice")
+    if which is None:
+        raise InvalidArgument("tool_choice has neither mode nor function", field="tool_choice")
+    if which == "mode":
+        return message.tool_choice.mode, ""
+    return named_choice(message.tool_choice.function, field="tool_choice.function")
 
 
 def _object(text: str, field: str) -> dict[str, Any] | None:

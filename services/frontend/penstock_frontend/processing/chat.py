@@ -11,10 +11,16 @@ from penstock_common.errors import InvalidArgument
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat_template import ChatTemplates
 from penstock_frontend.processing.counts import check_conversation
+from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_SHOWN = (
+    "tools: the model's chat template does not show them to the model, which would not know of them. Leave them out, or set "
+    "tool_choice to 'none'. Where messages tell the model of its tools, its calls can be read with "
+    "--set frontend.model.tool_parser=..., which is one of: "
+)
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -83,16 +89,26 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRenderer:
-    """Conversations to prompts. Every error names the message, its field and what is wrong with it."""
+    """Conversations to prompts. Every error names the message, its field and what is wrong with it.
 
-    def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, limits: LimitsConfig) -> None:
+    ``tool_parser``: the one that the configuration names. Tools that the template cannot show are refused, unless it names one:
+    then messages tell the model of its tools.
+    """
+
+    def __init__(
+        self, templates: ChatTemplates, tokenizer: Tokenizer, limits: LimitsConfig, *, tool_parser: str = registry.AUTO
+    ) -> None:
         self.templates = templates
+        takes_tools = not templates.hides_tools or tool_parser not in (registry.AUTO, registry.NONE)
+        self._why_no_tools = "" if takes_tools else _NOT_SHOWN + ", ".join(registry.tool_parser_names())
         self._tokenizer = tokenizer
         self._limits = limits
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
         check_conversation(request.messages, request.tools, self._limits)
+        if request.may_call and self._why_no_tools:
+            raise InvalidArgument(self._why_no_tools, field="tools")
         return GenerateRequest(
             prompt=await self._tokenizer.in_pool(self._prompt, request),
             add_special_tokens=False,  # the template writes them

@@ -29,6 +29,8 @@ TIME_LIMIT = 5.0
 """Seconds that rendering one conversation may take."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+_TOOLS = "tools"
+"""The variable of a template that has the tools."""
 
 
 class ChatTemplates:
@@ -43,9 +45,13 @@ class ChatTemplates:
         self._environment = _Environment()
         self._templates: dict[str, jinja2.Template] = {}
         self._broken: dict[str, str] = {}
+        self._showing_tools: set[str] = set()
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
+                names = self._environment.parse(source).find_all(nodes.Name)
+                if any(each.name == _TOOLS and each.ctx == "load" for each in names):
+                    self._showing_tools.add(name)
             except TemplateError as e:
                 self._broken[name] = _first_line(e)
                 get_logger().warning("chat template cannot be read", template=name, error=_first_line(e))
@@ -54,6 +60,12 @@ class ChatTemplates:
     def source(self) -> str:
         """All templates' text; empty when the model has none."""
         return "\n".join(self._sources.values())
+
+    @property
+    def hides_tools(self) -> bool:
+        """Whether conversations with tools are rendered by a template that does not look at the tools."""
+        name = self._name_of(with_tools=True)
+        return name in self._templates and name not in self._showing_tools
 
     def render(self, variables: Mapping[str, Any], *, max_chars: int) -> str:
         """The prompt. Raises InvalidArgument when there is no template, or it refuses the conversation."""
@@ -80,7 +92,7 @@ class ChatTemplates:
         return "".join(pieces)
 
     def _pick(self, *, with_tools: bool) -> jinja2.Template:
-        name = _TOOL_USE if with_tools and _TOOL_USE in self._sources else _DEFAULT
+        name = self._name_of(with_tools=with_tools)
         if name in self._broken:
             raise InvalidArgument(
                 f"messages: the model's chat template cannot be read: {self._broken[name]}", field="messages"
@@ -90,6 +102,9 @@ class ChatTemplates:
                 "messages: the model has no chat template; use Generate with a prompt of your own", field="messages"
             )
         return self._templates[name]
+
+    def _name_of(self, *, with_tools: bool) -> str:
+        return _TOOL_USE if with_tools and _TOOL_USE in self._sources else _DEFAULT
 
 
 def load_chat_templates(config: ModelConfig) -> ChatTemplates:

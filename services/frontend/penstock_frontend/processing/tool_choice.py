@@ -48,6 +48,13 @@ def tool_constraint(
     return StructuredOutput(structural_tag=json.dumps({"type": "structural_tag", "format": format_}))
 
 
+def named_choice(name: str, *, field: str) -> tuple[str, str]:
+    """The ``tool_choice`` and ``named_tool`` of a chat in which the tool ``name`` must be called. Raises InvalidArgument."""
+    if not name:
+        raise InvalidArgument(f"{field} is empty", field=field)
+    return "auto", name
+
+
 def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
     """Raise InvalidArgument for a choice that is not known, or that the tools do not allow."""
     if choice not in CHOICES:

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_frontend.processing.chat import ChatMessage, ContentPart, Tool, ToolCall
+from penstock_frontend.processing.tool_choice import named_choice
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +98,7 @@ def choice_of(choice: str | NamedToolChoice | None, *, tools: bool) -> tuple[str
     _check_function(choice.type, "tool_choice")
     if choice.function is None:
         raise InvalidArgument("tool_choice.function is not set", field="tool_choice.function")
-    return "auto", choice.function.name
+    return named_choice(choice.function.name, field="tool_choice.function.name")
 
 
 def _message(body: MessageBody, path: str) -> ChatMessage:

@@ -26,10 +26,24 @@ class Parsers(NamedTuple):
 
 
 def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
-    """The parsers by their names; ``auto`` takes the first that fits the chat template. Raises ConfigError.
+    """The parsers by their names; ``auto`` takes the first that fits the chat template, built-in ones before those of plugins.
 
-    Plugins are asked after the built-in ones and cannot take their names.
+    Raises ConfigError.
     """
+    tools, reasonings = _known()
+    return Parsers(
+        _pick("model.tool_parser", tool, tools, template),
+        _pick("model.reasoning_parser", reasoning, reasonings, template),
+    )
+
+
+def tool_parser_names() -> list[str]:
+    """The names that ``pick`` knows for tools, but ``auto`` and ``none``. Raises ConfigError as it does."""
+    return sorted(_known()[0])
+
+
+def _known() -> tuple[dict[str, type[ToolParser]], dict[str, type[ReasoningParser]]]:
+    """All parsers by name. Plugins cannot take the names of the built-in ones."""
     tools, reasonings = dict(_TOOL_PARSERS), dict(_REASONING_PARSERS)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -42,10 +56,7 @@ def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
             reasonings.setdefault(point.name, plugin)
         else:
             raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} is no ToolParser and no ReasoningParser")
-    return Parsers(
-        _pick("model.tool_parser", tool, tools, template),
-        _pick("model.reasoning_parser", reasoning, reasonings, template),
-    )
+    return tools, reasonings
 
 
 def _pick(field: str, name: str, known: dict[str, type[P]], template: str) -> type[P] | None:
