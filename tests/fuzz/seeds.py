@@ -122,6 +122,13 @@ _RESUMED = engine.EngineCoreRequest(
 _EMBEDS = engine.EngineCoreRequest(
     request_id="r3", prompt_embeds=_tensor(), prompt_is_token_ids=[True, False], sampling_params=_ENGINE_SAMPLING
 )
+_REASONING = engine.EngineCoreRequest(
+    request_id="r5",
+    prompt_token_ids=[5, 6],
+    sampling_params=_CONSTRAINTS[0],
+    reasoning_ended=False,
+    reasoning_parser_kwargs='{"begin_token_id":7,"end_token_id":8}',
+)
 _POOLED = engine.EngineCoreRequest(request_id="r4", prompt_token_ids=[5], pooling_params=_POOLING)
 _STATS = stats_pb2.SchedulerStats(num_running_reqs=1, num_waiting_reqs=2, kv_cache_usage=0.5, step_counter=3)
 _VLLM_SAMPLING = vllm.SamplingParams(max_tokens=2, temperature=0.0, skip_special_tokens=True)
@@ -134,6 +141,7 @@ SESSION = (
     engine.SessionRequest(add=_RESUMED),
     engine.SessionRequest(add=_EMBEDS),
     engine.SessionRequest(add=_POOLED),
+    engine.SessionRequest(add=_REASONING),
     engine.SessionRequest(abort=engine.Abort(request_ids=["r", "r2", "none"], reason="x")),
     engine.SessionRequest(utility=engine.UtilityCall(call_id=1, method="engine_info")),
     engine.SessionRequest(

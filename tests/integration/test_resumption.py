@@ -9,7 +9,7 @@ import pytest
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.in_process import CLIENT, build_engine
@@ -37,6 +37,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "repetition_detection": RepetitionDetection(max_pattern_size=3, min_pattern_size=1, min_count=4),
     },
     "schema": {**SEEDED, "structured_output": StructuredOutput(json_schema=SCHEMA), "max_tokens": 48},
+    "schema behind reasoning": {
+        **SEEDED,
+        "structured_output": StructuredOutput(json_schema=SCHEMA),
+        "max_tokens": 64,
+        "reasoning": ReasoningTokens(300, 301),
+        "logit_bias": {301: 9.0},
+    },
     "regex": {**SEEDED, "structured_output": StructuredOutput(regex="[a-d]{3,9}(xy|z)+"), "max_tokens": 48},
 }
 
@@ -48,7 +55,9 @@ def engine() -> Iterator[EngineCore]:
     engine.shutdown()
 
 
-def run(engine: EngineCore, prior: list[int], **params: Any) -> tuple[list[int], list[Logprobs], EngineCoreOutput]:
+def run(
+    engine: EngineCore, prior: list[int], reasoning: ReasoningTokens | None = None, **params: Any
+) -> tuple[list[int], list[Logprobs], EngineCoreOutput]:
     """The tokens behind ``prior``, their log-probabilities, and the last output."""
     request = EngineCoreRequest(
         request_id="r",
@@ -56,6 +65,8 @@ def run(engine: EngineCore, prior: list[int], **params: Any) -> tuple[list[int],
         sampling_params=SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}),
         attempt=1 if prior else 0,
         prior_output_token_ids=prior,
+        reasoning_parser_kwargs=reasoning,
+        reasoning_ended=False,
     )
     engine.add(engine.preprocess(CLIENT, request))
     woken = threading.Event()

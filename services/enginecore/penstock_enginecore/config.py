@@ -157,7 +157,8 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     take in the compiling process, on top of what that process needs itself. ``max_constraint_bytes``: size of a constraint's
     text. ``cache_size``: how many compiled constraints are kept, of up to some 16 MB each at 128 000 tokens. ``token_budget``:
     seconds of processor time that following a constraint may take for one token of one request; a step waits a quarter of it
-    at most. ``follow_memory``: bytes that all constraints that are followed may take together.
+    at most. ``follow_memory``: bytes that all constraints that are followed may take together. ``enable_in_reasoning``:
+    constraints hold from the first token on, also where a model would reason first.
     """
 
     backend: Literal["xgrammar"] = "xgrammar"
@@ -167,6 +168,7 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     cache_size: int = 64
     token_budget: float = 0.02
     follow_memory: ByteSize = 4 * 1024 * 1024 * 1024
+    enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
         check_choice("structured_output.backend", self.backend, ("xgrammar",))

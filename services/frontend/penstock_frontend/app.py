@@ -40,6 +40,7 @@ from penstock_frontend.processing.output import OutputProcessor
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs, load_labels
+from penstock_frontend.processing.reasoning import reasoning_of
 from penstock_frontend.processing.tokenizer import load_model_files
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
@@ -65,16 +66,17 @@ class Frontend:
         calls = CallTelemetry(metrics.registry, self._tracer)
         outputs = OutputProcessor(files.tokenizer, metrics)
         pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
+        templates = load_chat_templates(config.model)
+        parsers = registry.pick(
+            tool=config.model.tool_parser, reasoning=config.model.reasoning_parser, template=templates.source
+        )
         inputs = InputProcessor(
             files.tokenizer,
             files.generation_config,
             model_name=name,
             limits=config.limits,
             fairness=config.fairness,
-        )
-        templates = load_chat_templates(config.model)
-        parsers = registry.pick(
-            tool=config.model.tool_parser, reasoning=config.model.reasoning_parser, template=templates.source
+            reasoning=reasoning_of(parsers.reasoning, files.tokenizer),
         )
         incarnation = uuid.uuid4().hex
         self._tokenizer = files.tokenizer

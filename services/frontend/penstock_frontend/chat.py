@@ -64,7 +64,7 @@ class ChatCalls:
             request.tool_choice,
             parsers.tool,
             named=request.named_tool,
-            reasoning=parsers.reasoning,
+            reasoning=parsers.reasoning if self._llm.inputs.reasoning is None else None,
             prompt=str(rendered.prompt),
         )
         if constraint is not None:

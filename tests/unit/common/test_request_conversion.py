@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from penstock_common.types.request import EngineCoreRequest
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.rpc.convert import request_from_proto
 from penstock_frontend.rpc.convert import add_request
@@ -27,6 +28,9 @@ def over_the_wire(request: EngineCoreRequest) -> EngineCoreRequest:
         {"priority": -7, "arrival_time": 12.5, "cache_salt": "s", "external_request_id": "e"},
         {"attempt": 3, "prior_output_token_ids": [4, 5]},
         {"trace_context": {"traceparent": "00-a-b-01"}},
+        {"reasoning_parser_kwargs": ReasoningTokens(7, 8)},
+        {"reasoning_parser_kwargs": ReasoningTokens(7, 8), "reasoning_ended": False},
+        {"reasoning_parser_kwargs": ReasoningTokens(7, 8), "reasoning_ended": True},
     ],
     ids=str,
 )
@@ -39,3 +43,20 @@ def test_a_weight_that_is_not_sent_is_one() -> None:
     message = add_request(PLAIN).add
     assert not message.HasField("tenant_weight")
     assert request_from_proto(message).tenant_weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "truncated"),
+        ('{"begin_token_id": 7}', "missing required field `end_token_id`"),
+        ('{"begin_token_id": 7, "end_token_id": "8"}', "Expected `int`"),
+        ('{"begin_token_id": 7, "end_token_id": 8, "x": 1}', "unknown field `x`"),
+    ],
+)
+def test_a_reasoning_that_cannot_be_read_is_refused_by_name(text: str, why: str) -> None:
+    message = add_request(PLAIN).add
+    message.reasoning_parser_kwargs = text
+    with pytest.raises(InvalidArgument, match=why) as error:
+        request_from_proto(message)
+    assert error.value.field == "reasoning_parser_kwargs"

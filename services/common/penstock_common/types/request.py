@@ -14,6 +14,13 @@ MIN_TENANT_WEIGHT = 0.001
 MAX_TENANT_WEIGHT = 1000.0
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model's reasoning stands between."""
+
+    begin_token_id: int
+    end_token_id: int
+
+
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field for field ``penstock.enginecore.v1.EngineCoreRequest``, as far as engines serve it.
 
@@ -21,6 +28,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
     With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
     the second text of a pair begins in the prompt. Where ``prompt_embeds`` has a vector, the token id means nothing.
+    With ``reasoning_parser_kwargs`` a constraint holds behind the reasoning. ``reasoning_ended``: whether the prompt has ended
+    that; False: it has begun it; None: the engine looks at the prompt's last tokens.
     ``arrival_time`` and ``deadline`` are seconds since the Unix epoch. Tenants share engines by ``tenant_weight``.
     ``request_number`` stands for request and attempt in ``TokenColumns``; 0: it has none.
     """
@@ -44,3 +53,5 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tenant: str = ""
     tenant_weight: float = 1.0
     request_number: int = 0
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: ReasoningTokens | None = None

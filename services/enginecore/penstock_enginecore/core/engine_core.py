@@ -88,7 +88,14 @@ class EngineCore:
                 wall_clock=wall_clock,
             )
         )
-        self._grammars = GrammarIntake(grammars, self.scheduler, self.vocab_size, lambda: self.wake())
+        self._grammars = GrammarIntake(
+            grammars,
+            self.scheduler,
+            lambda: self.wake(),
+            vocab_size=self.vocab_size,
+            eos_token_ids=executor.eos_token_ids,
+            enable_in_reasoning=config.structured_output.enable_in_reasoning,
+        )
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
             max_model_len=self.max_model_len,

@@ -4,6 +4,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,23 +16,42 @@ from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, SchedulerOutput
 from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, bitmask_words
+from penstock_enginecore.core.structured_output.reasoning import GatedGrammar, ReasoningGate, all_but
+
+
+class _Change(NamedTuple):
+    """A grammar that has ``started``, behind its ``gate`` if there is one, or one that can go on."""
+
+    request: Request
+    started: "Future[Grammar] | None" = None
+    gate: ReasoningGate | None = None
 
 
 class GrammarIntake:
     """All methods belong to the busy loop's thread, except ``check``.
 
     ``wake`` is called, on any thread, when ``take`` has something to do. Whatever goes wrong with a request's grammar ends that
-    request alone. Without a ``backend`` constraints are refused.
+    request alone. Without a ``backend`` constraints are refused. Those of a model that reasons hold behind its reasoning, unless
+    ``enable_in_reasoning``; an output does not end in its reasoning.
     """
 
     def __init__(
-        self, backend: GrammarBackend | None, scheduler: Scheduler, vocab_size: int, wake: Callable[[], None]
+        self,
+        backend: GrammarBackend | None,
+        scheduler: Scheduler,
+        wake: Callable[[], None],
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        enable_in_reasoning: bool,
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
         self._words = bitmask_words(vocab_size)
         self._wake = wake
-        self._changed: queue.SimpleQueue[tuple[Request, Future[Grammar] | None]] = queue.SimpleQueue()
+        self._in_reasoning = all_but(eos_token_ids, vocab_size)
+        self._enable_in_reasoning = enable_in_reasoning
+        self._changed: queue.SimpleQueue[_Change] = queue.SimpleQueue()
 
     def check(self, constraint: StructuredOutput) -> None:
         """Refuse a constraint that can be seen to be wrong. Any thread. Raises InvalidArgument or Unimplemented."""
@@ -41,11 +61,13 @@ class GrammarIntake:
         """Get the grammar of a request that is held until then."""
         prior = request.all_token_ids[request.num_prompt_tokens :]
         try:
-            starting = self._served().start(constraint, prior, partial(self._put, request, None))
+            if (gate := self._gate(request)) is not None:
+                prior = gate.passed(prior)
+            starting = self._served().start(constraint, prior, partial(self._put, _Change(request)))
         except Exception as e:
             self._fail(request, e, "starting the constraint")
             return
-        starting.add_done_callback(lambda future: self._put(request, future))
+        starting.add_done_callback(lambda future: self._put(_Change(request, future, gate)))
 
     def take(self) -> None:
         """Let requests go on whose grammar, or next mask, has come, and end those whose grammar has failed."""
@@ -53,11 +75,11 @@ class GrammarIntake:
             return
         self._flush()
         while not self._changed.empty():
-            request, future = self._changed.get()
+            change = self._changed.get()
             try:
-                self._take(request, future)
+                self._take(change)
             except Exception as e:
-                self._fail(request, e, "starting the constraint")
+                self._fail(change.request, e, "starting the constraint")
 
     def bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
         """The masks of a step whose forward pass runs. Requests whose mask does not come in time lose their turn."""
@@ -94,17 +116,24 @@ class GrammarIntake:
         if self._backend is not None:
             self._backend.flush()
 
-    def _put(self, request: Request, future: "Future[Grammar] | None") -> None:
-        self._changed.put((request, future))
+    def _put(self, change: "_Change") -> None:
+        self._changed.put(change)
         self._wake()
 
-    def _take(self, request: Request, future: "Future[Grammar] | None") -> None:
-        if future is not None:
-            grammar = future.result()
+    def _gate(self, request: Request) -> ReasoningGate | None:
+        if request.reasoning_parser_kwargs is None or self._enable_in_reasoning:
+            return None
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        return ReasoningGate(request.reasoning_parser_kwargs, prompt, request.reasoning_ended)
+
+    def _take(self, change: "_Change") -> None:
+        request = change.request
+        if change.started is not None:
+            grammar = change.started.result()
             if request.finished:
                 grammar.close()
                 return
-            request.grammar = grammar
+            request.grammar = GatedGrammar(grammar, change.gate, self._in_reasoning) if change.gate else grammar
         elif request.grammar is not None and request.grammar.failure is not None:
             raise request.grammar.failure
         self._scheduler.release(request, Hold.GRAMMAR)

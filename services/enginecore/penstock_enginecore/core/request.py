@@ -105,6 +105,8 @@ class Request:
         "priority",
         "prompt_embeds",
         "queued_time",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
         "request_id",
         "sampling_params",
         "second_text_start",
@@ -149,6 +151,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.hold = Hold.NONE
         self.grammar: Grammar | None = None
+        self.reasoning_parser_kwargs = request.reasoning_parser_kwargs
+        self.reasoning_ended = request.reasoning_ended
         self.arrival = 0
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = 0

@@ -64,6 +64,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
             f"{MAX_TENANT_WEIGHT:g}",
             field="tenant_weight",
         )
+    _check_reasoning(request, limits.vocab_size)
     if request.data_parallel_rank not in (None, 0):
         raise InvalidArgument(
             f"data_parallel_rank is {request.data_parallel_rank}; this engine is rank 0 of 1",
@@ -92,6 +93,15 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise InvalidArgument(
             f"{field}[{list(token_ids).index(worst)}] is {worst}; token ids go from 0 to {vocab_size - 1}", field=field
         )
+
+
+def _check_reasoning(request: EngineCoreRequest, vocab_size: int) -> None:
+    if (reasoning := request.reasoning_parser_kwargs) is None:
+        return
+    for name in ("begin_token_id", "end_token_id"):
+        if not 0 <= (token_id := getattr(reasoning, name)) < vocab_size:
+            field = f"reasoning_parser_kwargs.{name}"
+            raise InvalidArgument(f"{field} is {token_id}; token ids go from 0 to {vocab_size - 1}", field=field)
 
 
 def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:

@@ -20,15 +20,13 @@ from penstock_common.types.outputs import (
     UtilityOutput,
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, ReasoningTokens
 
 NOT_SERVED_YET = (
     "mm_features",
     "lora",
     "data_parallel_rank",
     "resumable",
-    "reasoning_ended",
-    "reasoning_parser_kwargs",
     "kv_transfer_params",
 )
 """Fields of a request whose feature comes later."""
@@ -65,7 +63,18 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         tenant=message.tenant,
         tenant_weight=message.tenant_weight if message.HasField("tenant_weight") else 1.0,
         request_number=message.request_number,
+        reasoning_ended=message.reasoning_ended if message.HasField("reasoning_ended") else None,
+        reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
     )
+
+
+def _reasoning(text: str) -> ReasoningTokens | None:
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text, type=ReasoningTokens)
+    except msgspec.DecodeError as e:
+        raise InvalidArgument(f"reasoning_parser_kwargs: {e}", field="reasoning_parser_kwargs") from None
 
 
 def _deadline(message: pb.EngineCoreRequest) -> float | None:

@@ -15,6 +15,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing import sampling
 from penstock_frontend.processing.mixed_prompt import Assembled, MixedPrompt, assemble
+from penstock_frontend.processing.reasoning import Reasoning
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Tokenizer
 
@@ -43,12 +44,14 @@ class InputProcessor:
         model_name: str,
         limits: LimitsConfig,
         fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
+        reasoning: Reasoning | None = None,
     ) -> None:
-        """Raises ConfigError when the model's own defaults are out of range."""
+        """``reasoning``: behind it constraints hold. Raises ConfigError when the model's own defaults are out of range."""
         self._tokenizer = tokenizer
         self._defaults = sampling.model_defaults(generation_config)
         self._model_name = model_name
         self._limits = limits
+        self.reasoning = reasoning
         self.fairness = fairness
         self._serial = itertools.count(1)
 
@@ -110,6 +113,7 @@ class InputProcessor:
         prompt = await self._prompt(request, limits, truncated=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens)
+        reasoning = self.reasoning if params.structured_output is not None else None
         return EngineCoreRequest(
             # Unique even where a client uses an id again.
             request_id=f"{request_id}-{next(self._serial):x}",
@@ -125,6 +129,10 @@ class InputProcessor:
             trace_context=request.trace_context,
             tenant=request.tenant,
             tenant_weight=self.fairness.weight_of(request.tenant),
+            reasoning_ended=reasoning.parser.ended_by(request.prompt)
+            if reasoning is not None and isinstance(request.prompt, str)
+            else None,
+            reasoning_parser_kwargs=reasoning.tokens if reasoning is not None else None,
         )
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:

@@ -109,6 +109,11 @@ class Tokenizer:
         except BaseException as e:
             raise _without_panic(e) from e
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is this text; None where there is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
+
     def is_special(self, text: str) -> bool:
         """Whether ``text`` is a special token, which is left out of outputs unless they are asked to show it."""
         return self._backend.token_to_id(text) in self.special_ids

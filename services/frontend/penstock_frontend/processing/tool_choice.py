@@ -24,8 +24,9 @@ def tool_constraint(
 ) -> StructuredOutput | None:
     """What keeps the model to calls of tools: with ``required`` one or more of any, with ``named`` one of that.
 
-    None with ``auto`` and ``none``. Arguments fit the tool's schema, and are written as ``parser`` reads them. A model that
-    reasons may do so first; ``prompt`` tells whether it is already about to. Raises InvalidArgument.
+    None with ``auto`` and ``none``. Arguments fit the tool's schema, and are written as ``parser`` reads them. With ``reasoning``
+    the constraint itself lets the model reason first, where engines do not; ``prompt`` tells whether it is already about to.
+    Raises InvalidArgument.
     """
     check_choice(tools, choice, named)
     if not named and choice != "required":
@@ -78,10 +79,10 @@ def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
 
 def _after_reasoning(calls: dict[str, Any], reasoning: type[ReasoningParser], prompt: str) -> dict[str, Any]:
     begin, end = reasoning.tags
-    before = prompt.rstrip()
-    if before.endswith(end):
+    ended = reasoning.ended_by(prompt)
+    if ended:
         return calls
-    begun = before.endswith(begin)
+    begun = ended is False
     thoughts = {"type": "tag", "begin": "" if begun else begin, "content": {"type": "any_text"}, "end": f"{end}\n\n"}
     first = thoughts if begun else {"type": "optional", "content": thoughts}
     return {"type": "sequence", "elements": [first, calls]}

@@ -1,5 +1,7 @@
 """Messages of ``penstock.enginecore.v1`` to the domain and back. Decoding outputs is hot: once per step and engine."""
 
+import msgspec
+
 from penstock.common.v1 import finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal
@@ -64,6 +66,10 @@ def add_request(
     if request.tenant_weight != 1.0:
         add.tenant_weight = request.tenant_weight
     add.request_number = request.request_number
+    if request.reasoning_ended is not None:
+        add.reasoning_ended = request.reasoning_ended
+    if request.reasoning_parser_kwargs is not None:
+        add.reasoning_parser_kwargs = msgspec.json.encode(request.reasoning_parser_kwargs).decode()
     return message
 
 

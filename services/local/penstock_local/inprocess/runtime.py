@@ -25,8 +25,10 @@ from penstock_frontend.processing.chat import ChatRenderer
 from penstock_frontend.processing.chat_template import load_chat_templates
 from penstock_frontend.processing.input import InputProcessor
 from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.pooling import PoolingInputs
+from penstock_frontend.processing.reasoning import reasoning_of
 from penstock_frontend.processing.tokenizer import load_model_files
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import visible_gpus
@@ -69,7 +71,14 @@ class Runtime:
         metrics = FrontendMetrics(model.name)
         outputs = OutputProcessor(files.tokenizer, metrics)
         pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
-        inputs = InputProcessor(files.tokenizer, files.generation_config, model_name=model.name, limits=limits)
+        parsers = registry.pick(tool=registry.NONE, reasoning=registry.AUTO, template=templates.source)
+        inputs = InputProcessor(
+            files.tokenizer,
+            files.generation_config,
+            model_name=model.name,
+            limits=limits,
+            reasoning=reasoning_of(parsers.reasoning, files.tokenizer),
+        )
         core = EngineCore(config, make_executor(config), make_grammars=make_grammar_backend, progress=logger.info)
         self.engine = InProcessEngine(core, describe(config, core), SplitOutputs(outputs, pooled), self._loop)
         self.llm = AsyncLLM(

@@ -12,6 +12,9 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
+_PROMPT_END = 256
+"""Characters of a prompt that are looked at for a tag and the blanks behind it."""
+
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What is new of one tool call. ``index`` counts the calls of an answer, ``id`` is that of the call, on every piece.
@@ -83,6 +86,13 @@ class ReasoningParser(abc.ABC):
     @abc.abstractmethod
     def fits(cls, template: str) -> bool:
         """Whether a model with this chat template reasons so."""
+
+    @classmethod
+    def ended_by(cls, prompt: str) -> bool | None:
+        """Whether a prompt ends the reasoning; False: it begins it; None: neither, the answer may begin with it."""
+        begin, end = cls.tags
+        before = prompt[-_PROMPT_END:].rstrip()
+        return True if before.endswith(end) else False if before.endswith(begin) else None
 
     @abc.abstractmethod
     def push(self, text: str) -> ReasoningDelta:

@@ -28,8 +28,8 @@ class Qwen3ReasoningParser(ReasoningParser):
     tags: ClassVar = (_BEGIN, _END)
 
     def __init__(self, prompt: str) -> None:
-        end = prompt[-64:].rstrip()
-        self._at = _At.BEGUN if end.endswith(_BEGIN) else _At.CONTENT if end.endswith(_END) else _At.START
+        ended = self.ended_by(prompt)
+        self._at = _At.START if ended is None else _At.CONTENT if ended else _At.BEGUN
         self._held = ""
 
     @classmethod

@@ -1,0 +1,219 @@
+"""Constraints of a model that reasons, through both public APIs: a frontend in front of an engine with random weights."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from tokenizers import Tokenizer
+
+from penstock.common.v1 import control_pb2, finish_pb2, sampling_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.structured_output.factory import make_grammar_backend
+from tests.fakes.engine_server import EngineServer
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.frontend_server import FrontendServer, collect, until_states
+from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
+EOS = 1
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+}
+HI: Any = {"role": "user", "content": "hi"}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, with the demo model's tokenizer and two tokens more."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("reasoning")
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    size = tokenizer.get_vocab_size()
+    save_tiny_model("llama", directory, vocab_size=size, eos_token_id=EOS, max_position_embeddings=1024)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def bias(tokenizer: Tokenizer) -> dict[int, float]:
+    """A push towards the ends of the reasoning and of objects: random weights would go on for hundreds of tokens."""
+    return {tokenizer.token_to_id("</think>"): 6.0, tokenizer.token_to_id("}"): 12.0, EOS: 3.0}
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> Iterator[EngineServer]:
+    config = EngineCoreConfig(
+        model=ModelConfig(path=str(path), served_model_name="model", device="cpu"),
+        cache=CacheConfig(num_blocks=512),
+        executor=ExecutorConfig(num_threads=1),
+    )
+    server = EngineServer(config, UniprocExecutor(config), make_grammar_backend).start().load()
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(path: Path, engine: EngineServer) -> AsyncIterator[OpenAIServer]:
+    async with openai_server(path, engines=[engine.address]) as server:
+        yield server
+
+
+async def chat(api: OpenAIServer, bias: dict[int, float], **body: Any) -> Any:
+    body = {"max_tokens": 400, "temperature": 1.0, "seed": 1, "response_format": FORM, **body}
+    logit_bias = {str(token): value for token, value in bias.items()}
+    return await api.client.chat.completions.create(
+        model="model", messages=[HI], logit_bias=logit_bias, timeout=120, **body
+    )
+
+
+def assert_valid(text: str) -> None:
+    value = json.loads(text)
+    assert set(value) == {"a", "b"}
+    assert type(value["a"]) is int
+    assert type(value["b"]) is bool
+
+
+async def test_a_schema_holds_behind_the_reasoning_over_http(api: OpenAIServer, bias: dict[int, float]) -> None:
+    answer = await chat(api, bias, n=4)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert_valid(choice.message.content)
+    assert any(choice.message.reasoning for choice in answer.choices)
+
+
+async def test_a_stream_tells_reasoning_and_content_apart(api: OpenAIServer, bias: dict[int, float]) -> None:
+    whole = (await chat(api, bias, seed=5)).choices[0].message
+    deltas = [chunk.choices[0].delta async for chunk in await chat(api, bias, seed=5, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
+    assert reasoning == getattr(whole, "reasoning", "")
+
+
+async def test_reasoning_that_the_template_has_ended_is_not_waited_for(
+    api: OpenAIServer, bias: dict[int, float]
+) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    [choice] = (await chat(api, bias, extra_body=extra)).choices
+    assert_valid(choice.message.content)
+    assert not hasattr(choice.message, "reasoning")
+
+
+async def test_reasoning_without_end_ends_as_length(api: OpenAIServer, tokenizer: Tokenizer) -> None:
+    [choice] = (await chat(api, {tokenizer.token_to_id("</think>"): -100.0, EOS: 100.0}, max_tokens=20)).choices
+    assert (choice.finish_reason, choice.message.content) == ("length", "")
+    assert choice.message.reasoning
+
+
+async def test_a_stop_string_ends_the_reasoning_too(api: OpenAIServer, tokenizer: Tokenizer) -> None:
+    [token] = tokenizer.encode("a", add_special_tokens=False).ids
+    [choice] = (await chat(api, {token: 100.0}, stop=["aaa"])).choices
+    assert (choice.finish_reason, choice.stop_reason, choice.message.content) == ("stop", "aaa", "")
+
+
+async def test_a_tool_that_must_be_called_is_called_behind_the_reasoning(
+    api: OpenAIServer, bias: dict[int, float]
+) -> None:
+    options: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "response_format": None}
+    [choice] = (await chat(api, bias, seed=2, **options)).choices
+    call = choice.message.tool_calls[0]
+    assert call.function.name == "f"
+    assert_valid(call.function.arguments)
+    assert choice.message.reasoning
+
+
+def params(bias: dict[int, float], **fields: Any) -> sampling_pb2.SamplingParams:
+    constraint = {"json_schema": json.dumps(SCHEMA)}
+    values = {"max_tokens": 400, "temperature": 1.0, "seed": 1, "structured_output": constraint, "logit_bias": bias}
+    return sampling_pb2.SamplingParams(**{**values, **fields})
+
+
+async def test_a_schema_holds_behind_the_reasoning_over_grpc(api: OpenAIServer, bias: dict[int, float]) -> None:
+    message = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")], sampling_params=params(bias, n=8))
+    content, reasoning = dict.fromkeys(range(8), ""), dict.fromkeys(range(8), "")
+    for response in await collect(api.server.stub.Chat(message, timeout=60)):
+        content[response.index] += response.content
+        reasoning[response.index] += response.reasoning
+    for text in content.values():
+        assert_valid(text)
+    assert any(reasoning.values())
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+async def test_a_prompt_that_has_begun_the_reasoning_goes_on_with_it(
+    api: OpenAIServer, bias: dict[int, float], tokenizer: Tokenizer, as_text: bool
+) -> None:
+    prompt = "Say it.<think>\n"
+    ids = pb.TokenIds(ids=tokenizer.encode(prompt, add_special_tokens=False).ids)
+    asked: dict[str, Any] = {"text": prompt} if as_text else {"token_ids": ids}
+    message = pb.GenerateRequest(**asked, sampling_params=params(bias, seed=3))
+    outputs = await collect(api.server.stub.Generate(message, timeout=60))
+    reasoning, end, content = "".join(output.text for output in outputs).partition("</think>")
+    assert reasoning
+    assert end
+    assert_valid(content)
+
+
+async def test_a_prompt_without_a_word_of_reasoning_may_be_answered_at_once(
+    api: OpenAIServer, bias: dict[int, float], tokenizer: Tokenizer
+) -> None:
+    without = {**bias, tokenizer.token_to_id("<think>"): -100.0}
+    message = pb.GenerateRequest(text="Say it.", sampling_params=params(without))
+    outputs = await collect(api.server.stub.Generate(message, timeout=60))
+    assert_valid("".join(output.text for output in outputs))
+
+
+async def test_a_request_that_moves_in_its_reasoning_is_told_so_again(path: Path, tokenizer: Tokenizer) -> None:
+    size = tokenizer.get_vocab_size()
+    async with (
+        FakeEngine("a", vocab_size=size, max_model_len=512, manual=True) as a,
+        FakeEngine("b", vocab_size=size, max_model_len=512, manual=True) as b,
+        FrontendServer(path, engines=[a.address, b.address]) as frontend,
+    ):
+        serving = control_pb2.ENGINE_STATE_SERVING
+        await until_states(frontend, {"a": serving, "b": serving})
+        message = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")], sampling_params=params({}))
+        call = asyncio.create_task(collect(frontend.stub.Chat(message, timeout=60)))
+        async with asyncio.timeout(20):
+            while not (a.running or b.running):
+                await asyncio.sleep(0.005)
+        first, second = (a, b) if a.running else (b, a)
+        first.step()
+        first.step()
+        first.break_streams()
+        await second.until(lambda e: e.running)
+        [moved] = second.requests
+        assert (moved.attempt, len(moved.prior_output_token_ids)) == (1, 2)
+        assert json.loads(moved.reasoning_parser_kwargs) == {
+            "begin_token_id": tokenizer.token_to_id("<think>"),
+            "end_token_id": tokenizer.token_to_id("</think>"),
+        }
+        assert (moved.HasField("reasoning_ended"), moved.reasoning_ended) == (True, False)
+        while second.running:
+            second.step()
+        assert (await call)[-1].finish_reason == finish_pb2.FINISH_REASON_LENGTH
