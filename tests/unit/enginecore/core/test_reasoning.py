@@ -1,5 +1,7 @@
 """Constraints of models that reason: they hold behind the reasoning, wherever it ends."""
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.structured_output.base import allows
-from penstock_enginecore.core.structured_output.reasoning import At, ReasoningGate, all_but
+from penstock_enginecore.core.structured_output.reasoning import At, GatedGrammar, ReasoningGate, all_but
 from tests.fakes.engine_harness import (
     Transcript,
     add,
@@ -121,6 +123,24 @@ def test_the_mask_of_reasoning_has_every_token_but_the_ends(vocab_size):
     assert mask.dtype == np.int32
     allowed = [allows(mask, token) for token in range(32 * len(mask))]
     assert [token for token, each in enumerate(allowed) if each] == [t for t in range(vocab_size) if t not in (0, 30)]
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2], [3], [1, 2, 3, 4]])
+def test_several_tokens_may_come_at_once(cuts):
+    grammar = FakeGrammar(0, 2, EOS, VOCAB, lambda: None)
+    gated = GatedGrammar(grammar, ReasoningGate(TOKENS, [], None), all_but(frozenset({EOS}), VOCAB))
+    output = [BEGIN, 3, END, 2, 4, EOS]
+    for begin, end in pairwise([0, *cuts, len(output)]):
+        assert all(gated.accept(token) for token in output[begin:end])
+    assert (grammar.taken, gated.terminated) == ([2, 4], True)
+
+
+def test_the_end_of_the_output_is_not_taken_in_the_reasoning():
+    grammar = FakeGrammar(0, 0, EOS, VOCAB, lambda: None)
+    gated = GatedGrammar(grammar, ReasoningGate(TOKENS, [], False), all_but(frozenset({EOS}), VOCAB))
+    assert not gated.accept(EOS)
+    assert gated.accept(END)
+    assert gated.accept(EOS)
 
 
 # In the engine.
