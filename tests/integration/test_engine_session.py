@@ -124,6 +124,17 @@ async def test_ready_comes_first_and_says_what_the_engine_can_hold(servers: Serv
     assert "kv_events" not in ready.capabilities
 
 
+async def test_ready_says_what_the_tokens_depend_on_which_limits_do_not_change(
+    servers: Servers, connect: Connect
+) -> None:
+    one = await connect(servers(num_blocks=64, block_size=4)).hello()
+    other = await connect(servers(num_blocks=32, block_size=8, max_model_len=40, max_num_seqs=2)).hello()
+    assert (
+        one.config == other.config == {"dtype": "float32", "task": "generate", "eos_token_ids": "[]", "weights": "fake"}
+    )
+    assert one.config_hash == other.config_hash != ""
+
+
 async def test_ready_says_whether_the_engine_tells_what_it_caches(servers: Servers, connect: Connect) -> None:
     ready = await connect(servers(enable_kv_events=True)).hello()
     assert "kv_events" in ready.capabilities

@@ -1,6 +1,5 @@
 """An engine process from start to end: load, serve, drain, stop."""
 
-import hashlib
 import signal
 import time
 import uuid
@@ -20,6 +19,7 @@ from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
+from penstock_enginecore.variant import Loaded, config_of, hash_of
 
 log = get_logger()
 
@@ -83,12 +83,21 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
     """Who this engine is."""
-    agreed = repr((config.model.path, config.model.revision, config.model.dtype, config.cache.block_size))
+    executor = engine.executor
+    computes = config_of(
+        config.model,
+        Loaded(
+            dtype=executor.dtype,
+            task=" ".join(engine.pooling.words) if engine.pooling else "generate",
+            max_len=executor.model_max_len,
+            eos_token_ids=executor.eos_token_ids,
+        ),
+    )
     return EngineReady(
         engine_id=config.name,
         incarnation=uuid.uuid4().hex,
         model=config.model.name,
-        revision=config.model.revision,
+        revision=computes.get("revision", ""),
         max_model_len=engine.max_model_len,
         num_kv_blocks=engine.kv_cache_config.num_blocks,
         block_size=engine.kv_cache_config.block_size,
@@ -96,6 +105,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         hidden_size=engine.hidden_size,
         max_message_bytes=config.server.max_message_bytes,
         max_tensor_bytes=MAX_TENSOR_BYTES,
-        config_hash=hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest(),
+        config=computes,
+        config_hash=hash_of(computes),
         capabilities=_capabilities(config, engine),
     )

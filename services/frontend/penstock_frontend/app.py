@@ -234,6 +234,7 @@ class Frontend:
         for load in self._engines.loads():
             self._metrics.engine(load.engine)  # its series show as 0 before its first request
         self._metrics.set_held(self._engines.num_held)
+        self._metrics.set_variants(len(self._engines.variants()))
         if self._coordinator is not None:
             self._coordinator.demand(self._engines.num_held)
         self._changed.set()

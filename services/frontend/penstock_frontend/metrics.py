@@ -142,6 +142,12 @@ class FrontendMetrics:
         self._held = Gauge(
             "penstock:requests_held", "Requests that wait for an engine", ["model_name"], registry=self.registry
         ).labels(model_name)
+        self._variants = Gauge(
+            "penstock:engine_variants",
+            "Engines that compute differently: 1 while all are the same, 0 without engines",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         self._moved = Counter(
             "penstock:requests_moved", "Sequences that left their engine", ["model_name"], registry=self.registry
         ).labels(model_name)
@@ -160,6 +166,10 @@ class FrontendMetrics:
     def set_held(self, count: int) -> None:
         """Requests that wait for an engine."""
         self._held.set(count)
+
+    def set_variants(self, count: int) -> None:
+        """Engines that compute differently are so many variants of the model."""
+        self._variants.set(count)
 
     def moved(self, count: int) -> None:
         """Sequences left their engine, to go on on another one."""

@@ -144,7 +144,7 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
 
 
 def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
-    """A line on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
+    """Lines on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
     engines = snapshot.cluster.engines
     if not engines:
         return Group(*_heads(snapshot, options), Text("no engine is known yet", style="yellow"))
@@ -154,7 +154,7 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine in engines:
         rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
-    return Group(*_heads(snapshot, options), rows)
+    return Group(*_heads(snapshot, options), *_variants(snapshot), rows)
 
 
 def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
@@ -183,6 +183,7 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
             else {"num_engines": len(seen.engines), "coordinator_connected": seen.coordinator_connected}
             for address, seen in snapshot.others.items()
         },
+        "variants": [msgspec.structs.asdict(variant) for variant in snapshot.cluster.variants],
         "engines": [
             {
                 **msgspec.structs.asdict(engine),
@@ -218,6 +219,18 @@ def _seen(cluster: Cluster) -> str:
     count = len(cluster.engines)
     coordinator = "connected" if cluster.coordinator_connected else "not connected"
     return f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}"
+
+
+def _variants(snapshot: Snapshot) -> list[Text]:
+    """A line per variant, where there are several: they are the same model and compute differently."""
+    variants = snapshot.cluster.variants
+    if len(variants) < 2:
+        return []
+    lines = [Text(f"{len(variants)} variants of the model, which compute differently:", style="yellow")]
+    for variant in variants:
+        differs = ", ".join(f"{key}={value or 'not there'}" for key, value in sorted(variant.differs.items()))
+        lines.append(Text(f"  {', '.join(variant.engine_ids)}: {differs or 'does not say'}", style="yellow"))
+    return lines
 
 
 def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:

@@ -49,6 +49,7 @@ class Simulated:
         self.brought: set[str] = set()  # requests that got something of their engine
         self.unsendable: set[str] = set()
         self.closed: set[str] = set()  # engines that are there and take nothing
+        self.variants: dict[str, str] = {}  # of the engines that are not of variant ""
         self.num_held_changes = 0
         self.num_moved = 0
         self.router = Router()
@@ -71,7 +72,11 @@ class Simulated:
     # The dispatch's Engines.
 
     def candidates(self) -> list[Candidate]:
-        return [Candidate(name, rank, name not in self.closed) for rank, (name, up) in enumerate(self.up.items()) if up]
+        return [
+            Candidate(name, rank, name not in self.closed, self.variants.get(name, ""))
+            for rank, (name, up) in enumerate(self.up.items())
+            if up
+        ]
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
         assert self.up[engine]
@@ -389,6 +394,73 @@ async def test_a_rank_that_does_not_exist_is_refused_and_one_that_has_gone_is_no
     world.add("r1", rank=0)
     world.kill("a")
     assert list(world.running["b"]) == ["r1"]
+
+
+def mixed(**variants: str) -> Simulated:
+    """Engines by name, each of a variant."""
+    world = Simulated(*variants)
+    world.variants = variants
+    return world
+
+
+async def test_a_request_that_moves_stays_with_its_variant_while_an_engine_of_it_takes_requests() -> None:
+    world = mixed(a="old", b="new", c="old")
+    world.add("r0", rank=0)
+    world.step("a")
+    world.router.report("c", waiting=9, running=9, kv_cache_usage=0.9)
+    world.kill("a")
+    assert world.where("r0") == "c"
+
+
+async def test_a_request_whose_variant_is_gone_goes_on_with_another_which_is_logged_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    world = mixed(a="old", b="new")
+    for number in range(3):
+        world.add(f"r{number}", rank=0)
+    world.step("a")
+    world.kill("a")
+    world.finish()
+    assert world.ended == {f"r{number}": FinishReason.LENGTH for number in range(3)}
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "another variant" in line]
+    assert "count=3" in line
+    assert ("variant=old" in line, "now=new" in line) == (True, True)
+
+
+def on_a_detour() -> tuple[Simulated, str, str]:
+    """A request with tokens of the old variant on an engine of the new one, that engine, and the other new one."""
+    world = mixed(a="old", b="new", c="old", d="new")
+    world.closed = {"c"}
+    world.add("r0", rank=0)
+    world.step("a")
+    world.kill("a")
+    world.closed = set()
+    engine = world.where("r0")
+    return world, engine, "b" if engine == "d" else "d"
+
+
+async def test_a_request_returns_to_its_variant_when_nothing_came_of_the_other() -> None:
+    world, engine, _ = on_a_detour()
+    world.router.report("c", waiting=9, running=9, kv_cache_usage=0.9)
+    world.kill(engine)
+    assert world.where("r0") == "c"
+
+
+async def test_a_request_belongs_to_the_variant_that_brought_its_last_token() -> None:
+    world, engine, other = on_a_detour()
+    world.step(engine)
+    world.router.report(other, waiting=9, running=9, kv_cache_usage=0.9)
+    world.kill(engine)
+    assert world.where("r0") == other
+
+
+async def test_a_request_that_has_nothing_yet_goes_to_any_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    world = mixed(a="old", b="new", c="old")
+    world.add("r0", rank=0)
+    world.router.report("c", waiting=9, running=9, kv_cache_usage=0.9)
+    world.kill("a")
+    assert world.where("r0") == "b"
+    assert "another variant" not in capsys.readouterr().out
 
 
 async def test_retries_are_bounded_even_when_each_engine_brings_something() -> None:

@@ -76,6 +76,26 @@ def test_a_rank_that_takes_nothing_is_unavailable() -> None:
         Router().pick([Candidate("e0", 0, accepting=False), Candidate("e1", 1)], rank=0)
 
 
+VARIANTS = [Candidate(f"e{i}", i, variant="new" if i else "old") for i in range(4)]
+
+
+def test_a_request_stays_with_its_variant_however_loaded_that_is() -> None:
+    router = Router()
+    router.report("e0", waiting=100, running=100, kv_cache_usage=1.0)
+    assert {router.pick(VARIANTS, variant="old") for _ in range(5)} == {"e0"}
+    assert {router.pick(VARIANTS, variant="new") for _ in range(9)} == {"e1", "e2", "e3"}
+
+
+def test_a_request_whose_variant_takes_nothing_goes_to_another() -> None:
+    engines = [Candidate("e0", 0, accepting=False, variant="old"), *VARIANTS[1:]]
+    assert Router().pick(engines, variant="old") in ("e1", "e2", "e3")
+
+
+def test_new_requests_go_to_all_variants() -> None:
+    router = Router()
+    assert {router.pick(VARIANTS) for _ in range(4)} == {"e0", "e1", "e2", "e3"}
+
+
 def test_without_engines_the_request_is_unavailable() -> None:
     with pytest.raises(Unavailable):
         Router().pick([])

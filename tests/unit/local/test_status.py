@@ -22,10 +22,11 @@ class FakeAdmin(service_pb2_grpc.AdminServiceServicer):
         self.engines: list[control_pb2.EngineStatus] = []
         self.infos: dict[str, dict[str, Any]] | None = {}
         self.looks = 0
+        self.variants: list[messages_pb2.Variant] = []
 
     async def GetCluster(self, request: Any, context: Any) -> messages_pb2.GetClusterResponse:
         self.looks += 1
-        return messages_pb2.GetClusterResponse(engines=self.engines, coordinator_connected=True)
+        return messages_pb2.GetClusterResponse(engines=self.engines, coordinator_connected=True, variants=self.variants)
 
     async def GetEngineInfo(self, request: Any, context: Any) -> messages_pb2.GetEngineInfoResponse:
         if self.infos is None:
@@ -99,6 +100,42 @@ async def test_json_has_everything_also_what_engines_say_of_themselves(
     assert (status["serving"], status["coordinator_connected"]) == (True, True)
     (only,) = status["engines"]
     assert (only["engine_id"], only["state"], only["info"]) == ("engine-0", "WEDGED", {"vocab_size": 9})
+
+
+MIXTURE = [
+    messages_pb2.Variant(
+        config_hash="1", engine_ids=["engine-0", "engine-2"], differs={"dtype": "float32", "code": ""}
+    ),
+    messages_pb2.Variant(config_hash="2", engine_ids=["engine-1"], differs={"dtype": "bfloat16", "code": "c0de"}),
+    messages_pb2.Variant(config_hash="", engine_ids=["engine-3"]),
+]
+
+
+async def test_engines_that_compute_differently_are_told_with_what_differs(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines, server.admin.variants = [engine(0), engine(1)], MIXTURE
+    assert await server.run("--once") == 0
+    assert capsys.readouterr().out.splitlines()[1:5] == [
+        "3 variants of the model, which compute differently:",
+        "  engine-0, engine-2: code=not there, dtype=float32",
+        "  engine-1: code=c0de, dtype=bfloat16",
+        "  engine-3: does not say",
+    ]
+
+
+async def test_engines_that_compute_the_same_are_no_news(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.admin.engines, server.admin.variants = [engine(0)], MIXTURE[:1]
+    assert await server.run("--once") == 0
+    assert "variant" not in capsys.readouterr().out
+
+
+async def test_json_has_the_variants(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.admin.engines, server.admin.variants = [engine(0)], MIXTURE[1:2]
+    await server.run("--json")
+    assert json.loads(capsys.readouterr().out)["variants"] == [
+        {"config_hash": "2", "engine_ids": ["engine-1"], "differs": {"dtype": "bfloat16", "code": "c0de"}}
+    ]
 
 
 async def test_an_engine_that_does_not_answer_leaves_the_table_whole(

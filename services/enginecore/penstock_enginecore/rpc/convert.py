@@ -176,6 +176,7 @@ def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
         data_parallel_rank=ready.data_parallel_rank,
         data_parallel_size=ready.data_parallel_size,
         config_hash=ready.config_hash,
+        config=ready.config,
         capabilities=ready.capabilities,
         vocab_size=ready.vocab_size,
         protocol_revision=protocol_revision,

@@ -89,6 +89,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.GetClusterResponse(
             engines=[engine_to_proto(status) for status in self._engines.cluster()],
             coordinator_connected=self._coordinator_connected(),
+            variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.variants()],
         )
 
     async def ResetPrefixCache(

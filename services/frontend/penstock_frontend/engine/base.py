@@ -10,6 +10,7 @@ from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
+from penstock_frontend.engine.variants import Variant
 from penstock_frontend.processing.input import ModelLimits
 
 
@@ -83,6 +84,9 @@ class EngineClient(Protocol):
 
     def cluster(self) -> Sequence[EngineStatus]:
         """The engines as this frontend sees them."""
+
+    def variants(self) -> Sequence[Variant]:
+        """The variants among the connected engines, by their hashes."""
 
     def rank_loads(self) -> Sequence[RankLoad]:
         """The load of every connected engine, by rank."""

@@ -10,6 +10,7 @@ import msgspec
 from penstock_common.engine_metrics import EngineLoad
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.incidents import incident
+from penstock_common.logging import get_logger
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
@@ -20,6 +21,7 @@ from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.router import Candidate, Router
+from penstock_frontend.engine.variants import Variant, describe, variants_of
 from penstock_frontend.processing.input import ModelLimits
 
 
@@ -58,6 +60,8 @@ class GrpcEngineClient:
             on_moved=on_moved,
         )
         self._view = ClusterView()
+        self._variants: list[str] = []
+        """The variants that there last were; they stay while no engine is connected."""
         self._usable = asyncio.Event()
         self._closed = False
 
@@ -167,6 +171,10 @@ class GrpcEngineClient:
         known = {c.address: self._status(c) for c in self._pool}
         return [*known.values(), *(status for status in self._view.engines if status.address not in known)]
 
+    def variants(self) -> list[Variant]:
+        """See EngineClient."""
+        return variants_of(connection.ready for connection in self._pool.connected() if connection.ready is not None)
+
     def rank_loads(self) -> Sequence[RankLoad]:
         """See EngineClient. Engines that call themselves the same rank are numbered by their addresses instead."""
         connected = [(c, c.ready, self._router.load(c.address)) for c in self._pool.connected() if c.ready is not None]
@@ -222,6 +230,7 @@ class GrpcEngineClient:
     def on_up(self, connection: EngineConnection) -> None:
         """See ConnectionListener."""
         self._router.forget(connection.address)  # counts of an earlier incarnation
+        self._tell_variants()
         self._changed()
 
     def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
@@ -251,6 +260,7 @@ class GrpcEngineClient:
 
     def on_down(self, connection: EngineConnection, reason: str) -> None:
         """See ConnectionListener."""
+        self._tell_variants()
         self._changed()
         self._dispatch.lose(connection.address, f"engine {connection.name} is gone: {reason}")
         self._router.forget(connection.address)
@@ -265,7 +275,12 @@ class GrpcEngineClient:
     def candidates(self) -> list[Candidate]:
         """See Engines."""
         return [
-            Candidate(connection.address, connection.rank, connection.state is EngineState.SERVING)
+            Candidate(
+                connection.address,
+                connection.rank,
+                connection.state is EngineState.SERVING,
+                connection.ready.config_hash if connection.ready else "",
+            )
             for connection in self._pool.connected()
         ]
 
@@ -299,6 +314,18 @@ class GrpcEngineClient:
         else:
             self._usable.clear()
         self._on_change()
+
+    def _tell_variants(self) -> None:
+        """Log which variants there are when they are others than before."""
+        variants = self.variants()
+        hashes = [variant.config_hash for variant in variants]
+        if not hashes or hashes == self._variants:
+            return
+        if len(variants) > 1:
+            get_logger().warning("engines of the model compute differently", variants=describe(variants))
+        elif len(self._variants) > 1:
+            get_logger().info("all engines of the model compute the same", variant=hashes[0])
+        self._variants = hashes
 
     def _status(self, connection: EngineConnection) -> EngineStatus:
         ready, load = connection.ready, self._router.load(connection.address)

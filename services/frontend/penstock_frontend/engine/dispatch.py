@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -78,11 +79,11 @@ class Dispatch:
         """Start the sequences of a call on one engine. Raises InvalidArgument for a rank that no engine has."""
         entries = self._journal.begin(requests)
         try:
-            engine = self._pick(entries, requests[0].data_parallel_rank)
+            picked = self._pick(entries, requests[0].data_parallel_rank)
         except InvalidArgument:
             self._journal.end([request.request_id for request in requests])
             raise
-        self._send(entries, engine)
+        self._send(entries, picked)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
         """End those that have not ended."""
@@ -190,19 +191,33 @@ class Dispatch:
             else:
                 self._suspects.add(entry)
                 self._on_held()
+        changed: Counter[tuple[str, str]] = Counter()
         for call in calls.values():
             # The engine that the client named may have gone, or be the one that was lost.
-            self._send(call, self._pick(call, None))
+            picked = self._pick(call, None)
+            self._send(call, picked)
+            if picked is not None:
+                changed.update((e.variant, picked.variant) for e in call if e.variant not in (None, picked.variant))
+        for (variant, now), count in changed.items():
+            get_logger().warning(
+                "requests go on with another variant of the model: no engine of theirs takes them",
+                count=count,
+                variant=variant,
+                now=now,
+            )
 
-    def _pick(self, entries: Sequence[JournalEntry], rank: int | None) -> str:
-        """The engine for entries that go together, ``""`` when none takes them now.
+    def _pick(self, entries: Sequence[JournalEntry], rank: int | None) -> Candidate | None:
+        """The engine for entries that go together, None when none takes them now: one of the variant that they began on, if any.
 
         Raises InvalidArgument for an unknown rank.
         """
+        candidates = self._others(entries[0])
+        began_on = next((entry.variant for entry in entries if entry.variant is not None), None)
         try:
-            return self._router.pick(self._others(entries[0]), rank=rank, count=len(entries))
+            key = self._router.pick(candidates, rank=rank, variant=began_on, count=len(entries))
         except Unavailable:
-            return ""
+            return None
+        return next(c for c in candidates if c.key == key)
 
     def _others(self, entry: JournalEntry) -> list[Candidate]:
         """The engines that it may be sent to."""
@@ -212,14 +227,15 @@ class Dispatch:
         now = asyncio.get_running_loop().time()
         return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
 
-    def _send(self, entries: Sequence[JournalEntry], engine: str) -> None:
+    def _send(self, entries: Sequence[JournalEntry], picked: Candidate | None) -> None:
         """Send entries that go together to an engine, or hold them where there is none."""
-        if not engine:
+        if picked is None:
             self._hold(entries)
             return
+        engine = picked.key
         for entry in entries:
             first = not self._journal.num_on(engine)
-            self._journal.assign(entry, engine)
+            self._journal.assign(entry, engine, picked.variant)
             try:
                 self._engines.send(engine, entry.to_send(), first=first)
             except Exception as e:

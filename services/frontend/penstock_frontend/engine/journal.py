@@ -33,7 +33,8 @@ class JournalEntry:
     ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
     ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
     ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
-    not sent to, and until when on the event loop's clock.
+    not sent to, and until when on the event loop's clock. ``variant``: of the engine that brought the last of its output, None
+    while there is none; ``engine_variant``: of the engine it is on.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class JournalEntry:
         "call",
         "ended",
         "engine",
+        "engine_variant",
         "excluded",
         "failed_steps",
         "held_for",
@@ -54,6 +56,7 @@ class JournalEntry:
         "strikes",
         "strikes_alone",
         "token_ids",
+        "variant",
     )
 
     def __init__(self, request: EngineCoreRequest, call: str) -> None:
@@ -74,6 +77,8 @@ class JournalEntry:
         self.failed_steps = 0
         self.held_for = 0.0
         self.excluded: dict[str, float] = {}
+        self.variant: str | None = None
+        self.engine_variant = ""
 
     @property
     def request_id(self) -> str:
@@ -158,6 +163,7 @@ class JournalEntry:
 
     def _progress(self) -> None:
         self.progressed = True
+        self.variant = self.engine_variant
         self.held_for = 0.0
 
     def leave(self) -> None:
@@ -205,9 +211,9 @@ class Journal:
         self._entries.update((entry.request_id, entry) for entry in entries)
         return entries
 
-    def assign(self, entry: JournalEntry, engine: str) -> None:
-        """The entry runs on this engine from now on."""
-        entry.engine = engine
+    def assign(self, entry: JournalEntry, engine: str, variant: str = "") -> None:
+        """The entry runs on this engine, which is of this variant, from now on."""
+        entry.engine, entry.engine_variant = engine, variant
         entry.number = self._unused_number()
         self._by_number[entry.number] = entry
         self._by_engine.setdefault(engine, {})[entry.request_id] = entry

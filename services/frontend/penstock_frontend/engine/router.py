@@ -13,11 +13,12 @@ _KV_PRESSURE_WEIGHT = 64.0
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A connected engine. ``accepting``: neither draining nor wedged nor known to be dead."""
+    """A connected engine. ``accepting``: neither draining nor wedged nor known to be dead. ``variant``: its ``config_hash``."""
 
     key: str
     rank: int
     accepting: bool = True
+    variant: str = ""
 
 
 class Load(msgspec.Struct):
@@ -60,14 +61,24 @@ class Router:
         """The copy of an engine's counts."""
         return self._loads.setdefault(key, Load())
 
-    def pick(self, candidates: Sequence[Candidate], *, rank: int | None = None, count: int = 1) -> str:
+    def pick(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        rank: int | None = None,
+        variant: str | None = None,
+        count: int = 1,
+    ) -> str:
         """The key of the engine for the next ``count`` requests, which are counted as waiting there from now on.
 
-        Raises Unavailable when no engine takes requests, InvalidArgument when there is no engine of that rank.
+        ``variant``: the one they began on; an engine of another is only for where none of it takes requests. Raises Unavailable
+        when no engine takes requests, InvalidArgument when there is no engine of that rank.
         """
         usable = [c for c in candidates if c.accepting and rank in (None, c.rank)]
         if not usable:
             raise _no_engine(candidates, rank)
+        if variant is not None:
+            usable = [c for c in usable if c.variant == variant] or usable
         self._turn += 1
         turn = self._turn % len(usable)
         rotated = usable[turn:] + usable[:turn]

@@ -87,6 +87,7 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         data_parallel_rank=message.data_parallel_rank,
         data_parallel_size=message.data_parallel_size,
         config_hash=message.config_hash,
+        config=dict(message.config),
         capabilities=tuple(message.capabilities),
         hidden_size=message.hidden_size if message.HasField("hidden_size") else None,
         max_message_bytes=message.max_message_bytes,

@@ -17,6 +17,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_frontend.engine.base import OutputHandler, RankLoad
+from penstock_frontend.engine.variants import Variant, variants_of
 from penstock_frontend.processing.input import ModelLimits
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,10 @@ class InProcessEngine:
                 model=self._ready.model,
             )
         ]
+
+    def variants(self) -> Sequence[Variant]:
+        """See EngineClient."""
+        return variants_of([self._ready])
 
     def rank_loads(self) -> Sequence[RankLoad]:
         """See EngineClient."""

@@ -21,11 +21,20 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
 
 
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines that compute the same. ``differs``: in what, and from what is other in other variants."""
+
+    config_hash: str
+    engine_ids: tuple[str, ...]
+    differs: dict[str, str]
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that a frontend knows, by index, and whether a live coordinator feeds it."""
+    """The engines that a frontend knows, by index, which of them compute the same, and whether a live coordinator feeds it."""
 
     engines: tuple[EngineStatus, ...]
     coordinator_connected: bool
+    variants: tuple[Variant, ...] = ()
 
 
 class AdminClient:
@@ -61,7 +70,11 @@ class AdminClient:
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self.address, prefix=ADMIN) from None
         engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
-        return Cluster(engines=tuple(engines), coordinator_connected=response.coordinator_connected)
+        variants = tuple(
+            Variant(config_hash=v.config_hash, engine_ids=tuple(v.engine_ids), differs=dict(v.differs))
+            for v in response.variants
+        )
+        return Cluster(engines=tuple(engines), coordinator_connected=response.coordinator_connected, variants=variants)
 
     async def engine_info(self, *, deadline: float) -> dict[str, dict[str, Any]]:
         """What each connected engine is and holds, by engine id. Raises as ``cluster`` does, also for a single slow engine."""
