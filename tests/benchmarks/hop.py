@@ -95,9 +95,7 @@ class FrameLoop:
     def client_gone(self, client_id: str) -> None:
         """See ``BusyLoop``; the process is stopped soon."""
 
-    def seconds_since_last_step(self) -> float:
-        """See ``BusyLoop``."""
-        return 0.0
+    wedged = False
 
     def run(self) -> None:
         """Emit until the parent process has gone."""

@@ -58,7 +58,6 @@ class Engine:
         credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self.load = SchedulerStats()
-        self.age = 0.0
         self.commands: list[DrainCommand] = []
         self.client = EngineClient(
             CoordinatorClientConfig(address=address, stats_interval=stats_interval, reconnect_max=0.1),
@@ -66,7 +65,6 @@ class Engine:
                 engine_id=engine_id, incarnation=incarnation, address=f"{engine_id}:50052", model="demo"
             ),
             stats=lambda: self.load,
-            seconds_since_last_step=lambda: self.age,
             on_command=self.commands.append,
             credentials=credentials,
         )

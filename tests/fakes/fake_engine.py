@@ -134,7 +134,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
     ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
     is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``on_utility`` is called
     before each. ``utility_calls``: what was called with which arguments. ``step_age``: what it says of the age of its last
-    step; ``frozen``: it does not answer that.
+    step; ``wedged``: that this is too old; ``frozen``: it does not answer that.
     """
 
     def __init__(
@@ -180,6 +180,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.sessions: list[FakeSession] = []
         self.num_steps = 0
         self.step_age = 0.0
+        self.wedged = False
+        self.num_asked = 0
+        """How often it was asked how it is."""
         self.frozen = False
         self._manual = manual
         self._tls = tls or TlsConfig()
@@ -313,6 +316,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._notify()
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
+        self.num_asked += 1
+        self._notify()
         if self.frozen:
             await asyncio.Event().wait()  # until the caller gives up
         return pb.GetEngineInfoResponse(ready=self.ready, scheduler_stats=self._stats())
@@ -432,8 +437,16 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     def _stats(self) -> stats_pb2.SchedulerStats:
         return stats_pb2.SchedulerStats(
-            num_running_reqs=len(self.running), step_counter=self.num_steps, seconds_since_last_step=self.step_age
+            num_running_reqs=len(self.running),
+            step_counter=self.num_steps,
+            seconds_since_last_step=self.step_age,
+            wedged=self.wedged,
         )
+
+    def tell(self) -> None:
+        """Say on every session how it is, without a step."""
+        for session in self.sessions:
+            session.send(outputs=pb.EngineCoreOutputs(scheduler_stats=self._stats()))
 
     async def _run(self) -> None:
         while True:

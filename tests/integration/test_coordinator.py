@@ -44,14 +44,14 @@ async def test_statistics_of_an_engine_reach_every_view():
             assert engine.client.connected
 
 
-async def test_an_engine_that_makes_no_progress_is_wedged_until_it_does():
-    async with running(wedged_after=5.0) as coordinator:
+async def test_an_engine_that_says_so_is_wedged_until_it_says_otherwise():
+    async with running() as coordinator:
         engine, frontend = Engine(address_of(coordinator)), Frontend(address_of(coordinator))
         async with alive(engine, frontend):
-            engine.age = 6.0
+            engine.load = SchedulerStats(seconds_since_last_step=6.0, wedged=True)
             await frontend.view_where(lambda v: v.engines and v.engines[0].state is EngineState.WEDGED)
             await eventually(lambda: gauge(coordinator, "engines", state="wedged") == 1)
-            engine.age = 0.0
+            engine.load = SchedulerStats(seconds_since_last_step=7.0)
             await frontend.view_where(lambda v: v.engines[0].state is EngineState.SERVING)
 
 

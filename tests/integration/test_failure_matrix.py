@@ -21,7 +21,7 @@ from tests.fakes.small_tokenizers import save_model
 
 FULL = os.environ.get("PENSTOCK_MATRIX") == "full"
 VARIANTS = list(itertools.product(KINDS, (1, 3)))
-DETECTION = DetectionConfig(silence=0.2, probe_timeout=1.0, wedged_after=1.0)
+DETECTION = DetectionConfig(silence=0.2, probe_timeout=1.0)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

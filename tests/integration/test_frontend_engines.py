@@ -280,20 +280,48 @@ async def test_a_wedged_engine_loses_its_requests_and_gets_no_more_until_it_step
 ) -> None:
     a = FakeEngine("a", vocab_size=VOCAB, manual=True)
     b = FakeEngine("b", vocab_size=VOCAB, manual=True)
-    detection = DetectionConfig(silence=0.1, probe_timeout=5.0, wedged_after=10.0)
+    detection = DetectionConfig(silence=0.1, probe_timeout=5.0)
     async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
         both = dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING)
         await until_states(frontend, both)
         readers = await two_requests(frontend, (a, b))
-        a.step_age = 11.0
+        a.step_age, a.wedged = 11.0, True
         await b.until(lambda e: len(e.running) == 2)
         more = [asyncio.create_task(collect(frontend.generate(max_tokens=1))) for _ in range(4)]
         await b.until(lambda e: len(e.running) == 6)
         b.step()
         assert all(await asyncio.gather(*readers, *more))
-        a.step_age = 0.0
+        a.step_age, a.wedged = 0.0, False
         await until_states(frontend, both)
     assert "has not finished a step for 11.0 s" in capsys.readouterr().out
+
+
+async def test_an_engine_with_an_old_step_that_does_not_say_it_is_wedged_keeps_its_requests(model: Path) -> None:
+    engine = FakeEngine("a", vocab_size=VOCAB, manual=True)
+    detection = DetectionConfig(silence=0.05, probe_timeout=5.0)
+    async with engine, FrontendServer(model, engines=[engine.address], detection=detection) as frontend:
+        engine.step_age = 86_400.0
+        call = frontend.generate(max_tokens=1)
+        await engine.until(lambda e: e.num_asked >= 3)
+        engine.step()
+        assert await collect(call)
+    assert len(engine.requests) == 1
+
+
+async def test_an_engine_that_says_it_is_wedged_gets_nothing_new_from_a_frontend_that_has_nothing_on_it(
+    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, b = engines
+    a.wedged = True
+    a.tell()
+    await until_states(frontend, {"a": control_pb2.ENGINE_STATE_WEDGED, "b": control_pb2.ENGINE_STATE_SERVING})
+    calls = [frontend.generate(max_tokens=1) for _ in range(3)]
+    await b.until(lambda e: len(e.running) == 3)
+    a.wedged = False
+    a.tell()
+    await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
+    b.step()
+    assert all([await collect(call) for call in calls])
 
 
 async def test_repeated_outputs_are_dropped(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> None:

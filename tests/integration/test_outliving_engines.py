@@ -57,7 +57,7 @@ async def test_requests_are_held_until_an_engine_returns(model: Path) -> None:
 
 
 async def test_what_an_older_attempt_still_says_to_its_engines_new_session_does_not_count(model: Path) -> None:
-    detection = DetectionConfig(silence=0.1, wedged_after=60.0)
+    detection = DetectionConfig(silence=0.1)
     async with OracleCluster(model, engines(1), detection=detection) as cluster:
         await cluster.until_connected()
         [engine] = cluster.engines

@@ -11,7 +11,7 @@ import re
 import socket
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,6 +26,9 @@ ENV_PREFIX = "PENSTOCK_"
 
 ByteSize = Annotated[int, msgspec.Meta(extra={"kind": "bytes"})]
 """A number of bytes. Files, flags and environment may say ``512MiB``, ``2GB`` or a plain integer."""
+
+ENGINES_DECIDE = "set wedged_after of the engines, which alone decide and tell"
+"""What is there instead of the settings ``wedged_after`` of coordinator and frontend."""
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -217,7 +220,7 @@ def load(
 ) -> T:
     """Build ``config_type`` from ``file``, the environment, then ``overrides`` (dotted keys). Raises ConfigError."""
     values: dict[str, Any] = _read_yaml(Path(file)) if file else {}
-    leaves = dict(fields(config_type))
+    leaves, gone = dict(fields(config_type)), removed(config_type)
     env = os.environ if environ is None else environ
     for name, text in env.items():
         if name.startswith(ENV_PREFIX):
@@ -225,10 +228,10 @@ def load(
             if key in leaves:
                 _set(values, key, text)
             elif "." in key:
-                raise ConfigError(f"environment variable {name}: no such key {key!r}{nearest(key, leaves)}")
+                raise ConfigError(f"environment variable {name}: no such key {key!r}{hint(key, leaves, gone)}")
     for key, text in (overrides or {}).items():
         if key not in leaves:
-            raise ConfigError(f"no such key {key!r}{nearest(key, leaves)}")
+            raise ConfigError(f"no such key {key!r}{hint(key, leaves, gone)}")
         _set(values, key, text)
     _refuse_unknown(config_type, values, "")
     _parse_sizes(config_type, values, "")
@@ -250,6 +253,8 @@ def from_command_line(config_type: type[T], *, prog: str, description: str, argv
         parser.add_argument(
             f"--{key.replace('_', '-')}", dest=key, metavar=_metavar(leaf.type), default=None, help=_default_text(leaf)
         )
+    for key in removed(config_type):  # so that it is refused as a key, with what is there instead
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=key, default=None, help=argparse.SUPPRESS)
     args = vars(parser.parse_args(argv))
     file = args.pop("config")
     return load(config_type, file=file, overrides={k: v for k, v in args.items() if v is not None})
@@ -262,6 +267,25 @@ def fields(config_type: type[msgspec.Struct], prefix: str = "") -> Iterator[tupl
             yield from fields(nested, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, field
+
+
+def removed(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, str]:
+    """Dotted keys that there once were, each with what is there instead: those in the class variables ``REMOVED`` of structs."""
+    found = {prefix + key: instead for key, instead in _removed_here(config_type).items()}
+    for field in msgspec.structs.fields(config_type):
+        if (nested := _struct_in(field.type)) is not None:
+            found |= removed(nested, f"{prefix}{field.name}.")
+    return found
+
+
+def hint(key: str, known: Iterable[str], gone: Mapping[str, str]) -> str:
+    """What to say behind a key that there is not: what it was ``removed`` for, else the nearest that is ``known``."""
+    return f": it was removed; {gone[key]}" if key in gone else nearest(key, known)
+
+
+def _removed_here(config_type: type[msgspec.Struct]) -> Mapping[str, str]:
+    found: Mapping[str, str] = getattr(config_type, "REMOVED", {})
+    return found
 
 
 def dump(config: msgspec.Struct) -> str:
@@ -308,7 +332,7 @@ def _refuse_unknown(config_type: type[msgspec.Struct], values: Mapping[str, Any]
     known = {field.name: field for field in msgspec.structs.fields(config_type)}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"unknown key '{prefix}{key}'{nearest(str(key), known)}")
+            raise ConfigError(f"unknown key '{prefix}{key}'{hint(str(key), known, _removed_here(config_type))}")
         nested = _struct_in(known[key].type)
         if nested is not None:
             if not isinstance(value, dict):

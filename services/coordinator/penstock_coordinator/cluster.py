@@ -27,7 +27,6 @@ class Cluster:
         self.views: Broadcast[ClusterView] = Broadcast()
         self.now = clock
         self._limiter = ViewLimiter(interval=config.view_interval, first_at=now + config.first_view_after)
-        self._wedged_after = config.wedged_after
         self._sessions = itertools.count(1)
 
     def new_session(self) -> int:
@@ -36,9 +35,7 @@ class Cluster:
 
     def view(self) -> ClusterView:
         """The cluster now."""
-        return ClusterView(
-            engines=tuple(engine_status(m, wedged_after=self._wedged_after) for m in self.membership.members)
-        )
+        return ClusterView(engines=tuple(engine_status(member) for member in self.membership.members))
 
     def apply(self, effects: Sequence[Effect]) -> None:
         """Tell of what happened. Raises Unavailable, or AlreadyExists, when the session that caused it has to end."""

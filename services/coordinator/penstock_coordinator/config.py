@@ -3,23 +3,35 @@
 Every value is validated when the struct is built; unknown keys are refused by the loader in ``penstock_common.config``.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import msgspec
 
-from penstock_common.config import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig, check_range
+from penstock_common.config import (
+    ENGINES_DECIDE,
+    LogConfig,
+    MetricsConfig,
+    PeersConfig,
+    ServerConfig,
+    TracingConfig,
+    check_range,
+)
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the coordinator needs to know. Times are in seconds.
 
     ``lease_seconds``: an engine that is not heard of for so long is gone. ``view_interval``: changes of counts alone reach the
-    frontends at most so often. ``wedged_after``: an engine with work counts as wedged when its last step is older.
-    ``restart_grace``: after a start no view is sent for so long, because engines that served under the coordinator's
-    predecessor may still be on their way back and a view without them would end their requests; unset, it is one lease.
+    frontends at most so often. ``restart_grace``: after a start no view is sent for so long, because engines that served under
+    the coordinator's predecessor may still be on their way back and a view without them would end their requests; unset, it is
+    one lease.
     """
+
+    REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
     lease_seconds: float = 5.0
     view_interval: float = 0.1
-    wedged_after: float = 30.0
     restart_grace: float | None = None
     server: ServerConfig = ServerConfig(port=50050)
     peers: PeersConfig = PeersConfig()
@@ -30,7 +42,6 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         check_range("lease_seconds", self.lease_seconds, low=0.1, high=3600)
         check_range("view_interval", self.view_interval, low=0.01, high=60)
-        check_range("wedged_after", self.wedged_after, low=0.1, high=86_400)
         check_range("restart_grace", self.restart_grace, low=0.0, high=3600)
 
     @property

@@ -4,14 +4,14 @@ from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_coordinator.membership import Member
 
 
-def engine_status(member: Member, *, wedged_after: float) -> EngineStatus:
+def engine_status(member: Member) -> EngineStatus:
     """What the frontends are told of one engine."""
     registration, stats = member.registration, member.stats
     return EngineStatus(
         engine_id=registration.engine_id,
         incarnation=registration.incarnation,
         address=registration.address,
-        state=engine_state(member, wedged_after=wedged_after),
+        state=engine_state(member),
         num_waiting_reqs=stats.num_waiting_reqs,
         num_running_reqs=stats.num_running_reqs,
         kv_cache_usage=stats.kv_cache_usage,
@@ -21,8 +21,8 @@ def engine_status(member: Member, *, wedged_after: float) -> EngineStatus:
     )
 
 
-def engine_state(member: Member, *, wedged_after: float) -> EngineState:
-    """WEDGED when there is work and the last step is older than ``wedged_after`` seconds, draining or not."""
-    if member.stats.seconds_since_last_step > wedged_after:
+def engine_state(member: Member) -> EngineState:
+    """WEDGED when the engine says so, draining or not."""
+    if member.stats.wedged:
         return EngineState.WEDGED
     return EngineState.DRAINING if member.draining else EngineState.SERVING

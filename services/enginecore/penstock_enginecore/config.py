@@ -220,8 +220,9 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Everything an engine process needs to know. ``engine_id`` names the engine in its cluster, where no two may have the same;
     see ``name``. ``drain_timeout`` is in seconds: how long in-flight requests may go on
     after a stop signal before they end as ABORT. ``wedged_after``: seconds without a finished step, while there is work,
-    after which the engine no longer counts as alive. ``plugins``: names of installed plugins to load (entry points of the
-    group penstock.plugins), all of them when unset. ``iteration_log_interval``: seconds between two log lines on what the
+    after which the engine no longer counts as alive: its health says so, coordinator and frontends are told, and what it has
+    goes on elsewhere. ``plugins``: names of installed plugins to load (entry points of the group penstock.plugins), all of
+    them when unset. ``iteration_log_interval``: seconds between two log lines on what the
     steps did, 0 for none.
     """
 

@@ -6,10 +6,13 @@ Flags and environment names derive from the field names: ``limits.max_requests``
 """
 
 import socket
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
 
 from penstock_common.config import (
+    ENGINES_DECIDE,
     ByteSize,
     ClientTlsConfig,
     LogConfig,
@@ -252,18 +255,18 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How an engine is found out that is not dead enough to break its connection. Times are in seconds.
 
     ``silence``: an engine that has work of this frontend and says nothing for so long is asked how it is. ``probe_timeout``: one
-    that does not answer that within so long is lost. ``wedged_after``: one that answers, and whose last step is older, is
-    wedged; what it has goes on elsewhere.
+    that does not answer that within so long is lost. So is one that
+    answers that it is wedged, by its own ``wedged_after``.
     """
+
+    REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
     silence: float = 2.0
     probe_timeout: float = 5.0
-    wedged_after: float = 120.0
 
     def __post_init__(self) -> None:
         check_range("detection.silence", self.silence, low=0.05, high=3600)
         check_range("detection.probe_timeout", self.probe_timeout, low=0.05, high=3600)
-        check_range("detection.wedged_after", self.wedged_after, low=0.1, high=86_400)
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -90,7 +90,8 @@ def _check_key(text: str, service: str, key: str) -> None:
         )
     keys = [name for name, _ in common_config.fields(structs[service])]
     if key not in keys:
-        raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{nearest(key, keys)}")
+        hint = common_config.hint(key, keys, common_config.removed(structs[service]))
+        raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{hint}")
     if _is_own(key):
         raise ConfigError(f"{FLAG} {text}: penstock serve decides {service}.{key} itself")
 

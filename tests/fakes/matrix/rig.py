@@ -29,6 +29,7 @@ CLEAN: dict[str, Any] = {
     "stalled": False,
     "packets": "as_they_are",
     "step_age": -1.0,
+    "wedged_after": 1.0,
     "faults": [],
     "extra_waiting": BUSY,
 }

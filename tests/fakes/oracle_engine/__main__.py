@@ -74,7 +74,6 @@ def _coordinator_client(engine: OracleEngine, flags: argparse.Namespace) -> Coor
         CoordinatorClientConfig(address=flags.coordinator, stats_interval=0.05, reconnect_max=0.5),
         registration=lambda: registration,
         stats=lambda: stats.from_proto(engine.stats()),
-        seconds_since_last_step=engine.seconds_since_last_step,
         on_command=lambda _: engine.request_drain(),
     )
     engine.on_draining = client.draining

@@ -66,8 +66,7 @@ class OracleEngine(FakeEngine):
         if before.packets == "held_back" != self.knobs.packets:
             self._send_held_back()
         if before.extra_waiting != self.knobs.extra_waiting:
-            for session in self.sessions:
-                session.send(outputs=pb.EngineCoreOutputs(scheduler_stats=self._stats()))
+            self.tell()
         if "faults" in changes:
             self.reached.clear()
         self._wake.set()
@@ -129,12 +128,14 @@ class OracleEngine(FakeEngine):
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Any) -> pb.GetEngineInfoResponse:
         answer = await super().GetEngineInfo(request, context)
-        answer.scheduler_stats.seconds_since_last_step = self.seconds_since_last_step()
+        answer.scheduler_stats.CopyFrom(self.stats())
         return answer
 
     def stats(self) -> stats_pb2.SchedulerStats:
-        """The load that the engine tells of."""
-        return self._stats()
+        """The load that the engine tells of, and whether it gets on with it."""
+        stats, age = self._stats(), self.seconds_since_last_step()
+        stats.seconds_since_last_step, stats.wedged = age, age >= self.knobs.wedged_after
+        return stats
 
     def _stats(self) -> stats_pb2.SchedulerStats:
         stats = super()._stats()

@@ -51,6 +51,7 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     other tokens if its own is over), without its first token, or with the token before it again.
     ``extra_waiting``: added to the count of waiting requests that frontends are told.
     ``step_age``: what the engine says of the age of its last step, instead of the truth; below 0: the truth.
+    ``wedged_after``: from which age on it says that it is wedged.
     """
 
     step_seconds: float = 0.0
@@ -61,6 +62,7 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     packets: Packets = "as_they_are"
     extra_waiting: int = 0
     step_age: float = -1.0
+    wedged_after: float = 120.0
     faults: list[Fault] = []
 
 

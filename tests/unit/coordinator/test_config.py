@@ -1,13 +1,14 @@
 import pytest
 
-from penstock_common.config import fields, load
+from penstock_common.config import fields, from_command_line, load
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
+from penstock_frontend.config import FrontendConfig
 
 
 def test_defaults():
     config = CoordinatorConfig()
-    assert (config.server.port, config.lease_seconds, config.view_interval, config.wedged_after) == (50050, 5, 0.1, 30)
+    assert (config.server.port, config.lease_seconds, config.view_interval) == (50050, 5, 0.1)
 
 
 def test_the_first_view_waits_for_one_lease_unless_told_otherwise():
@@ -21,7 +22,6 @@ def test_the_first_view_waits_for_one_lease_unless_told_otherwise():
         ("lease_seconds", "0"),
         ("lease_seconds", "nan"),
         ("view_interval", "0"),
-        ("wedged_after", "-1"),
         ("restart_grace", "-1"),
         ("server.port", "65536"),
         ("metrics.port", "-2"),
@@ -38,6 +38,33 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
     file.write_text("lease_second: 3\n")
     with pytest.raises(ConfigError, match=r"'lease_second'; did you mean 'lease_seconds'"):
         load(CoordinatorConfig, file=file, environ={})
+
+
+INSTEAD = "it was removed; set wedged_after of the engines, which alone decide and tell"
+
+
+@pytest.mark.parametrize(
+    ("config", "key"), [(CoordinatorConfig, "wedged_after"), (FrontendConfig, "detection.wedged_after")]
+)
+def test_the_clocks_that_engines_replaced_are_refused_with_what_is_there_instead(config, key, tmp_path):
+    with pytest.raises(ConfigError, match=f"{key}.*{INSTEAD}"):
+        load(config, overrides={key: "30"}, environ={})
+    file = tmp_path / "config.yaml"
+    *parents, last = key.split(".")
+    file.write_text("".join(f"{parent}: " for parent in parents) + "{" + f"{last}: 30" + "}")
+    with pytest.raises(ConfigError, match=f"unknown key '{key}': {INSTEAD}"):
+        load(config, file=file, environ={})
+    with pytest.raises(ConfigError, match=f"{key}.*{INSTEAD}"):
+        from_command_line(config, prog="p", description="", argv=[f"--{key.replace('_', '-')}", "30"])
+
+
+def test_a_removed_key_with_a_section_is_refused_from_the_environment_too():
+    with pytest.raises(ConfigError, match=f"PENSTOCK_DETECTION__WEDGED_AFTER.*{INSTEAD}"):
+        load(FrontendConfig, environ={"PENSTOCK_DETECTION__WEDGED_AFTER": "30"})
+
+
+def test_an_engines_setting_in_a_shared_environment_does_not_disturb_the_coordinator():
+    assert load(CoordinatorConfig, environ={"PENSTOCK_WEDGED_AFTER": "30"}) == CoordinatorConfig()
 
 
 def test_every_field_can_be_set_from_the_environment():

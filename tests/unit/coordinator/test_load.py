@@ -6,16 +6,21 @@ from penstock_coordinator.load import engine_state, engine_status
 from penstock_coordinator.membership import Member
 
 
-def member(*, age=0.0, draining=False):
+def member(*, age=0.0, draining=False, wedged=False):
     registration = EngineRegistration(engine_id="a", incarnation="1", address="h:1", model="m")
     stats = SchedulerStats(
-        num_waiting_reqs=3, num_running_reqs=2, kv_cache_usage=0.5, step_counter=7, seconds_since_last_step=age
+        num_waiting_reqs=3,
+        num_running_reqs=2,
+        kv_cache_usage=0.5,
+        step_counter=7,
+        seconds_since_last_step=age,
+        wedged=wedged,
     )
     return Member(registration, 4, 1, 0.0, draining, stats)
 
 
 def test_the_status_is_what_registration_and_statistics_say():
-    assert engine_status(member(age=1.5), wedged_after=30.0) == EngineStatus(
+    assert engine_status(member(age=1.5)) == EngineStatus(
         engine_id="a",
         incarnation="1",
         address="h:1",
@@ -30,14 +35,14 @@ def test_the_status_is_what_registration_and_statistics_say():
 
 
 @pytest.mark.parametrize(
-    ("age", "draining", "state"),
+    ("age", "wedged", "draining", "state"),
     [
-        (0.0, False, EngineState.SERVING),
-        (30.0, False, EngineState.SERVING),
-        (30.1, False, EngineState.WEDGED),
-        (0.0, True, EngineState.DRAINING),
-        (30.1, True, EngineState.WEDGED),
+        (0.0, False, False, EngineState.SERVING),
+        (9000.0, False, False, EngineState.SERVING),
+        (1.0, True, False, EngineState.WEDGED),
+        (0.0, False, True, EngineState.DRAINING),
+        (1.0, True, True, EngineState.WEDGED),
     ],
 )
-def test_states_are_told_apart(age, draining, state):
-    assert engine_state(member(age=age, draining=draining), wedged_after=30.0) is state
+def test_states_are_told_apart_by_what_the_engine_says_of_itself(age, wedged, draining, state):
+    assert engine_state(member(age=age, draining=draining, wedged=wedged)) is state

@@ -2,10 +2,11 @@
 
 import pytest
 
+from penstock_common.types.outputs import SchedulerStats
 from penstock_frontend.config import DetectionConfig
 from penstock_frontend.engine.watchdog import Watchdog
 
-CONFIG = DetectionConfig(silence=2.0, probe_timeout=5.0, wedged_after=30.0)
+CONFIG = DetectionConfig(silence=2.0, probe_timeout=5.0)
 
 
 def test_an_engine_is_asked_only_when_it_has_work_and_is_silent_for_longer_than_steps_take() -> None:
@@ -23,15 +24,16 @@ def test_an_idle_engine_whose_lease_has_expired_is_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age", "said_to_be_wedged", "verdict"),
+    ("answer", "verdict"),
     [
-        (None, False, "silent, and it does not answer within 5 s"),
-        (0.0, False, ""),
-        (29.9, False, ""),
-        (30.0, False, "it is wedged: it has work and has not finished a step for 30.0 s"),
-        (10.0, True, "it is wedged: it has work and has not finished a step for 10.0 s"),
-        (0.0, True, ""),
+        (None, "silent, and it does not answer within 5 s"),
+        (SchedulerStats(), ""),
+        (SchedulerStats(seconds_since_last_step=9000.0), ""),
+        (
+            SchedulerStats(seconds_since_last_step=10.0, wedged=True),
+            "it is wedged: it has work and has not finished a step for 10.0 s",
+        ),
     ],
 )
-def test_what_an_answer_means(age: float | None, said_to_be_wedged: bool, verdict: str) -> None:
-    assert Watchdog(CONFIG, now=0.0).verdict("silent", age, said_to_be_wedged=said_to_be_wedged) == verdict
+def test_what_an_answer_means(answer: SchedulerStats | None, verdict: str) -> None:
+    assert Watchdog(CONFIG, now=0.0).verdict("silent", answer) == verdict

@@ -43,3 +43,9 @@ def test_every_engine_gets_them_beside_what_the_command_sets() -> None:
 def test_what_cannot_be_is_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_settings([text])
+
+
+@pytest.mark.parametrize("key", ["coordinator.wedged_after", "frontend.detection.wedged_after"])
+def test_a_key_that_was_removed_is_refused_with_what_is_there_instead(key: str) -> None:
+    with pytest.raises(ConfigError, match="it was removed; set wedged_after of the engines"):
+        parse_settings([f"{key}=30"])

@@ -103,6 +103,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
 
     ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens. ``seconds_since_last_step`` is 0 while idle.
+    ``wedged``: the engine has work and its last step is older than it may be.
     """
 
     num_running_reqs: int = 0
@@ -115,6 +116,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     step_counter: int = 0
     current_wave: int = 0
     seconds_since_last_step: float = 0.0
+    wedged: bool = False
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ class BusyLoop:
     """Drives an ``EngineCore``.
 
     For health by progress: while ``has_work`` is true, ``last_step_time`` (monotonic seconds; also set when work
-    arrives at an idle engine) should move; if it does not, the engine is wedged.
+    arrives at an idle engine) should move; if it does not for ``wedged_after`` seconds, the engine is wedged.
     """
 
     def __init__(self, engine: EngineCore, sink: OutputSink, *, clock: Clock = time.monotonic) -> None:
@@ -104,9 +104,18 @@ class BusyLoop:
         """Age of the last step while there is something to do, 0 when idle. Grows without end when the engine is wedged."""
         return 0.0 if self._idle else self._clock() - self.last_step_time
 
+    @property
+    def wedged(self) -> bool:
+        """Whether there is work and no step has ended for ``wedged_after`` seconds. Who watches the engine goes by this alone."""
+        return self.seconds_since_last_step() >= self._engine.config.wedged_after
+
     def stats(self) -> SchedulerStats:
-        """The engine's load now."""
-        return self._engine.scheduler.stats()
+        """The engine's load now, and whether it gets on with it."""
+        return msgspec.structs.replace(
+            self._engine.scheduler.stats(),
+            seconds_since_last_step=self.seconds_since_last_step(),
+            wedged=self.wedged,
+        )
 
     def state(self) -> EngineState:
         """Whether the engine is paused or sleeps, and what went wrong in it."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import grpc
-import msgspec
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
@@ -34,9 +33,8 @@ class CoordinatorClient:
     """Keeps the engine registered for as long as ``run`` runs. The engine serves on whether the coordinator is there or not.
 
     All methods belong to the engine's I/O loop. The callables are called there, so they must return at once and may be called
-    while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) and
-    ``seconds_since_last_step`` (0 while idle) for each report, ``on_command`` for what the coordinator asks for,
-    ``on_registered`` with the index that it gave the engine.
+    while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) for each report,
+    ``on_command`` for what the coordinator asks for, ``on_registered`` with the index that it gave the engine.
 
     Reports go out every ``stats_interval`` when something changed, and at least three times per lease. An engine that knows its
     lease also tries to reconnect as often, so that it is back before a restarted coordinator first tells of the cluster.
@@ -48,7 +46,6 @@ class CoordinatorClient:
         *,
         registration: Callable[[], EngineRegistration],
         stats: Callable[[], SchedulerStats | None],
-        seconds_since_last_step: Callable[[], float],
         on_command: Callable[[DrainCommand], None],
         on_registered: Callable[[int], None] = lambda _: None,
         credentials: ClientCredentials = NO_TLS,
@@ -56,7 +53,6 @@ class CoordinatorClient:
         self._config = config
         self._registration = registration
         self._stats = stats
-        self._seconds_since_last_step = seconds_since_last_step
         self._on_command = on_command
         self._on_registered = on_registered
         self._credentials = credentials
@@ -139,7 +135,7 @@ class CoordinatorClient:
                     told_draining = self._drained_at
                     time_left = max(told_draining - loop.time(), 0.0)
                     await call.write(pb.EngineReport(draining=convert.draining_to_proto(time_left)))
-                stats = self._current_stats()
+                stats = self._stats()
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
                     await call.write(_outputs(stats, engine_index))
@@ -160,12 +156,6 @@ class CoordinatorClient:
             sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
             if command.HasField("drain"):
                 self._on_command(DrainCommand(timeout=command.drain.timeout_seconds))
-
-    def _current_stats(self) -> SchedulerStats | None:
-        stats = self._stats()
-        if stats is None:
-            return None
-        return msgspec.structs.replace(stats, seconds_since_last_step=self._seconds_since_last_step())
 
 
 def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport:

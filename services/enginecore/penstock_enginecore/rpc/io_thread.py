@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
 from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
-from penstock_common.types.outputs import EngineReady
+from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
@@ -123,7 +124,6 @@ class IoThread:
             config,
             registration=lambda: registration,
             stats=busy_loop.stats,
-            seconds_since_last_step=busy_loop.seconds_since_last_step,
             on_command=lambda command: busy_loop.request_shutdown(command.timeout),
             on_registered=self._on_registered,
             credentials=self._coordinator_credentials,
@@ -138,23 +138,25 @@ class IoThread:
             self._coordinator.draining(time_left)
 
     async def _watch(self, busy_loop: BusyLoop) -> None:
-        """Keep ``liveness`` true: not serving while wedged."""
+        """Keep ``liveness`` true: not serving while wedged. Frontends are told when that changes."""
         alive = True
         while True:
             await asyncio.sleep(CHECK_INTERVAL)
             self.sessions.drop_stale()
-            age = busy_loop.seconds_since_last_step()
-            if alive == (age < self._config.wedged_after and self.sessions.dead is None):
+            if alive == (not busy_loop.wedged and self.sessions.dead is None):
                 continue
             alive = not alive
             await self._server.set_serving(alive, LIVENESS)
             await self._server.set_serving(alive and not busy_loop.draining)
             if self.sessions.dead is not None:
                 return
+            stats = busy_loop.stats()  # which the busy loop cannot tell while it hangs in a step
+            self.sessions.broadcast(EngineCoreOutputs(scheduler_stats=stats, timestamp=time.monotonic()))
             if alive:
                 log.info("steps go on")
             else:
-                log.error("wedged: there is work, and no step has ended", seconds=round(age, 1))
+                age = round(stats.seconds_since_last_step, 1)
+                log.error("wedged: there is work, and no step has ended", seconds=age)
 
     async def _stop(self) -> None:
         await self._server.set_serving(False)

@@ -48,6 +48,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         session = self._sessions.open(hello, revision)
         log.info("session opened", frontend=session.client_id)
         self._sessions.welcome(session, convert.ready_to_proto(ready, protocol_revision=revision))
+        if busy_loop.wedged:
+            session.put_outputs(EngineCoreOutputs(scheduler_stats=busy_loop.stats()))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
         try:
             while (message := await session.next()) is not None:
@@ -119,12 +121,10 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
         """Who the engine is and how it is doing."""
         busy_loop, ready = self._attached()
-        answer = pb.GetEngineInfoResponse(
+        return pb.GetEngineInfoResponse(
             ready=convert.ready_to_proto(ready, protocol_revision=PROTOCOL_REVISION),
             scheduler_stats=stats.to_proto(busy_loop.stats()),
         )
-        answer.scheduler_stats.seconds_since_last_step = busy_loop.seconds_since_last_step()
-        return answer
 
     def _attached(self) -> tuple[BusyLoop, EngineReady]:
         if self._sessions.dead is not None:

@@ -237,7 +237,9 @@ class GrpcEngineClient:
         """See ConnectionListener."""
         stats = outputs.scheduler_stats
         if stats is not None:
-            connection.stats = stats
+            before, connection.stats = connection.stats, stats
+            if stats.wedged != before.wedged:
+                self._changed()
             self._router.report(
                 connection.address,
                 waiting=stats.num_waiting_reqs,

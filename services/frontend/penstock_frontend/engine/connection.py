@@ -11,7 +11,7 @@ from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.journal import EngineFaultError
-from penstock_frontend.engine.watchdog import Watchdog
+from penstock_frontend.engine.watchdog import Watchdog, wedged
 from penstock_frontend.rpc.engine_session import EngineSession
 
 _CHECKS_PER_SILENCE = 4
@@ -85,6 +85,8 @@ class EngineConnection:
             return EngineState.DEAD
         if self.draining:
             return EngineState.DRAINING
+        if self.stats.wedged:
+            return EngineState.WEDGED
         if self.status is not None and self.status.incarnation == self.ready.incarnation:
             return self.status.state
         return EngineState.SERVING
@@ -125,8 +127,8 @@ class EngineConnection:
         reason = "the session was closed"
         try:
             ready = await session.open()
-            if self._wedged and (age := await session.step_age(self._detection.probe_timeout)):
-                raise Unavailable(f"engine {self.name} is still wedged: its last step is {age:.1f} s old")
+            if self._wedged and (load := await session.load(self._detection.probe_timeout)) and load.wedged:
+                raise Unavailable(f"engine {self.name}: {wedged(load)}")
             self._up(session, ready)
             reason = await self._run(session)
         except EngineFaultError as e:
@@ -182,10 +184,9 @@ class EngineConnection:
             watchdog, has_work = self._watchdog, self._listener.has_work(self)
             if not (doubt := watchdog.doubt(_now(), has_work=has_work, lease_lost=self._lease_lost)):
                 continue
-            age = await session.step_age(self._detection.probe_timeout)
-            said_to_be_wedged = has_work and self.state is EngineState.WEDGED
-            if problem := watchdog.verdict(doubt, age, said_to_be_wedged=said_to_be_wedged):
-                self._wedged = age is not None
+            answer = await session.load(self._detection.probe_timeout)
+            if problem := watchdog.verdict(doubt, answer):
+                self._wedged = answer is not None
                 return problem
             self.heard()
 

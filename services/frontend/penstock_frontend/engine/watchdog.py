@@ -1,5 +1,6 @@
 """Whether an engine that holds its connection still does its work: clocks, and what they mean. Does no I/O."""
 
+from penstock_common.types.outputs import SchedulerStats
 from penstock_frontend.config import DetectionConfig
 
 
@@ -7,8 +8,8 @@ class Watchdog:
     """Watches one session. Times are seconds of one monotonic clock that the caller passes in.
 
     An engine with work of this frontend says something at least once per step. When it has been silent for longer than steps
-    usually take, or its lease with the coordinator has expired, it is asked for the age of its last step: no answer means that
-    the process or the way to it is stopped, an old step that the engine is wedged, a young one that the step is just long.
+    usually take, or its lease with the coordinator has expired, it is asked how it is: no answer means that the process or the
+    way to it is stopped. Whether a step is just long or it is wedged it says itself.
     """
 
     def __init__(self, config: DetectionConfig, now: float) -> None:
@@ -28,14 +29,13 @@ class Watchdog:
             return f"it has work and has said nothing for {silent:.1f} s"
         return "its lease with the coordinator has expired" if lease_lost else ""
 
-    def verdict(self, doubt: str, step_age: float | None, *, said_to_be_wedged: bool = False) -> str:
-        """Why the engine is lost; ``""``: it is well.
-
-        ``step_age``: seconds since its last step, 0 while idle; None when it did not answer. ``said_to_be_wedged``: the
-        coordinator says so, whose clock may be shorter.
-        """
-        if step_age is None:
+    def verdict(self, doubt: str, answer: SchedulerStats | None) -> str:
+        """Why the engine is lost; ``""``: it is well. ``answer``: what it says of its load, None when it did not answer."""
+        if answer is None:
             return f"{doubt}, and it does not answer within {self._config.probe_timeout:g} s"
-        if step_age >= self._config.wedged_after or (said_to_be_wedged and step_age > 0):
-            return f"it is wedged: it has work and has not finished a step for {step_age:.1f} s"
-        return ""
+        return wedged(answer) if answer.wedged else ""
+
+
+def wedged(stats: SchedulerStats) -> str:
+    """How to say that an engine is."""
+    return f"it is wedged: it has work and has not finished a step for {stats.seconds_since_last_step:.1f} s"

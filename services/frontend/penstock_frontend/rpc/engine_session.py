@@ -14,6 +14,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.incidents import incident
+from penstock_common.rpc import stats
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.outputs import chunk_to_proto, take_chunk, taker
@@ -28,6 +29,7 @@ from penstock_common.types.outputs import (
     EngineReady,
     FinishReason,
     RequestError,
+    SchedulerStats,
     UtilityOutput,
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -165,13 +167,13 @@ class EngineSession:
         finally:
             del self._utility_calls[call_id]
 
-    async def step_age(self, within: float) -> float | None:
-        """Seconds since the engine's last step, 0 while it is idle; None when it does not say so ``within`` seconds."""
+    async def load(self, within: float) -> SchedulerStats | None:
+        """The engine's load and whether it is wedged; None when it does not say so ``within`` seconds."""
         try:
             info = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=within)
         except grpc.aio.AioRpcError:
             return None
-        return info.scheduler_stats.seconds_since_last_step
+        return stats.from_proto(info.scheduler_stats)
 
     async def close(self, reason: str = "the session was closed") -> None:
         """End the stream and the connection. Utility calls under way fail. Idempotent."""

@@ -16,6 +16,7 @@ from penstock_enginecore.core.engine_core import EngineDeadError
 from penstock_enginecore.core.signals import signals_handled
 from tests.fakes.engine_harness import (
     CLIENT,
+    FakeClock,
     Transcript,
     assert_as_expected,
     assert_nothing_left,
@@ -68,7 +69,7 @@ class RecordingSink:
 class Rig:
     """A busy loop on a thread. ``gate`` holds every step in its middle while it is closed."""
 
-    def __init__(self, executor=None, sink=None, **config):
+    def __init__(self, executor=None, sink=None, *, clock=time.monotonic, **config):
         self.engine = make_engine(executor, **config)
         self.executor = self.engine.executor
         self.gate = threading.Event()
@@ -76,7 +77,7 @@ class Rig:
         self.in_step = threading.Event()
         self.executor.on_execute = self.pass_gate
         self.sink = sink or RecordingSink()
-        self.loop = BusyLoop(self.engine, self.sink)
+        self.loop = BusyLoop(self.engine, self.sink, clock=clock)
         self.error = None
         self.thread = threading.Thread(target=self.run)
 
@@ -140,6 +141,24 @@ def test_an_idle_loop_does_nothing():
         assert calls == []
         assert not rig.loop.has_work
         assert rig.loop.seconds_since_last_step() == 0
+
+
+def test_an_engine_is_wedged_once_a_step_has_taken_wedged_after_seconds():
+    clock = FakeClock()
+    with running(clock=clock) as rig:
+        request = make_request()
+        rig.add_and_hold(request)
+        limit = rig.engine.config.wedged_after
+        clock.now += limit - 1
+        assert (rig.loop.wedged, rig.loop.stats().wedged) == (False, False)
+        clock.now += 1
+        stats = rig.loop.stats()
+        assert (stats.wedged, stats.seconds_since_last_step) == (True, limit)
+        rig.gate.set()
+        rig.sink.wait_for_ends(request)
+        rig.loop.call_utility(CLIENT, 1, "engine_info", b"")
+        rig.sink.wait(lambda: 1 in rig.sink.utility_outputs)
+        assert not rig.loop.wedged
 
 
 def test_a_wrong_request_gets_an_error_output_and_disturbs_nobody():
