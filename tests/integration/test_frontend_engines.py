@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2, finish_pb2
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock_common.errors import Internal, ResourceExhausted, Unavailable
@@ -17,9 +19,17 @@ from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
-from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig
+from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig, HttpConfig
 from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import LOOPBACK, FrontendServer, collect, eventually, failure, until_states
+from tests.fakes.frontend_server import (
+    LOOPBACK,
+    FrontendServer,
+    collect,
+    eventually,
+    failure,
+    make_request,
+    until_states,
+)
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -339,17 +349,73 @@ async def test_repeated_outputs_are_dropped(frontend: FrontendServer, engines: t
     assert tokens[0] == tokens[1]
 
 
-async def test_an_explicit_rank_picks_the_engine(model: Path) -> None:
-    a = FakeEngine("a", vocab_size=VOCAB, rank=0)
-    b = FakeEngine("b", vocab_size=VOCAB, rank=1)
-    async with a, b, FrontendServer(model, engines=[a.address, b.address]) as frontend:
-        for engine in (a, b):
-            await engine.until(lambda e: e.sessions)
-        serving = control_pb2.ENGINE_STATE_SERVING
-        await until_states(frontend, {"a": serving, "b": serving})
-        for rank in (1, 1, 0, 1):
-            await frontend.outputs(max_tokens=1, routing={"data_parallel_rank": rank})
-    assert (len(a.requests), len(b.requests)) == (1, 3)
+@pytest.fixture
+async def pinned(model: Path) -> AsyncIterator[tuple[FrontendServer, FakeEngine, FakeEngine]]:
+    """A frontend whose list has b before a; both engines call themselves rank 0, as engines do that know of no other."""
+    async with (
+        FakeEngine("a", vocab_size=VOCAB) as a,
+        FakeEngine("b", vocab_size=VOCAB) as b,
+        FrontendServer(model, engines=[b.address, a.address], http=HttpConfig(host="127.0.0.1", port=0)) as f,
+    ):
+        await until_states(f, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
+        yield f, a, b
+
+
+async def test_the_rank_of_an_engine_of_a_list_is_its_place(
+    pinned: tuple[FrontendServer, FakeEngine, FakeEngine],
+) -> None:
+    frontend, a, b = pinned
+    for rank in (1, 1, 0, 1):
+        await frontend.outputs(max_tokens=1, routing={"data_parallel_rank": rank})
+    assert (len(a.requests), len(b.requests)) == (3, 1)
+    cluster = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
+    assert {engine.engine_id: engine.index for engine in cluster.engines} == {"a": 1, "b": 0}
+
+
+@pytest.mark.parametrize("header", ["x-penstock-data-parallel-rank", "X-data-parallel-rank"])
+async def test_a_rank_may_come_by_our_header_or_vllm_s(
+    pinned: tuple[FrontendServer, FakeEngine, FakeEngine], header: str
+) -> None:
+    frontend, a, b = pinned
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{frontend.frontend.http_port}") as http:
+        body = {"model": "model", "prompt": "hi", "max_tokens": 1}
+        for _ in range(3):
+            answer = await http.post("/v1/completions", json=body, headers={header: "1"})
+            assert answer.status_code == 200
+        wrong = await http.post("/v1/completions", json=body, headers={header: "2"})
+    call = frontend.stub.Generate(make_request(max_tokens=1), metadata=((header.lower(), "1"),))
+    await collect(call)
+    assert (len(a.requests), len(b.requests)) == (4, 0)
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"] == "routing.data_parallel_rank is 2; ranks now: 0, 1"
+
+
+async def test_a_rank_that_is_not_connected_is_waited_for(
+    pinned: tuple[FrontendServer, FakeEngine, FakeEngine],
+) -> None:
+    frontend, a, b = pinned
+    port = a.port
+    await a.kill()
+    await until_states(frontend, {"a": control_pb2.ENGINE_STATE_DEAD, "b": control_pb2.ENGINE_STATE_SERVING})
+    call = asyncio.create_task(frontend.outputs(max_tokens=1, routing={"data_parallel_rank": 1}))
+    await eventually(lambda: frontend.frontend._engines.num_held == 1)
+    await a.start(port)
+    assert await call
+    assert (len(a.requests), len(b.requests)) == (1, 0)
+
+
+async def test_an_engine_that_lost_its_index_to_another_has_no_rank(
+    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, b = engines
+    frontend.frontend._engines.follow_view(view(a))
+    frontend.frontend._engines.follow_view(view(b))  # it has a's index; a's lease has expired, and its session holds
+    calls = [frontend.generate(max_tokens=1, routing={"data_parallel_rank": 0}) for _ in range(4)]
+    await b.until(lambda e: len(e.running) == 4)
+    b.step()
+    assert all([await collect(call) for call in calls])
+    error = await failure(frontend.generate(routing={"data_parallel_rank": 1}))
+    assert error.message == "routing.data_parallel_rank is 1; ranks now: 0"
 
 
 async def test_without_engines_a_request_waits_and_then_is_unavailable(model: Path) -> None:

@@ -396,6 +396,29 @@ async def test_a_rank_that_does_not_exist_is_refused_and_one_that_has_gone_is_no
     assert list(world.running["b"]) == ["r1"]
 
 
+async def test_a_request_waits_for_the_engine_that_it_names_and_no_other() -> None:
+    world = Simulated("a", "b")
+    world.closed = {"b"}
+    world.add("r0", rank=1)
+    world.dispatch.engines_changed()
+    assert (world.where("r0"), world.dispatch.num_held) == ("", 1)
+    world.closed = set()
+    world.dispatch.engines_changed()
+    assert world.where("r0") == "b"
+
+
+async def test_a_request_that_waits_for_a_rank_ends_when_there_is_none_any_more() -> None:
+    world = Simulated("a", "b")
+    world.closed = {"b"}
+    world.add("r0", rank=1)
+    world.up["b"] = False
+    world.dispatch.engines_changed()
+    error = world.ended["r0"]
+    assert isinstance(error, InvalidArgument)
+    assert error.message == "routing.data_parallel_rank is 1; ranks now: 0"
+    assert world.dispatch.num_held == 0
+
+
 def mixed(**variants: str) -> Simulated:
     """Engines by name, each of a variant."""
     world = Simulated(*variants)

@@ -71,6 +71,15 @@ def test_a_rank_that_does_not_exist_is_refused_with_those_that_do() -> None:
     assert e.value.field == "routing.data_parallel_rank"
 
 
+def test_an_engine_without_a_rank_serves_all_but_those_who_name_one() -> None:
+    engines = [Candidate("e0", None), Candidate("e1", 0)]
+    router = Router()
+    assert {router.pick(engines) for _ in range(4)} == {"e0", "e1"}
+    assert {router.pick(engines, rank=0) for _ in range(4)} == {"e1"}
+    with pytest.raises(InvalidArgument, match="ranks now: 0$"):
+        router.pick(engines, rank=1)
+
+
 def test_a_rank_that_takes_nothing_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="rank 0"):
         Router().pick([Candidate("e0", 0, accepting=False), Candidate("e1", 1)], rank=0)

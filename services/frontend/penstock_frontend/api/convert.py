@@ -19,6 +19,8 @@ from penstock_frontend.processing.sampling import check_lists
 
 _INT32 = range(-(2**31), 2**31)
 _TRACE_HEADERS = ("traceparent", "tracestate")
+_RANK_HEADERS = ("x-penstock-data-parallel-rank", "x-data-parallel-rank")
+"""Ours, and vLLM's."""
 
 
 def generate_request(
@@ -86,7 +88,7 @@ def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, An
     return {
         "data_parallel_rank": hints.data_parallel_rank
         if hints.HasField("data_parallel_rank")
-        else _rank(metadata, "x-penstock-data-parallel-rank"),
+        else _rank_of_call(metadata),
         "priority": hints.priority
         if hints.HasField("priority")
         else _integer(metadata, "x-penstock-priority", _INT32) or 0,
@@ -142,8 +144,9 @@ def request_error(error: RequestFailed) -> finish_pb2.RequestError:
     return message
 
 
-def _rank(metadata: Mapping[str, str], key: str) -> int | None:
-    return _integer(metadata, key, range(2**32))
+def _rank_of_call(metadata: Mapping[str, str]) -> int | None:
+    ranks = (_integer(metadata, key, range(2**32)) for key in _RANK_HEADERS)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def _integer(metadata: Mapping[str, str], key: str, allowed: range) -> int | None:

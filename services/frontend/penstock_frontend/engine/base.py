@@ -89,4 +89,4 @@ class EngineClient(Protocol):
         """The variants among the connected engines, by their hashes."""
 
     def rank_loads(self) -> Sequence[RankLoad]:
-        """The load of every connected engine, by rank."""
+        """The load of every connected engine that requests may name, by rank."""

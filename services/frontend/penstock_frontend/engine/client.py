@@ -176,18 +176,18 @@ class GrpcEngineClient:
         return variants_of(connection.ready for connection in self._pool.connected() if connection.ready is not None)
 
     def rank_loads(self) -> Sequence[RankLoad]:
-        """See EngineClient. Engines that call themselves the same rank are numbered by their addresses instead."""
-        connected = [(c, c.ready, self._router.load(c.address)) for c in self._pool.connected() if c.ready is not None]
-        distinct = len({c.rank for c, _, _ in connected}) == len(connected)
+        """See EngineClient."""
+        connected = [(c.rank, c.ready, self._router.load(c.address)) for c in self._pool.connected()]
         loads = [
             RankLoad(
-                rank=connection.rank if distinct else position,
+                rank=rank,
                 num_running_reqs=load.running,
                 num_waiting_reqs=load.waiting,
                 kv_cache_usage=load.kv_cache_usage,
                 capacity=ready.num_kv_blocks * ready.block_size,
             )
-            for position, (connection, ready, load) in enumerate(connected)
+            for rank, ready, load in connected
+            if rank is not None and ready is not None
         ]
         return sorted(loads, key=lambda load: load.rank)
 
@@ -248,7 +248,7 @@ class GrpcEngineClient:
             )
         if outputs.kv_events:
             try:
-                self._kv_events.publish(connection.address, connection.rank, outputs.kv_events)
+                self._kv_events.publish(connection.address, connection.rank or 0, outputs.kv_events)
             except Exception as e:  # who only looks on ends no request
                 incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
         if outputs.outputs or outputs.tokens is not None or outputs.finished_requests:
@@ -283,7 +283,7 @@ class GrpcEngineClient:
                 connection.state is EngineState.SERVING,
                 connection.ready.config_hash if connection.ready else "",
             )
-            for connection in self._pool.connected()
+            for connection in self._pool
         ]
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
@@ -339,7 +339,7 @@ class GrpcEngineClient:
         return msgspec.structs.replace(
             base,
             state=connection.state,
-            index=connection.rank,
+            index=base.index if connection.rank is None else connection.rank,
             num_waiting_reqs=load.waiting,
             num_running_reqs=load.running,
             kv_cache_usage=load.kv_cache_usage,

@@ -54,6 +54,8 @@ class EngineConnection:
     ) -> None:
         self.address = address
         self.status: EngineStatus | None = None
+        self.rank: int | None = None
+        """Under which requests may name the engine: the coordinator's index of it, or its place in the list of engines."""
         self.ready: EngineReady | None = None
         self.stats = SchedulerStats()
         """What the engine last said of its load."""
@@ -90,13 +92,6 @@ class EngineConnection:
         if self.status is not None and self.status.incarnation == self.ready.incarnation:
             return self.status.state
         return EngineState.SERVING
-
-    @property
-    def rank(self) -> int:
-        """The coordinator's index of the engine, or else its own data-parallel rank."""
-        if self.status is not None:
-            return self.status.index
-        return self.ready.data_parallel_rank if self.ready else 0
 
     def in_view(self, named: bool) -> None:
         """Whether the coordinator's view names the engine: one that it names no more has lost its lease."""

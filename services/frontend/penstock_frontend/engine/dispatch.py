@@ -27,7 +27,7 @@ class Engines(Protocol):
     """The engines as the dispatch needs them, by their keys."""
 
     def candidates(self) -> list[Candidate]:
-        """Those with a session."""
+        """Those that there are, connected or not."""
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
         """Start a request on an engine with a session. ``first``: it had nothing to do for this frontend."""
@@ -193,8 +193,14 @@ class Dispatch:
                 self._on_held()
         changed: Counter[tuple[str, str]] = Counter()
         for call in calls.values():
-            # The engine that the client named may have gone, or be the one that was lost.
-            picked = self._pick(call, None)
+            # Only a call that has left no engine yet waits for the one that its client named.
+            rank = None if call[0].num_moves else call[0].request.data_parallel_rank
+            try:
+                picked = self._pick(call, rank)
+            except InvalidArgument as e:  # there is no engine of that rank any more
+                for entry in call:
+                    self._end(entry, e)
+                continue
             self._send(call, picked)
             if picked is not None:
                 changed.update((e.variant, picked.variant) for e in call if e.variant not in (None, picked.variant))

@@ -30,7 +30,9 @@ class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvEventListener(Protocol):
-    """Who is told of changes. Engines are named by their address; ``rank`` is what they call themselves."""
+    """Who is told of changes. Engines are named by their address; ``rank`` is what requests may name
+    them by.
+    """
 
     def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
         """An engine's prefix cache has changed."""
@@ -43,7 +45,7 @@ class KvEventFeed:
     """Numbers the changes of every engine and hands them to all subscribers. See KvEventListener.
 
     It keeps what can be found in the caches, as far as it was told of it, so that every subscriber begins with the
-    current state. Each engine is a rank with a numbering of its own, without gaps. Two engines that call themselves the
+    current state. Each engine is a rank with a numbering of its own, without gaps. Two engines of the
     same rank get different ones, and whoever takes the rank of one that is gone goes on with its numbers.
     """
 

@@ -39,7 +39,15 @@ class EnginePool:
         return [connection for connection in self if connection.session is not None]
 
     def follow(self, addresses: Iterable[str]) -> None:
-        """Connect to these, and give up others as soon as they have no session."""
+        """Connect to these, and give up others as soon as they have no session. The rank of each is its place among them, from 0:
+        what engines that know nothing of each other call their rank would be the same for all.
+        """
+        places = {address: place for place, address in enumerate(dict.fromkeys(addresses))}
+        self._connect(places)
+        for address, place in places.items():
+            self._connections[address].rank = place
+
+    def _connect(self, addresses: Iterable[str]) -> None:
         self._wanted = frozenset(addresses)
         for address in sorted(self._wanted - self._connections.keys()):
             self._connections[address] = EngineConnection(
@@ -54,14 +62,18 @@ class EnginePool:
 
     def follow_view(self, view: ClusterView) -> None:
         """Connect to the living engines of a view, and remember what it says of each. One that a view does not name any more has
-        lost its lease: it is asked how it is.
+        lost its lease: it is asked how it is. It keeps its rank until another engine has its index.
         """
-        self.follow(status.address for status in view.engines if status.state is not EngineState.DEAD)
+        self._connect(status.address for status in view.engines if status.state is not EngineState.DEAD)
         for status in view.engines:
             if (connection := self._connections.get(status.address)) is not None:
-                connection.status = status
+                connection.status, connection.rank = status, status.index
+        taken = {status.index for status in view.engines}
         for connection in self:
-            connection.in_view(connection.address in self._wanted)
+            named = connection.address in self._wanted
+            connection.in_view(named)
+            if not named and connection.rank in taken:
+                connection.rank = None
 
     async def close(self) -> None:
         """End all sessions."""

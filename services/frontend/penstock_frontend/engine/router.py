@@ -13,10 +13,12 @@ _KV_PRESSURE_WEIGHT = 64.0
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A connected engine. ``accepting``: neither draining nor wedged nor known to be dead. ``variant``: its ``config_hash``."""
+    """An engine. ``rank``: under which requests may name it, None for under none. ``accepting``: connected, and neither draining
+    nor wedged. ``variant``: its ``config_hash``.
+    """
 
     key: str
-    rank: int
+    rank: int | None
     accepting: bool = True
     variant: str = ""
 
@@ -88,7 +90,7 @@ class Router:
 
 
 def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable | InvalidArgument:
-    known = sorted({c.rank for c in candidates})
+    known = sorted({c.rank for c in candidates if c.rank is not None})
     if rank is not None and known and rank not in known:
         return InvalidArgument(
             f"routing.data_parallel_rank is {rank}; ranks now: {', '.join(map(str, known))}",
