@@ -25,7 +25,7 @@ _NOT_COMPUTED_WITH = frozenset(
 _PIECE = 4096
 _PIECES = 64
 _MAX_VALUE = 200
-_POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "*_*/config.json")
+_POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "[0-9]*_*/config.json")
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ def _weights(folder: Path) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that a model is loaded from: not what else lies beside them."""
-    modules = sorted(folder.glob("*_*/model.safetensors"))
+    modules = sorted(folder.glob("[0-9]*_*/model.safetensors"))
     for index in sorted(folder.glob("model.safetensors.index.json")):
         names = json.loads(index.read_bytes())["weight_map"].values()
         return [folder / name for name in sorted(set(names))] + modules

@@ -33,5 +33,5 @@ def test_an_engine_in_an_unknown_state_takes_no_requests(state):
 
 def test_statistics_survive_the_wire():
     values = {name: index for index, name in enumerate(SchedulerStats.__struct_fields__, start=1)}
-    expected = SchedulerStats(**(values | {"kv_cache_usage": 0.5, "seconds_since_last_step": 0.25}))
+    expected = SchedulerStats(**(values | {"kv_cache_usage": 0.5, "seconds_since_last_step": 0.25, "wedged": True}))
     assert stats.from_proto(stats.to_proto(expected)) == expected
