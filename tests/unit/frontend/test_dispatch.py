@@ -167,7 +167,8 @@ class Simulated:
             del self.running[engine][request_id]
         return output
 
-    def deliver(self, engine: str, *outputs: EngineCoreOutput) -> None:
+    def deliver(self, engine: str, *outputs: EngineCoreOutput, counts: bool = True) -> None:
+        """A frame. ``counts``: it tells the engine's load as well."""
         copies = [
             EngineCoreOutput(
                 request_id=o.request_id,
@@ -179,7 +180,8 @@ class Simulated:
             )
             for o in outputs
         ]
-        self.router.report(engine, waiting=0, running=len(self.running[engine]), kv_cache_usage=0.0)
+        if counts:
+            self.router.report(engine, waiting=0, running=len(self.running[engine]), kv_cache_usage=0.0)
         rows = [self._row(output) for output in copies]
         if copies and all(rows) and copies[0].offset % 2:  # what may go in columns does, every other time
             self.deliver_in_columns(engine, *[row for row in rows if row is not None])
@@ -208,7 +210,7 @@ class Simulated:
     def step(self, engine: str, count: int = 1) -> None:
         self.deliver(engine, *[self.advance(engine, request_id, count) for request_id in list(self.running[engine])])
 
-    def refuse(self, engine: str, request_id: str, error: RequestError) -> None:
+    def refuse(self, engine: str, request_id: str, error: RequestError, *, counts: bool = True) -> None:
         request, offset = self.running[engine].pop(request_id)
         reason = FinishReason.ABORT if error.code == "UNAVAILABLE" else FinishReason.ERROR
         self.deliver(
@@ -216,6 +218,7 @@ class Simulated:
             EngineCoreOutput(
                 request_id=request_id, attempt=request.attempt, offset=offset, finish_reason=reason, error=error
             ),
+            counts=counts,
         )
 
     def kill(self, engine: str) -> None:
@@ -832,6 +835,66 @@ async def test_an_output_that_cannot_be_written_down_ends_its_request_alone() ->
     assert "r0" not in world.running["a"]
     world.finish()
     assert world.ended["r1"] is FinishReason.LENGTH
+
+
+INVALID = RequestError(code="INVALID_ARGUMENT", message="no")
+
+
+def waiting(world: Simulated) -> dict[str, int]:
+    """What the frontend believes to be waiting, by engine."""
+    return {engine: world.router.load(engine).waiting for engine in world.up}
+
+
+@pytest.mark.parametrize("error", [INVALID, INCIDENT, STEP_FAILED], ids=lambda error: error.reason or error.code)
+async def test_what_an_engine_refuses_without_a_word_on_its_load_is_not_waiting_there(error: RequestError) -> None:
+    world = Simulated("a", "b")
+    world.add("r0-0", "r0-1")
+    where = world.where("r0-0")
+    assert waiting(world)[where] == 2
+    for request_id in ("r0-0", "r0-1"):
+        while engine := world.where(request_id):
+            world.refuse(engine, request_id, error, counts=False)
+    assert waiting(world) == {"a": 0, "b": 0}
+
+
+async def test_what_moves_because_its_engine_drains_waits_at_the_next_one_alone() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    first = world.where("r0")
+    world.closed.add(first)
+    world.refuse(first, "r0", DRAINING, counts=False)
+    assert waiting(world) == {first: 0, world.where("r0"): 1}
+
+
+async def test_what_every_engine_is_too_full_for_waits_nowhere() -> None:
+    world = Simulated("a", "b")
+    world.add("r0")
+    while engine := world.where("r0"):
+        world.refuse(engine, "r0", FULL, counts=False)
+    assert waiting(world) == {"a": 0, "b": 0}
+
+
+async def test_what_its_client_gives_up_before_the_engine_has_counted_it_is_not_waiting() -> None:
+    world = Simulated("a")
+    world.add("r0")
+    world.dispatch.abort(["r0"], "the client is gone")
+    assert waiting(world) == {"a": 0}
+
+
+async def test_what_cannot_be_sent_is_not_waiting() -> None:
+    world = Simulated("a")
+    world.unsendable.add("r0")
+    world.add("r0")
+    assert waiting(world) == {"a": 0}
+
+
+async def test_what_ends_without_a_word_is_not_waiting() -> None:
+    world = Simulated("a")
+    world.add("r0")
+    world.closed.add("a")
+    world.running["a"].clear()
+    world.dispatch.take("a", "a", EngineCoreOutputs(finished_requests=["r0"]))
+    assert waiting(world) == {"a": 0}
 
 
 def logprobs_of(token_ids: Iterable[int]) -> Logprobs:

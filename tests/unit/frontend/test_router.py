@@ -12,6 +12,14 @@ from penstock_frontend.engine.router import Candidate, Load, Router
 ENGINES = [Candidate(f"e{i}", i) for i in range(4)]
 
 
+def send(router: Router, engines: list[Candidate], *request_ids: str) -> str:
+    """Pick an engine for these and send them there."""
+    chosen = router.pick(engines)
+    for request_id in request_ids:
+        router.sent(chosen, request_id)
+    return chosen
+
+
 def test_idle_engines_are_taken_in_turn() -> None:
     router = Router()
     assert Counter(router.pick(ENGINES) for _ in range(40)) == {e.key: 10 for e in ENGINES}
@@ -25,8 +33,8 @@ def test_the_least_loaded_engine_is_picked_until_the_others_are_no_worse() -> No
     router = Router()
     router.report("e0", waiting=0, running=0, kv_cache_usage=0.0)
     router.report("e1", waiting=0, running=12, kv_cache_usage=0.0)
-    assert [router.pick(ENGINES[:2]) for _ in range(3)] == ["e0", "e0", "e0"]
-    assert "e1" in [router.pick(ENGINES[:2]) for _ in range(2)]
+    assert [send(router, ENGINES[:2], f"r{i}") for i in range(3)] == ["e0", "e0", "e0"]
+    assert "e1" in [send(router, ENGINES[:2], f"s{i}") for i in range(2)]
 
 
 def test_waiting_requests_weigh_four_times_running_ones() -> None:
@@ -35,9 +43,9 @@ def test_waiting_requests_weigh_four_times_running_ones() -> None:
 
 def test_requests_that_belong_together_all_count() -> None:
     router = Router()
-    chosen = router.pick(ENGINES[:2], count=8)
+    chosen = send(router, ENGINES[:2], *(f"r{i}" for i in range(8)))
     assert router.load(chosen).waiting == 8
-    assert {router.pick(ENGINES[:2]) for _ in range(8)} == {e.key for e in ENGINES[:2]} - {chosen}
+    assert {send(router, ENGINES[:2], f"s{i}") for i in range(8)} == {e.key for e in ENGINES[:2]} - {chosen}
 
 
 def test_kv_usage_counts_beyond_one_half_only() -> None:
@@ -45,11 +53,35 @@ def test_kv_usage_counts_beyond_one_half_only() -> None:
     assert Load(kv_cache_usage=0.9).score > Load(kv_cache_usage=0.7).score > Load(kv_cache_usage=0.5).score
 
 
-def test_a_report_replaces_the_picks_since_the_last() -> None:
+def test_a_report_replaces_what_was_sent_since_the_last() -> None:
     router = Router()
-    router.pick(ENGINES[:1])
+    send(router, ENGINES[:1], "r0")
     router.report("e0", waiting=0, running=1, kv_cache_usage=0.0)
     assert router.load("e0") == Load(0, 1, 0.0)
+
+
+def test_what_leaves_before_a_report_has_counted_it_counts_no_longer() -> None:
+    router = Router()
+    send(router, ENGINES[:1], "r0", "r1")
+    router.left("e0", "r0")
+    assert router.load("e0") == Load(1, 0, 0.0)
+
+
+def test_what_a_report_has_counted_is_taken_back_by_the_next_report_alone() -> None:
+    router = Router()
+    send(router, ENGINES[:1], "r0")
+    router.report("e0", waiting=1, running=0, kv_cache_usage=0.0)
+    router.left("e0", "r0")
+    assert router.load("e0") == Load(1, 0, 0.0)
+
+
+def test_nothing_is_taken_back_of_an_engine_that_is_another_one_now() -> None:
+    router = Router()
+    send(router, ENGINES[:1], "r0")
+    router.forget("e0")
+    send(router, ENGINES[:1], "r1")
+    router.left("e0", "r0")
+    assert router.load("e0") == Load(1, 0, 0.0)
 
 
 def test_an_engine_that_takes_nothing_is_passed_over() -> None:

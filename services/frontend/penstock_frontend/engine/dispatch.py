@@ -60,7 +60,7 @@ class Dispatch:
         self._hold_timeout = hold_timeout
         self._on_held = on_held
         self._on_moved = on_moved
-        self._journal = Journal()
+        self._journal = Journal(on_left=router.left)
         self._retries = Retries(retries)
         self._held = HeldRequests(hold_timeout, self._give_up)
         self._suspects = HeldRequests(hold_timeout, self._give_up)
@@ -122,12 +122,13 @@ class Dispatch:
     def lose(self, engine: str, why: str) -> None:
         """An engine is gone."""
         self._journal.readmit(engine)
+        load = self._router.load(engine)
+        num_there = load.waiting + load.running
         entries = self._journal.lose(engine)
         if entries:
             get_logger().warning("requests lost their engine and go on elsewhere", count=len(entries), why=why)
-        load = self._router.load(engine)
         is_one_call = len({entry.call for entry in entries}) == 1
-        alone = is_one_call and load.waiting + load.running <= len(entries)
+        alone = is_one_call and num_there <= len(entries)
         self._move([(entry, why, Blame.ALONE if alone else Blame.SHARED) for entry in entries])
 
     def engines_changed(self) -> None:
@@ -220,7 +221,7 @@ class Dispatch:
         candidates = self._others(entries[0])
         began_on = next((entry.variant for entry in entries if entry.variant is not None), None)
         try:
-            key = self._router.pick(candidates, rank=rank, variant=began_on, count=len(entries))
+            key = self._router.pick(candidates, rank=rank, variant=began_on)
         except Unavailable:
             return None
         return next(c for c in candidates if c.key == key)
@@ -242,6 +243,7 @@ class Dispatch:
         for entry in entries:
             first = not self._journal.num_on(engine)
             self._journal.assign(entry, engine, picked.variant)
+            self._router.sent(engine, entry.request_id)
             try:
                 self._engines.send(engine, entry.to_send(), first=first)
             except Exception as e:

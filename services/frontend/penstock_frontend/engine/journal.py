@@ -4,7 +4,7 @@ Every output names the attempt that produced it and the offset of its first toke
 anyone sees it, drops what came before and what earlier attempts still send, and knows from where another engine has to go on.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -194,9 +194,13 @@ class Accepted(NamedTuple):
 
 
 class Journal:
-    """Every sequence that has been sent, or waits to be sent, to an engine and has not ended."""
+    """Every sequence that has been sent, or waits to be sent, to an engine and has not ended.
 
-    def __init__(self) -> None:
+    ``on_left``: told the engine and the id of each sequence that an engine has no more, however that came about.
+    """
+
+    def __init__(self, on_left: Callable[[str, str], None]) -> None:
+        self._on_left = on_left
         self._entries: dict[str, JournalEntry] = {}
         self._by_engine: dict[str, dict[str, JournalEntry]] = {}
         self._by_number: dict[int, JournalEntry] = {}
@@ -322,9 +326,11 @@ class Journal:
         self._by_number.pop(entry.number, None)
         entry.number = 0
         on_engine = self._by_engine.get(entry.engine, _NOBODY)
-        on_engine.pop(entry.request_id, None)
+        if on_engine.pop(entry.request_id, None) is None:
+            return
         if not on_engine:
-            self._by_engine.pop(entry.engine, None)
+            del self._by_engine[entry.engine]
+        self._on_left(entry.engine, entry.request_id)
 
 
 def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:

@@ -24,7 +24,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct):
-    """The router's copy of an engine's counts; its own picks are added until the next report."""
+    """The router's copy of an engine's counts; requests sent to it since the last report count as waiting."""
 
     waiting: int = 0
     running: int = 0
@@ -46,32 +46,42 @@ class Router:
     def __init__(self, start: int = 0) -> None:
         self._turn = start
         self._loads: dict[str, Load] = {}
+        self._sent: dict[str, set[str]] = {}
+        """By engine, the requests sent to it that no report has counted yet."""
 
     def report(self, key: str, *, waiting: int, running: int, kv_cache_usage: float) -> None:
         """An engine's counts are known anew."""
         self._loads[key] = Load(waiting, running, kv_cache_usage)
+        self._sent.pop(key, None)
+
+    def sent(self, key: str, request_id: str) -> None:
+        """A request is on its way to an engine: it counts as waiting there until the next report, or until it has left."""
+        self._sent.setdefault(key, set()).add(request_id)
+        self.load(key).waiting += 1
+
+    def left(self, key: str, request_id: str) -> None:
+        """A request has ended on an engine, or gone on elsewhere: unless a report has counted it, it is counted no longer."""
+        sent = self._sent.get(key)
+        if sent is not None and request_id in sent:
+            sent.remove(request_id)
+            self.load(key).waiting -= 1
 
     def forget(self, key: str) -> None:
         """An engine is gone."""
         self._loads.pop(key, None)
+        self._sent.pop(key, None)
 
     def keep_only(self, keys: Iterable[str]) -> None:
         """These are all engines there are."""
-        self._loads = {key: self._loads[key] for key in keys if key in self._loads}
+        for key in self._loads.keys() - set(keys):
+            self.forget(key)
 
     def load(self, key: str) -> Load:
         """The copy of an engine's counts."""
         return self._loads.setdefault(key, Load())
 
-    def pick(
-        self,
-        candidates: Sequence[Candidate],
-        *,
-        rank: int | None = None,
-        variant: str | None = None,
-        count: int = 1,
-    ) -> str:
-        """The key of the engine for the next ``count`` requests, which are counted as waiting there from now on.
+    def pick(self, candidates: Sequence[Candidate], *, rank: int | None = None, variant: str | None = None) -> str:
+        """The key of the engine for what is to be ``sent`` next.
 
         ``variant``: the one they began on; an engine of another is only for where none of it takes requests. Raises Unavailable
         when no engine takes requests, InvalidArgument when there is no engine of that rank.
@@ -84,9 +94,7 @@ class Router:
         self._turn += 1
         turn = self._turn % len(usable)
         rotated = usable[turn:] + usable[:turn]
-        chosen = min(rotated, key=lambda c: self.load(c.key).score)
-        self.load(chosen.key).waiting += count
-        return chosen.key
+        return min(rotated, key=lambda c: self.load(c.key).score).key
 
 
 def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable | InvalidArgument:
