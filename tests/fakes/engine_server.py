@@ -46,6 +46,9 @@ class EngineServer:
         self.busy_loop = BusyLoop(self.engine, self.io.sessions)
         self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
         self.thread.start()
+        if self.config.coordinator.address:  # what it is reached at is known only now
+            coordinator = msgspec.structs.replace(self.config.coordinator, advertise=self.address)
+            self.io._config = msgspec.structs.replace(self.config, coordinator=coordinator)
         self.io.attach(self.busy_loop, describe(self.config, self.engine))
         return self
 

@@ -365,7 +365,17 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         return request.end(prior[-1], request.limit(self.ready.max_model_len), self.eos_token_id)
 
     def _refuse(self, request: FakeRequest, error: finish_pb2.RequestError) -> None:
-        self._send(request, pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_ERROR, error=error))
+        """End a request that was never taken: as with real engines, the frame says nothing of the load."""
+        message = request.message
+        output = pb.EngineCoreOutput(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            offset=request.num_sent,
+            finish_reason=finish_pb2.FINISH_REASON_ERROR,
+            error=error,
+        )
+        request.session.send(outputs=pb.EngineCoreOutputs(outputs=[output]))
+        self._notify()
 
     def _answer(self, call: pb.UtilityCall, session: FakeSession) -> None:
         output = pb.UtilityOutput(call_id=call.call_id)

@@ -837,6 +837,37 @@ async def test_an_output_that_cannot_be_written_down_ends_its_request_alone() ->
     assert world.ended["r1"] is FinishReason.LENGTH
 
 
+async def test_a_request_that_engines_have_only_refused_goes_on_as_one_that_may_be_refused() -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0")
+    world.refuse(world.where("r0"), "r0", FULL)
+    busy = world.where("r0")
+    world.closed.add(busy)
+    world.running[busy].pop("r0")
+    refusal = EngineCoreOutput(request_id="r0", attempt=1, finish_reason=FinishReason.ERROR, error=DRAINING)
+    world.deliver(busy, refusal)
+    assert [(r.attempt, r.never_admitted) for _, r in world.sent] == [(0, False), (1, True), (2, True)]
+
+
+@pytest.mark.parametrize("event", ["lost", "drained", "step failed", "ended without a word"])
+async def test_a_request_that_an_engine_had_taken_is_refused_by_no_other(event: str) -> None:
+    world = Simulated("a", "b", "c")
+    world.add("r0")
+    world.refuse(world.where("r0"), "r0", FULL)
+    taken = world.where("r0")
+    match event:
+        case "lost":
+            world.kill(taken)
+        case "drained":
+            world.refuse(taken, "r0", DRAINING)
+        case "step failed":
+            world.refuse(taken, "r0", STEP_FAILED)
+        case _:
+            world.running[taken].clear()
+            world.dispatch.take(taken, taken, EngineCoreOutputs(finished_requests=["r0"]))
+    assert [(r.attempt, r.never_admitted) for _, r in world.sent] == [(0, False), (1, True), (2, False)]
+
+
 INVALID = RequestError(code="INVALID_ARGUMENT", message="no")
 
 

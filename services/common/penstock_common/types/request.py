@@ -24,7 +24,8 @@ class ReasoningTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field for field ``penstock.enginecore.v1.EngineCoreRequest``, as far as engines serve it.
 
-    ``attempt`` counts the engines that were given this request. ``prior_output_token_ids`` are the tokens an earlier
+    ``attempt`` counts the engines that were given this request; ``never_admitted``: each of them refused it.
+    ``prior_output_token_ids`` are the tokens an earlier
     attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
     With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
     the second text of a pair begins in the prompt. Where ``prompt_embeds`` has a vector, the token id means nothing.
@@ -45,6 +46,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     current_wave: int = 0
     priority: int = 0
     attempt: int = 0
+    never_admitted: bool = False
     prior_output_token_ids: list[int] = []
     deadline: float | None = None
     second_text_start: int | None = None

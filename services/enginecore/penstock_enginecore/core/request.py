@@ -72,6 +72,7 @@ class Request:
     ``all_token_ids`` holds the tokens of earlier attempts as output, so that limits, stops and seeded draws count from the
     true beginning of the output.
     ``number`` stands for it in columns of tokens, 0 where its client numbers nothing.
+    ``outlives``: another engine had taken it.
     ``num_charged_tokens``: those that count for the tenant's share of the engine already.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
@@ -100,6 +101,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "number",
+        "outlives",
         "pooling_params",
         "prefill_reported",
         "priority",
@@ -148,6 +150,7 @@ class Request:
         self.tenant_weight = request.tenant_weight
         self.attempt = request.attempt
         self.number = request.request_number
+        self.outlives = request.attempt > 0 and not request.never_admitted
         self.status = RequestStatus.WAITING
         self.hold = Hold.NONE
         self.grammar: Grammar | None = None
@@ -186,7 +189,7 @@ class Request:
     @property
     def resumes(self) -> bool:
         """Whether a waiting request had begun: it was preempted, or outlived another engine."""
-        return self.status is RequestStatus.PREEMPTED or self.attempt > 0
+        return self.status is RequestStatus.PREEMPTED or self.outlives
 
     @property
     def constrained(self) -> bool:

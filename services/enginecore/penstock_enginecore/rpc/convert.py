@@ -57,6 +57,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         priority=message.priority,
         trace_context=dict(message.trace_context),
         attempt=message.attempt,
+        never_admitted=message.never_admitted,
         prior_output_token_ids=list(message.prior_output_token_ids),
         deadline=_deadline(message),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,

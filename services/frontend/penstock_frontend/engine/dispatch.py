@@ -117,7 +117,7 @@ class Dispatch:
         told = {output.request_id for output in frame.outputs}
         error = Unavailable("the engine ended the request without a word", reason="ENGINE_ERROR")
         silent = [request_id for request_id in frame.finished_requests if request_id not in told]
-        return [Refusal(entry, error) for entry in self._journal.lose(engine, silent)]
+        return [Refusal(entry, error, admitted=True) for entry in self._journal.lose(engine, silent)]
 
     def lose(self, engine: str, why: str) -> None:
         """An engine is gone."""
@@ -127,6 +127,8 @@ class Dispatch:
         entries = self._journal.lose(engine)
         if entries:
             get_logger().warning("requests lost their engine and go on elsewhere", count=len(entries), why=why)
+        for entry in entries:
+            entry.admitted = True  # it may have been: what was is never refused again
         is_one_call = len({entry.call for entry in entries}) == 1
         alone = is_one_call and num_there <= len(entries)
         self._move([(entry, why, Blame.ALONE if alone else Blame.SHARED) for entry in entries])
@@ -139,7 +141,8 @@ class Dispatch:
 
     def _refused(self, refusals: Iterable[Refusal]) -> None:
         moves = []
-        for entry, error in refusals:
+        for entry, error, admitted in refusals:
+            entry.admitted |= admitted
             blame = Blame.SHARED if error.code == "INTERNAL" else Blame.NONE
             if error.code == "RESOURCE_EXHAUSTED":
                 self._exclude(entry, self._exclusion(error))

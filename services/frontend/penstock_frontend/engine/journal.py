@@ -28,8 +28,8 @@ class JournalEntry:
     """One sequence from its first engine to its end.
 
     ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
-    ``number``: stands for it and its attempt on that engine's session, 0 while it has none.
-    ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
+    ``number``: stands for it and its attempt on that engine's session, 0 while it has none. ``admitted``: it has left an engine
+    that had taken it in. ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
     ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
     ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
     ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
@@ -38,6 +38,7 @@ class JournalEntry:
     """
 
     __slots__ = (
+        "admitted",
         "attempt",
         "call",
         "ended",
@@ -65,6 +66,7 @@ class JournalEntry:
         self.engine = ""
         self.number = 0
         self.attempt = request.attempt
+        self.admitted = False
         self.token_ids = list(request.prior_output_token_ids)
         self.num_prompt_logprobs = 0  # of all attempts together
         self.num_prompt_scored = 0  # by the current attempt
@@ -97,6 +99,7 @@ class JournalEntry:
         return msgspec.structs.replace(
             self.request,
             attempt=self.attempt,
+            never_admitted=self.attempt > 0 and not self.admitted,
             prior_output_token_ids=self.token_ids,
             sampling_params=params,
             data_parallel_rank=None,
@@ -176,10 +179,11 @@ class JournalEntry:
 
 
 class Refusal(NamedTuple):
-    """An engine does not go on with a request for a reason that another engine need not have."""
+    """An engine does not go on with a request for a reason that another engine need not have. ``admitted``: it had taken it."""
 
     entry: JournalEntry
     error: RequestFailed
+    admitted: bool
 
 
 class Accepted(NamedTuple):
@@ -249,7 +253,8 @@ class Journal:
                     self._end(entry)
                 continue
             if output.finish_reason is not None and (error := _refused(output)) is not None:
-                refusals.append(Refusal(entry, error))
+                admitted = output.finish_reason is FinishReason.ABORT or error.code == "INTERNAL"
+                refusals.append(Refusal(entry, error, admitted))
                 continue
             try:
                 is_new = entry.take(output)

@@ -58,6 +58,7 @@ def add_request(
     add.current_wave = request.current_wave
     add.priority = request.priority
     add.attempt = request.attempt
+    add.never_admitted = request.never_admitted
     add.prior_output_token_ids.extend(request.prior_output_token_ids)
     if request.deadline is not None:
         add.deadline = request.deadline

@@ -333,6 +333,17 @@ def test_a_request_that_outlived_its_engine_is_never_refused_for_a_full_queue_an
     assert list(transcript.ends) == [request.request_id for request in [*outliving, waiting]]
 
 
+def test_a_request_that_other_engines_have_only_refused_may_be_refused_again_and_waits_its_turn():
+    engine = make_engine(max_num_seqs=1, max_waiting_requests=2)
+    first = make_request(5, max_tokens=2)
+    passed_on = make_request(5, attempt=2, never_admitted=True, max_tokens=2)
+    add(engine, first, passed_on)
+    with pytest.raises(ResourceExhausted, match="max_waiting_requests is 2") as e:
+        add(engine, make_request(5, attempt=1, never_admitted=True))
+    assert e.value.retry_after is not None
+    assert list(run_to_end(engine).ends) == [first.request_id, passed_on.request_id]
+
+
 def test_an_id_in_use_is_refused_per_client_and_free_again_after_the_end():
     engine = make_engine()
     request = make_request(5, request_id="same")

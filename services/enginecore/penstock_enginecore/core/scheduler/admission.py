@@ -12,7 +12,7 @@ class QueueAdmission:
     """Refuses what would overfill the queue, and measures how fast requests leave it for the model.
 
     ``held``: waiting requests that have something of their own to wait for; they count. An empty queue takes any request.
-    One that outlived another engine (``attempt`` above 0) was admitted there: it is never refused, however full this queue is.
+    One that outlived another engine was admitted there: it is never refused, however full this queue is.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: FairQueue, held: HeldRequests) -> None:
@@ -31,7 +31,7 @@ class QueueAdmission:
         if not num_waiting:
             self._rate.begin(now)
             return
-        if request.attempt:
+        if request.outlives:
             return
         config = self._config
         num_tokens = self._waiting.num_tokens + self._held.num_tokens + request.num_tokens
