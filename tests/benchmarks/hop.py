@@ -244,7 +244,7 @@ class GrpcLink:
             frontend_id="bench",
             incarnation="1",
             on_outputs=take,
-            on_draining=lambda: None,
+            on_draining=lambda time_left: None,
             revision=revision,
         )
 

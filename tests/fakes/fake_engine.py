@@ -261,7 +261,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             session.send(engine_dead=pb.EngineDead(reason=reason))
             session.queue.put_nowait(None)
 
-    def drain(self, time_left: float = 0.0) -> None:
+    def drain(self, time_left: float = 30.0) -> None:
         """Say that no new requests are taken."""
         for session in self.sessions:
             session.send(draining=pb.Draining(time_left=time_left))

@@ -27,7 +27,7 @@ class Pair:
             frontend_id="f",
             incarnation="1",
             on_outputs=self._take,
-            on_draining=lambda: None,
+            on_draining=lambda time_left: None,
             max_message_bytes=max_message_bytes,
         )
 

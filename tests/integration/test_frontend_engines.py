@@ -150,6 +150,28 @@ async def test_requests_that_a_leaving_engine_ends_go_on_on_another(
     assert all(await asyncio.gather(*readers))
 
 
+async def test_requests_leave_an_engine_that_drains_before_it_ends_them(
+    frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
+) -> None:
+    a, b = engines
+    calls = [frontend.generate(max_tokens=6, seed=seed, detokenize=False) for seed in (1, 2)]
+    for engine in engines:
+        await engine.until(lambda e: e.running)
+        engine.step()
+        engine.step()
+    on_a = a.requests[0].request_id
+    a.drain(time_left=0.0)
+    await b.until(lambda e: len(e.running) == 2)
+    await a.until(lambda e: on_a in e.aborted)
+    moved = b.requests[-1]
+    assert (moved.request_id, moved.attempt, len(moved.prior_output_token_ids)) == (on_a, 1, 2)
+    while b.running:
+        b.step()
+    for seed, call in zip((1, 2), calls, strict=True):
+        tokens = [token for message in await collect(call) for token in message.token_ids]
+        assert tokens == [token_at(seed, i, vocab_size=VOCAB) for i in range(6)]
+
+
 async def test_an_engine_that_skips_tokens_is_treated_as_lost(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ class Simulated:
         self.alone: Counter[str] = Counter()  # engines in a row that were lost with nothing else, and brought nothing
         self.brought: set[str] = set()  # requests that got something of their engine
         self.unsendable: set[str] = set()
+        self.aborts: list[tuple[str, str]] = []
         self.closed: set[str] = set()  # engines that are there and take nothing
         self.variants: dict[str, str] = {}  # of the engines that are not of variant ""
         self.num_held_changes = 0
@@ -88,6 +89,7 @@ class Simulated:
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
         for request_id in request_ids:
+            self.aborts.append((engine, request_id))
             self.running[engine].pop(request_id, None)
 
     # The dispatch's OutputHandler.
@@ -145,7 +147,7 @@ class Simulated:
                     request_id=request_id,
                     external_request_id=request_id,
                     prompt_token_ids=PROMPT,
-                    sampling_params=SamplingParams(max_tokens=MAX_TOKENS, **params),  # type: ignore[arg-type]
+                    sampling_params=SamplingParams(**{"max_tokens": MAX_TOKENS} | params),  # type: ignore[arg-type]
                     data_parallel_rank=rank,
                 )
                 for request_id in request_ids
@@ -220,6 +222,10 @@ class Simulated:
             ),
             counts=counts,
         )
+
+    def drain(self, engine: str, time_left: float) -> None:
+        self.closed.add(engine)
+        self.dispatch.drain(engine, time_left)
 
     def kill(self, engine: str) -> None:
         on_engine = list(self.running[engine])
@@ -866,6 +872,106 @@ async def test_a_request_that_an_engine_had_taken_is_refused_by_no_other(event: 
             world.running[taken].clear()
             world.dispatch.take(taken, taken, EngineCoreOutputs(finished_requests=["r0"]))
     assert [(r.attempt, r.never_admitted) for _, r in world.sent] == [(0, False), (1, True), (2, False)]
+
+
+async def at_ten_seconds_a_token(world: Simulated, request_id: str, **params: object) -> str:
+    """Start a request, and let it get two of its five tokens. Returns its engine."""
+    world.add(request_id, **params)
+    engine = world.where(request_id)
+    world.step(engine)
+    await asyncio.sleep(10.0)
+    world.step(engine)
+    return engine
+
+
+def test_a_request_that_a_draining_engine_will_not_be_done_with_leaves_at_once() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        engine = await at_ten_seconds_a_token(world, "r0")
+        world.drain(engine, 30.0)  # of which the last is kept in reserve
+        assert world.aborts == [(engine, "r0")]
+        other, again = world.sent[-1]
+        assert other != engine
+        assert (again.attempt, again.prior_output_token_ids, again.never_admitted) == (1, world.read["r0"], False)
+        world.finish()
+        assert world.read["r0"] == [token_of("r0", i) for i in range(MAX_TOKENS)]
+
+    virtual_time.run(run())
+
+
+def test_a_request_that_a_draining_engine_will_be_done_with_stays() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        engine = await at_ten_seconds_a_token(world, "r0")
+        world.drain(engine, 60.0)
+        for _ in range(3):
+            await asyncio.sleep(10.0)
+            world.step(engine)
+        assert world.ended["r0"] is FinishReason.LENGTH
+        assert world.moves == []
+
+    virtual_time.run(run())
+
+
+def test_a_request_that_gets_slower_while_its_engine_drains_leaves_before_the_deadline() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        engine = await at_ten_seconds_a_token(world, "r0")
+        world.drain(engine, 40.0)
+        await asyncio.sleep(25.0)
+        assert world.where("r0") not in ("", engine)
+
+    virtual_time.run(run())
+
+
+def test_a_request_without_max_tokens_stays_on_a_draining_engine_until_a_margin_before_the_deadline() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        engine = await at_ten_seconds_a_token(world, "r0", max_tokens=None)
+        world.drain(engine, 20.0)
+        await asyncio.sleep(18.9)
+        assert world.where("r0") == engine
+        await asyncio.sleep(0.2)
+        assert world.where("r0") not in ("", engine)
+
+    virtual_time.run(run())
+
+
+def test_what_no_other_engine_takes_stays_on_the_one_that_drains() -> None:
+    async def run() -> None:
+        world = Simulated("a")
+        await at_ten_seconds_a_token(world, "r0")
+        world.drain("a", 20.0)
+        await asyncio.sleep(25.0)
+        assert world.where("r0") == "a"
+        assert world.dispatch.num_held == 0
+
+    virtual_time.run(run())
+
+
+def test_what_comes_to_an_engine_that_starts_again_does_not_leave_it_because_the_former_one_drained() -> None:
+    async def run() -> None:
+        world = Simulated("a", "b")
+        world.closed.add("b")
+        world.drain("a", 20.0)
+        world.kill("a")
+        world.closed.clear()
+        world.start("a")
+        world.add("r0", rank=0)
+        await asyncio.sleep(25.0)
+        assert world.where("r0") == "a"
+
+    virtual_time.run(run())
+
+
+async def test_a_drain_fails_no_request_that_may_not_move_any_more() -> None:
+    world = Simulated("a", "b", retries=RetriesConfig(max_moves=0))
+    world.add("r0")
+    engine = world.where("r0")
+    world.drain(engine, 0.0)
+    assert world.where("r0") == engine
+    world.finish()
+    assert world.ended["r0"] is FinishReason.LENGTH
 
 
 INVALID = RequestError(code="INVALID_ARGUMENT", message="no")

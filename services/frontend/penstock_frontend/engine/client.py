@@ -255,10 +255,11 @@ class GrpcEngineClient:
             engine_id = connection.ready.engine_id if connection.ready else ""
             self._dispatch.take(connection.address, engine_id, outputs)
 
-    def on_state(self, connection: EngineConnection) -> None:
+    def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
         """See ConnectionListener."""
-        del connection
         self._changed()
+        if time_left is not None:
+            self._dispatch.drain(connection.address, time_left)
 
     def on_down(self, connection: EngineConnection, reason: str) -> None:
         """See ConnectionListener."""

@@ -27,8 +27,8 @@ class ConnectionListener(Protocol):
     def on_outputs(self, connection: "EngineConnection", outputs: EngineCoreOutputs) -> None:
         """A step is done. Raises EngineFaultError when the engine cannot be trusted any more."""
 
-    def on_state(self, connection: "EngineConnection") -> None:
-        """The engine's state has changed: it may take requests again, or no more."""
+    def on_draining(self, connection: "EngineConnection", time_left: float | None) -> None:
+        """The engine takes no more requests, and ends what it has in ``time_left`` seconds; None: it does not say when."""
 
     def on_down(self, connection: "EngineConnection", reason: str) -> None:
         """The session is over, and the engine has none of its requests any more."""
@@ -189,10 +189,10 @@ class EngineConnection:
         self.heard()
         self._listener.on_outputs(self, outputs)
 
-    def _on_draining(self) -> None:
+    def _on_draining(self, time_left: float | None) -> None:
         self.draining = True
-        get_logger().info("engine draining", engine=self.name)
-        self._listener.on_state(self)
+        get_logger().info("engine draining", engine=self.name, time_left=time_left)
+        self._listener.on_draining(self, time_left)
 
 
 def _now() -> float:

@@ -13,6 +13,7 @@ from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.base import OutputHandler
+from penstock_frontend.engine.drain import Drain
 from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import Journal, JournalEntry, Refusal
 from penstock_frontend.engine.retries import Blame, Retries
@@ -60,11 +61,13 @@ class Dispatch:
         self._hold_timeout = hold_timeout
         self._on_held = on_held
         self._on_moved = on_moved
-        self._journal = Journal(on_left=router.left)
+        self._journal = Journal(_now, on_left=router.left)
         self._retries = Retries(retries)
         self._held = HeldRequests(hold_timeout, self._give_up)
         self._suspects = HeldRequests(hold_timeout, self._give_up)
         self._readmission: asyncio.TimerHandle | None = None
+        self._looks: dict[str, asyncio.TimerHandle] = {}
+        """When engines that drain are looked at again."""
 
     @property
     def num_held(self) -> int:
@@ -121,6 +124,7 @@ class Dispatch:
 
     def lose(self, engine: str, why: str) -> None:
         """An engine is gone."""
+        self._forget_drain(engine)
         self._journal.readmit(engine)
         load = self._router.load(engine)
         num_there = load.waiting + load.running
@@ -132,6 +136,32 @@ class Dispatch:
         is_one_call = len({entry.call for entry in entries}) == 1
         alone = is_one_call and num_there <= len(entries)
         self._move([(entry, why, Blame.ALONE if alone else Blame.SHARED) for entry in entries])
+
+    def drain(self, engine: str, time_left: float) -> None:
+        """An engine ends in so many seconds what it still has. What it will not be done with goes elsewhere, if that can be."""
+        self._look_at(engine, Drain(_now(), time_left))
+
+    def _look_at(self, engine: str, drain: Drain) -> None:
+        self._forget_drain(engine)
+        now = _now()
+        late = [entry for entry in drain.late(self._journal.on(engine), now) if self._retries.may_leave(entry)]
+        going = [entry for entry in late if any(c.accepting for c in self._others(entry))]
+        if (when := drain.next_look(now)) is not None:
+            self._looks[engine] = asyncio.get_running_loop().call_at(when, self._look_at, engine, drain)
+        if not going:
+            return
+        why = "the engine drains and will not be done with it in time"
+        get_logger().info(
+            "requests leave an engine that drains", count=len(going), time_left=round(drain.deadline - now, 1)
+        )
+        self._engines.abort_on(engine, [entry.request_id for entry in going], f"it goes on elsewhere: {why}")
+        for entry in going:
+            entry.admitted = True
+        self._move([(entry, why, Blame.NONE) for entry in going])
+
+    def _forget_drain(self, engine: str) -> None:
+        if (look := self._looks.pop(engine, None)) is not None:
+            look.cancel()
 
     def engines_changed(self) -> None:
         """Engines have come or may take requests again."""
@@ -157,7 +187,7 @@ class Dispatch:
 
     def _exclude(self, entry: JournalEntry, seconds: float) -> None:
         """Do not send it to its engine again for so long, while that lives."""
-        entry.excluded[entry.engine] = asyncio.get_running_loop().time() + seconds
+        entry.excluded[entry.engine] = _now() + seconds
 
     def _exclusion(self, error: RequestFailed) -> float:
         """How long a full engine gets nothing more of a request: as long as it says, but not as long as a request may wait."""
@@ -234,7 +264,7 @@ class Dispatch:
         candidates = self._engines.candidates()
         if not entry.excluded:
             return candidates
-        now = asyncio.get_running_loop().time()
+        now = _now()
         return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
 
     def _send(self, entries: Sequence[JournalEntry], picked: Candidate | None) -> None:
@@ -291,3 +321,7 @@ class Dispatch:
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:
         self._journal.end([entry.request_id])
         self._outputs.fail([entry.request_id], error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

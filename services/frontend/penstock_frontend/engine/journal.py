@@ -30,6 +30,7 @@ class JournalEntry:
     ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
     ``number``: stands for it and its attempt on that engine's session, 0 while it has none. ``admitted``: it has left an engine
     that had taken it in. ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
+    ``began_at``: when that was for the first time, on the journal's clock, with ``num_tokens_then`` tokens.
     ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
     ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
     ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
@@ -40,6 +41,7 @@ class JournalEntry:
     __slots__ = (
         "admitted",
         "attempt",
+        "began_at",
         "call",
         "ended",
         "engine",
@@ -50,6 +52,7 @@ class JournalEntry:
         "num_moves",
         "num_prompt_logprobs",
         "num_prompt_scored",
+        "num_tokens_then",
         "number",
         "prefilled",
         "progressed",
@@ -72,6 +75,8 @@ class JournalEntry:
         self.num_prompt_scored = 0  # by the current attempt
         self.prefilled = False
         self.progressed = False
+        self.began_at: float | None = None
+        self.num_tokens_then = 0
         self.ended = False
         self.num_moves = 0
         self.strikes = 0
@@ -169,6 +174,16 @@ class JournalEntry:
         self.variant = self.engine_variant
         self.held_for = 0.0
 
+    def begin(self, now: float) -> None:
+        """The current attempt has brought something for the first time."""
+        self.began_at = now
+        self.num_tokens_then = len(self.token_ids)
+
+    def seconds_per_token(self, now: float) -> float | None:
+        """Of the current attempt since it began; None before it has brought anything more."""
+        num_tokens = len(self.token_ids) - self.num_tokens_then
+        return None if self.began_at is None or not num_tokens else (now - self.began_at) / num_tokens
+
     def leave(self) -> None:
         """It has no engine any more; the next one is another attempt."""
         self.engine = ""
@@ -176,6 +191,7 @@ class JournalEntry:
         self.num_moves += 1
         self.num_prompt_scored = 0
         self.progressed = False
+        self.began_at = None
 
 
 class Refusal(NamedTuple):
@@ -200,10 +216,12 @@ class Accepted(NamedTuple):
 class Journal:
     """Every sequence that has been sent, or waits to be sent, to an engine and has not ended.
 
-    ``on_left``: told the engine and the id of each sequence that an engine has no more, however that came about.
+    ``clock``: monotonic seconds. ``on_left``: told the engine and the id of each sequence that an engine has no more, however
+    that came about.
     """
 
-    def __init__(self, on_left: Callable[[str, str], None]) -> None:
+    def __init__(self, clock: Callable[[], float], on_left: Callable[[str, str], None]) -> None:
+        self._clock = clock
         self._on_left = on_left
         self._entries: dict[str, JournalEntry] = {}
         self._by_engine: dict[str, dict[str, JournalEntry]] = {}
@@ -229,6 +247,10 @@ class Journal:
     def num_on(self, engine: str) -> int:
         """Sequences that an engine has."""
         return len(self._by_engine.get(engine, _NOBODY))
+
+    def on(self, engine: str) -> list[JournalEntry]:
+        """The sequences that an engine has."""
+        return list(self._by_engine.get(engine, _NOBODY).values())
 
     def accept(
         self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
@@ -263,6 +285,8 @@ class Journal:
             except Exception as e:
                 accepted.append(_unwritten(entry, e))
                 continue
+            if entry.began_at is None and entry.progressed:
+                entry.begin(self._clock())
             if is_new:
                 accepted.append(output)
             if output.finish_reason is not None:
@@ -288,6 +312,8 @@ class Journal:
                 failed.append(_unwritten(entry, e))
                 continue
             if token_ids:
+                if entry.began_at is None:
+                    entry.begin(self._clock())
                 new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:

@@ -88,9 +88,9 @@ class EnginePool:
         """See ConnectionListener."""
         self._listener.on_outputs(connection, outputs)
 
-    def on_state(self, connection: EngineConnection) -> None:
+    def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
         """See ConnectionListener."""
-        self._listener.on_state(connection)
+        self._listener.on_draining(connection, time_left)
 
     def has_work(self, connection: EngineConnection) -> bool:
         """See ConnectionListener."""

@@ -69,6 +69,10 @@ class Retries:
             return f"{entry.strikes_alone} engines in a row failed while they had nothing but this request"
         return None
 
+    def may_leave(self, entry: JournalEntry) -> bool:
+        """Whether an entry would go on if it left an engine that is well."""
+        return entry.num_moves < self._config.max_moves
+
     def may_go(self, entry: JournalEntry) -> bool:
         """Whether an entry may be sent now; a suspect that may not waits until ``trial_over``."""
         if entry.strikes < self._config.max_strikes - 1 or entry is self._on_trial:

@@ -1,5 +1,8 @@
 """Messages of ``penstock.enginecore.v1`` to the domain and back. Decoding outputs is hot: once per step and engine."""
 
+import math
+import time
+
 import msgspec
 
 from penstock.common.v1 import finish_pb2
@@ -94,6 +97,17 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         max_message_bytes=message.max_message_bytes,
         max_tensor_bytes=message.max_tensor_bytes,
     )
+
+
+def draining_time_left(message: pb.Draining) -> float | None:
+    """Seconds until the engine ends what it has, at least 0; None where it does not say."""
+    if message.HasField("time_left"):
+        time_left = message.time_left
+    elif message.deadline:  # an engine of an earlier version, whose clock is taken to agree
+        time_left = message.deadline - time.time()
+    else:
+        return None
+    return max(time_left, 0.0) if math.isfinite(time_left) else None
 
 
 def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | None = None) -> EngineCoreOutputs:

@@ -62,12 +62,14 @@ class EngineSession:
         frontend_id: str,
         incarnation: str,
         on_outputs: Callable[[EngineCoreOutputs], None],
-        on_draining: Callable[[], None],
+        on_draining: Callable[[float | None], None],
         credentials: ClientCredentials = NO_TLS,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
-        """``max_message_bytes``: the largest message either way, ``revision``: the newest, as far as this end is concerned."""
+        """``on_draining``: called with the seconds until the engine ends what it has, None where it does not say.
+        ``max_message_bytes``: the largest message either way, ``revision``: the newest, as far as this end is concerned.
+        """
         self.address = address
         self._on_outputs = on_outputs
         self._on_draining = on_draining
@@ -134,7 +136,7 @@ class EngineSession:
                 elif kind == "tensor_chunk":
                     take_chunk(self._tensors, response.tensor_chunk)
                 elif kind == "draining":
-                    self._on_draining()
+                    self._on_draining(convert.draining_time_left(response.draining))
                 elif kind == "engine_dead":
                     return f"the engine failed: {response.engine_dead.reason}"
         except grpc.aio.AioRpcError as e:
