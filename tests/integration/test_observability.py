@@ -195,6 +195,30 @@ async def test_the_engine_logs_what_it_refuses_with_both_ids_and_without_values(
     assert fields["engine_request"].startswith("r1-")
 
 
+async def test_the_engine_logs_why_a_request_was_aborted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = EngineServer(make_config(num_blocks=64), FakeExecutor(vocab_size=10))
+    await asyncio.to_thread(lambda: engine.start().load())
+
+    def lines() -> list[dict[str, Any]]:
+        records = [vars(record) for record in caplog.records if record.name == REQUEST_LOGGER]
+        return [fields for fields in records if fields["msg"] == "request aborted"]
+
+    try:
+        async with FrontendServer(model, engines=[engine.address], model=named("fake", model)) as frontend:
+            with caplog.at_level(logging.INFO, REQUEST_LOGGER):
+                call = frontend.generate(
+                    token_ids=pb.TokenIds(ids=[1]), max_tokens=240, ignore_eos=True, request_id="r1"
+                )
+                await eventually(lambda: engine.busy_loop.stats().num_running_reqs)
+                call.cancel()
+                await eventually(lines)
+    finally:
+        await asyncio.to_thread(engine.stop)
+    [line] = lines()
+    assert line["reason"] == "the client is gone"
+    assert line["engine_request"].startswith("r1-")
+
+
 async def test_a_real_engines_events_and_steps_are_measured(model: Path) -> None:
     engine = EngineServer(make_config(), FakeExecutor(vocab_size=10))
     await asyncio.to_thread(lambda: engine.start().load())

@@ -41,7 +41,7 @@ from penstock_enginecore.core.queues import (
     Wakeup,
 )
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.request_log import log_refused
+from penstock_enginecore.core.request_log import log_aborted, log_refused
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
 
@@ -78,9 +78,9 @@ class BusyLoop:
         else:
             self._queues.put(AddRequest(prepared))
 
-    def abort(self, client_id: str, request_ids: list[str]) -> None:
-        """End requests of a client as soon as possible; ids that mean nothing are ignored."""
-        self._queues.put_abort(AbortRequests(client_id, list(request_ids)))
+    def abort(self, client_id: str, request_ids: list[str], reason: str = "") -> None:
+        """End requests of a client as soon as possible; ids that mean nothing are ignored. ``reason``: why, for the log."""
+        self._queues.put_abort(AbortRequests(client_id, list(request_ids), reason))
 
     def call_utility(self, client_id: str, call_id: int, method: str, arguments: bytes) -> None:
         """Call a registered method between steps; the answer goes to the client as ``utility_output``."""
@@ -224,7 +224,7 @@ class BusyLoop:
 
     def _abort(self, message: AbortRequests) -> None:
         try:
-            self._engine.abort(message.client_id, message.request_ids)
+            log_aborted(self._engine.abort(message.client_id, message.request_ids), message.reason)
         except Exception as e:
             incident(e, request=" ".join(message.request_ids), doing="aborting requests")
 

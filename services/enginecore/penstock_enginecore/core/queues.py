@@ -25,10 +25,12 @@ class AbortRequests(msgspec.Struct):
 
     Sits in both queues. The eager drain ends what runs already, the ordered one also what was queued just before; it then
     empties ``request_ids``, so that an eager drain still to come cannot hit a later request with the same id.
+    ``reason``: why, for the log.
     """
 
     client_id: str
     request_ids: list[str]
+    reason: str = ""
 
 
 class UtilityCall(msgspec.Struct, frozen=True):

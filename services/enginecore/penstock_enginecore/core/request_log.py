@@ -3,6 +3,7 @@ not even the error's own, which quotes values of fields.
 """
 
 import logging
+from collections.abc import Sequence
 
 from penstock_common.errors import RequestFailed
 from penstock_common.incidents import REASON, incident
@@ -21,6 +22,12 @@ def log_refused(request_id: str, external_id: str, error: RequestFailed | Reques
 def log_failed(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
     """A request that was taken cannot be finished."""
     logger.info("request failed", extra=_fields(request_id, external_id, error))
+
+
+def log_aborted(request_ids: Sequence[str], reason: str) -> None:
+    """Requests ended because their frontend asked for it. ``request_ids``: as the frontend names them; ``reason``: its own."""
+    for request_id in request_ids:
+        logger.info("request aborted", extra={"engine_request": request_id, "reason": reason})
 
 
 def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:

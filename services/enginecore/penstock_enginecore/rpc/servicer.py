@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,7 +37,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
         """The engine is loaded: serve."""
         self._busy_loop, self._ready = busy_loop, ready
-        self._sessions.on_refused = busy_loop.abort
+        self._sessions.on_refused = partial(busy_loop.abort, reason="an output of it cannot be sent")
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
@@ -83,7 +84,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             case "add":
                 self._add(message.add, session, busy_loop)
             case "abort":
-                busy_loop.abort(session.client_id, list(message.abort.request_ids))
+                busy_loop.abort(session.client_id, list(message.abort.request_ids), message.abort.reason)
             case "utility":
                 call = message.utility
                 busy_loop.call_utility(session.client_id, call.call_id, call.method, call.arguments)
