@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,9 @@ async def test_the_engine_logs_what_it_refuses_with_both_ids_and_without_values(
 
 
 async def test_the_engine_logs_why_a_request_was_aborted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = EngineServer(make_config(num_blocks=64), FakeExecutor(vocab_size=10))
+    executor, step_may_end = FakeExecutor(vocab_size=10), threading.Event()
+    executor.on_execute = step_may_end.wait  # type: ignore[assignment]  # whatever it returns
+    engine = EngineServer(make_config(), executor)
     await asyncio.to_thread(lambda: engine.start().load())
 
     def lines() -> list[dict[str, Any]]:
@@ -206,13 +209,14 @@ async def test_the_engine_logs_why_a_request_was_aborted(model: Path, caplog: py
     try:
         async with FrontendServer(model, engines=[engine.address], model=named("fake", model)) as frontend:
             with caplog.at_level(logging.INFO, REQUEST_LOGGER):
-                call = frontend.generate(
-                    token_ids=pb.TokenIds(ids=[1]), max_tokens=240, ignore_eos=True, request_id="r1"
-                )
+                call = frontend.generate(token_ids=pb.TokenIds(ids=[1]), ignore_eos=True, request_id="r1")
                 await eventually(lambda: engine.busy_loop.stats().num_running_reqs)
                 call.cancel()
+                await eventually(engine.busy_loop._queues._aborts.qsize)
+                step_may_end.set()
                 await eventually(lines)
     finally:
+        step_may_end.set()
         await asyncio.to_thread(engine.stop)
     [line] = lines()
     assert line["reason"] == "the client is gone"
