@@ -39,8 +39,6 @@ UTILITIES: dict[str, Any] = {
     "wake_up": None,
     "is_sleeping": False,
     "reset_prefix_cache": True,
-    "reset_multimodal_cache": True,
-    "reset_encoder_cache": True,
     "start_profile": None,
     "stop_profile": ["trace.json"],
     "engine_info": {"state": "serving", "num_kv_blocks": 1024},
@@ -163,6 +161,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             data_parallel_size=1,
             capabilities=["generate"],
             protocol_revision=protocol_revision,
+            max_num_seqs=8,
         )
         self.script = script
         self.eos_token_id = -1

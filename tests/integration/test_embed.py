@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from penstock.common.v1 import pooling_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import InvalidArgument, NotFound, Unimplemented
+from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.rpc.outputs import vectors_from_proto
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
@@ -137,13 +137,15 @@ async def test_the_model_says_what_it_serves(embedding: FrontendServer) -> None:
 
 async def test_generating_with_an_embedding_model_is_refused(embedding: FrontendServer) -> None:
     error = await failure(embedding.generate())
-    assert isinstance(error, Unimplemented)
+    assert isinstance(error, InvalidArgument)
+    assert (error.field, error.reason) == ("model", "WRONG_MODEL_KIND")
     assert error.message == "the model does not generate; it serves embed, token_embed"
 
 
 async def test_classifying_with_an_embedding_model_is_refused(embedding: FrontendServer) -> None:
     error = await failure(embedding.stub.Classify(pb.ClassifyRequest(inputs=texts("x"))))
-    assert isinstance(error, Unimplemented)
+    assert isinstance(error, InvalidArgument)
+    assert (error.field, error.reason) == ("model", "WRONG_MODEL_KIND")
     assert error.message == "the model does not serve classify; it serves embed, token_embed"
 
 

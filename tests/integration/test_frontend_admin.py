@@ -10,7 +10,7 @@ import pytest
 
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.common.v1 import control_pb2, finish_pb2
-from penstock_common.errors import InvalidArgument, NotFound, Unavailable
+from penstock_common.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, failure, until_states
 from tests.fakes.small_tokenizers import byte_level
@@ -46,8 +46,6 @@ async def admin(engines: tuple[FakeEngine, FakeEngine], model: Path) -> AsyncIte
         ("WakeUp", {}, "wake_up", [[]]),
         ("IsSleeping", {}, "is_sleeping", []),
         ("ResetPrefixCache", {"preempt_running": True}, "reset_prefix_cache", [True]),
-        ("ResetMultimodalCache", {}, "reset_multimodal_cache", []),
-        ("ResetEncoderCache", {}, "reset_encoder_cache", []),
         ("StartProfile", {}, "start_profile", []),
         ("StopProfile", {}, "stop_profile", []),
         ("GetEngineInfo", {}, "engine_info", []),
@@ -84,12 +82,20 @@ async def test_engines_describe_themselves_as_json(admin: Any, engines: tuple[Fa
     assert json.loads(infos["b"]) == {"state": "paused", "limits": {"max_num_seqs": 4}}
 
 
-@pytest.mark.parametrize("what", ["Prefix", "Multimodal", "Encoder"])
-async def test_only_caches_that_were_reset_count(admin: Any, engines: tuple[FakeEngine, FakeEngine], what: str) -> None:
-    method, request = getattr(admin, f"Reset{what}Cache"), getattr(pb, f"Reset{what}CacheRequest")()
-    assert (await method(request)).num_engines_reset == 2
-    engines[0].utilities[f"reset_{what.lower()}_cache"] = False
-    assert (await method(request)).num_engines_reset == 1
+async def test_only_caches_that_were_reset_count(admin: Any, engines: tuple[FakeEngine, FakeEngine]) -> None:
+    assert (await admin.ResetPrefixCache(pb.ResetPrefixCacheRequest())).num_engines_reset == 2
+    engines[0].utilities["reset_prefix_cache"] = False
+    assert (await admin.ResetPrefixCache(pb.ResetPrefixCacheRequest())).num_engines_reset == 1
+
+
+@pytest.mark.parametrize("what", ["Multimodal", "Encoder"])
+async def test_caches_that_do_not_exist_are_not_served(
+    admin: Any, engines: tuple[FakeEngine, FakeEngine], what: str
+) -> None:
+    error = await failure(getattr(admin, f"Reset{what}Cache")(getattr(pb, f"Reset{what}CacheRequest")()))
+    assert isinstance(error, Unimplemented)
+    assert error.message == f"Reset{what}Cache is not served yet"
+    assert [engine.utility_calls for engine in engines] == [[], []]
 
 
 async def test_the_paths_of_all_traces_are_returned(admin: Any, engines: tuple[FakeEngine, FakeEngine]) -> None:

@@ -138,6 +138,7 @@ async def test_a_failed_request_is_one_line_with_its_id_and_code(engine: FakeEng
             await eventually(lambda: about_requests(logs))
     [line] = about_requests(logs)
     assert (line["event"], line["request"], line["code"]) == ("request failed", "r1", "NOT_FOUND")
+    assert (line["reason"], line["field"]) == ("NOT_FOUND", "model")
     assert "secret" not in str(logs)
 
 

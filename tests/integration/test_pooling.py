@@ -9,7 +9,7 @@ import torch
 from sentence_transformers.sentence_transformer.modules import Dense
 from transformers import BertConfig, BertLMHeadModel, MPNetConfig, MPNetModel
 
-from penstock_common.errors import ConfigError, InvalidArgument, Unimplemented
+from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
@@ -289,16 +289,16 @@ def test_a_generating_engine_refuses_to_embed(tmp_path: Path) -> None:
 
     save_tiny_model("llama", tmp_path)
     request = EngineCoreRequest(request_id="r", prompt_token_ids=[1], pooling_params=EMBED)
-    with pytest.raises(Unimplemented, match="task is embed; this engine serves generate"):
+    with pytest.raises(InvalidArgument, match="task is embed; this engine serves generate"):
         build_engine(tmp_path).preprocess("c", request)
 
 
 def test_an_embedding_engine_refuses_what_it_does_not_serve(tmp_path: Path) -> None:
     save_pooling_model("bert", tmp_path)
     engine = build_engine(tmp_path)
-    with pytest.raises(Unimplemented, match="does not generate; it serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="does not generate; it serves embed, token_embed"):
         engine.preprocess("c", EngineCoreRequest(request_id="r", prompt_token_ids=[1]))
-    with pytest.raises(Unimplemented, match="task is classify; this engine serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="task is classify; this engine serves embed, token_embed"):
         engine.preprocess("c", EngineCoreRequest(request_id="r", prompt_token_ids=[1], pooling_params=CLASSIFY))
     long = EngineCoreRequest(request_id="r", prompt_token_ids=[1] * (MAX_POSITIONS + 1), pooling_params=EMBED)
     with pytest.raises(InvalidArgument, match=f"has {MAX_POSITIONS + 1} tokens; max_model_len is {MAX_POSITIONS}"):

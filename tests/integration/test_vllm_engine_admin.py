@@ -64,8 +64,9 @@ async def test_an_embed_without_tokens_names_the_field(embedding: Any) -> None:
 
 async def test_a_model_that_generates_does_not_embed_and_says_so(stub: Any) -> None:
     error = await failure(stub.Embed(pb.EmbedRequest(tokenized={"input_ids": [1]})))
-    assert isinstance(error, Unimplemented)
-    assert "generate" in error.message
+    assert isinstance(error, InvalidArgument)
+    assert (error.field, error.reason) == ("model", "WRONG_MODEL_KIND")
+    assert error.message == "the model does not serve embed; it serves generate"
 
 
 async def test_abort_ends_an_embed(model: Path) -> None:
@@ -131,7 +132,8 @@ async def test_the_models_info_is_unavailable_without_an_engine(model: Path) -> 
 
 
 async def test_the_servers_info_has_its_requests_and_its_engines(manual: FakeEngine, model: Path) -> None:
-    manual.utilities["engine_info"] = {"pause_state": "paused", "block_size": 16}
+    own = {"pause_state": "paused", "block_size": 16, "max_num_seqs": 32, "dtype": "bfloat16"}
+    manual.utilities["engine_info"] = own
     async with FrontendServer(model, engines=[manual.address]) as frontend:
         await frontend.until_health(serving=True)
         client = VllmClient(frontend)
@@ -142,9 +144,41 @@ async def test_the_servers_info_has_its_requests_and_its_engines(manual: FakeEng
         call.cancel()
     assert (before.active_requests, before.last_receive_timestamp) == (0, 0)
     assert (info.active_requests, info.is_paused, info.server_type) == (1, True, "vllm-grpc")
-    assert (info.data_parallel_size, info.block_size) == (1, 16)
+    assert (info.data_parallel_size, info.block_size, info.max_num_seqs) == (1, 16, 32)
+    assert (info.model_dtype, info.kv_cache_dtype) == ("torch.bfloat16", "auto")
     assert info.last_receive_timestamp > 0
     assert info.uptime_seconds >= before.uptime_seconds
+
+
+async def test_every_field_of_the_servers_info_is_set_or_explained(engine: FakeEngine, model: Path) -> None:
+    engine.utilities["engine_info"] = {
+        "pause_state": "paused",
+        "block_size": 16,
+        "max_num_seqs": 32,
+        "dtype": "float32",
+    }
+    page = (Path(__file__).parents[2] / "docs" / "gateways.md").read_text()
+    async with FrontendServer(model, engines=[engine.address]) as frontend:
+        client = VllmClient(frontend)
+        await collect(client.generate(stream=True))
+        info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+        loads = await client.stub.GetLoads(pb.GetLoadsRequest())
+    unset = {
+        field.name
+        for message in (info, loads.loads[0])
+        for field in message.DESCRIPTOR.fields
+        if field.name not in {set_field.name for set_field, _ in message.ListFields()}
+    }
+    of_an_idle_engine = {
+        "active_requests",
+        "dp_rank",
+        "token_usage",
+        "utilization",
+        "cache_hit_rate",
+        "num_used_tokens",
+    }
+    of_an_idle_engine |= {"num_running_reqs", "num_waiting_reqs", "num_total_reqs"}
+    assert [name for name in sorted(unset - of_an_idle_engine) if f"`{name}`" not in page] == []
 
 
 async def test_loads_are_told_by_engine(model: Path) -> None:
@@ -167,6 +201,7 @@ async def test_loads_are_told_by_engine(model: Path) -> None:
     assert [load.dp_rank for load in response.loads] == [0, 1]
     assert [load.num_total_reqs for load in response.loads] == [1, 1]
     assert {load.max_total_num_tokens for load in response.loads} == {1024 * 16}
+    assert {load.max_running_requests for load in response.loads} == {8}
     assert [load.dp_rank for load in one.loads] == [1]
 
 

@@ -22,6 +22,9 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+WRONG_MODEL_KIND = "WRONG_MODEL_KIND"
+"""The reason for which a model that pools refuses to generate, and the reverse: no later version will do it."""
+
 
 class PenstockError(Exception):
     """Base of everything Penstock raises on purpose."""

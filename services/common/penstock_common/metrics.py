@@ -55,7 +55,7 @@ class MetricsServer:
         if config.port < 0:
             return
         if not config.tls.enabled:
-            warn_of_plaintext(config.host, field="metrics")
+            warn_of_plaintext(config.host, field="metrics", reads=True)
         context = server_context(config.tls, field="metrics.tls") if config.tls.enabled else None
         try:
             self._server = make_server(

@@ -103,6 +103,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         block_size=engine.kv_cache_config.block_size,
         vocab_size=engine.vocab_size,
         hidden_size=engine.hidden_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
         max_message_bytes=config.server.max_message_bytes,
         max_tensor_bytes=MAX_TENSOR_BYTES,
         config=computes,

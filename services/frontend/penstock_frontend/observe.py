@@ -56,7 +56,7 @@ class ObservedRequest:
     ``end`` it however it came to its end.
     """
 
-    __slots__ = ("_code", "_deadline", "_ended", "_observer", "_request_id", "_span", "_started", "_texts")
+    __slots__ = ("_code", "_deadline", "_ended", "_error", "_observer", "_request_id", "_span", "_started", "_texts")
 
     def __init__(self, observer: RequestObserver, request_id: str) -> None:
         self._observer = observer
@@ -65,6 +65,7 @@ class ObservedRequest:
         self._deadline: float | None = None
         self._span: Span | None = None
         self._code = ""
+        self._error: RequestFailed | None = None
         self._texts: dict[str, Any] = {}
         self._ended = False
 
@@ -94,7 +95,9 @@ class ObservedRequest:
 
     def failed(self, error: Exception) -> None:
         """It ends with an error. The first one counts."""
-        self._code = self._code or (error.code if isinstance(error, RequestFailed) else "INTERNAL")
+        if not self._code:
+            self._error = error if isinstance(error, RequestFailed) else None
+            self._code = self._error.code if self._error is not None else "INTERNAL"
 
     def end(
         self, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState], *, done: bool
@@ -126,6 +129,8 @@ class ObservedRequest:
             preemptions = sum(state.num_preemptions for state in states)
             fields |= {"preemptions": preemptions} if preemptions else {}
         if code:
+            if self._error is not None:
+                fields |= {"reason": self._error.reason, "field": self._error.field}
             get_logger().info("request failed", code=code, **fields, **self._texts)
         else:
             get_logger().info("request finished", finish=_finish_reasons(states), **fields, **self._texts)

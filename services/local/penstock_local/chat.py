@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import PenstockError, RequestFailed, Unimplemented, nearest
+from penstock_common.errors import WRONG_MODEL_KIND, PenstockError, RequestFailed, Unimplemented, nearest
 from penstock_common.types.outputs import FinishReason
 from penstock_local.console import DIM, dim, fail, paint
 from penstock_local.conversation import Conversation, SaveError
@@ -195,7 +195,7 @@ class Chat:
         except PenstockError as e:
             self._conversation.restore(before)
             lost = isinstance(e, ServerUnreachableError) and self._conversation.num_questions == 0
-            if not self._reader.interactive or lost or isinstance(e, Unimplemented):
+            if not self._reader.interactive or lost or _never_answers(e):
                 raise
             fail(_explain(e))
             return
@@ -260,6 +260,11 @@ class _AnswerWriter:
         sys.stdout.write(text)
         sys.stdout.flush()
         self._line_open = not text.endswith("\n")
+
+
+def _never_answers(error: PenstockError) -> bool:
+    """Whether another message would fare no better."""
+    return isinstance(error, Unimplemented) or (isinstance(error, RequestFailed) and error.reason == WRONG_MODEL_KIND)
 
 
 def _explain(error: PenstockError) -> str:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from penstock_common.config import ClientTlsConfig, MetricsConfig, ServerConfig, TlsConfig
 from penstock_common.errors import ConfigError
+from penstock_common.listening import warn_of_plaintext
 from penstock_common.metrics import MetricsServer
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials, advised
@@ -113,6 +115,22 @@ async def test_a_listener_beyond_loopback_without_tls_says_so_once_at_its_start(
     assert (await log_of(ServerConfig(host="0.0.0.0"))).count("server listens without TLS") == 1
     assert "without TLS" not in await log_of(ServerConfig(host="127.0.0.1"))
     assert "without TLS" not in await log_of(ServerConfig(host="0.0.0.0", tls=files.server()))
+
+
+def test_a_listener_that_is_read_alone_does_not_warn_of_changes() -> None:
+    with capture_logs() as logs:
+        warn_of_plaintext("192.0.2.1", field="metrics", reads=True)
+        warn_of_plaintext("192.0.2.1", field="http")
+    for_reading, for_all = [line["event"] for line in logs]
+    assert "whoever reaches 192.0.2.1 can read what it serves" in for_reading
+    assert "can read, change and send what it serves" in for_all
+
+
+def test_the_metrics_listener_is_read_alone() -> None:
+    with capture_logs() as logs:
+        MetricsServer(MetricsConfig(host="0.0.0.0", port=0), CollectorRegistry()).stop()
+    [warning] = [line["event"] for line in logs if "without TLS" in line["event"]]
+    assert "can read what it serves" in warning
 
 
 async def test_health_is_served_without_tls_on_a_port_of_its_own(files: Files) -> None:

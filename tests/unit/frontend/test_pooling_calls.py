@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, Unavailable, Unimplemented
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import EngineCoreRequest
@@ -167,7 +167,7 @@ async def test_generated_and_pooled_outputs_find_their_requests(rig: Rig) -> Non
 
 
 def test_a_model_that_only_embeds_does_not_generate() -> None:
-    with pytest.raises(Unimplemented, match="it serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="it serves embed, token_embed"):
         check_generates(["embed", "token_embed"])
     check_generates(["generate", "prefix_caching"])
 

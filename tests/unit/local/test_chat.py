@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument, Unimplemented
 from penstock_local.ports import free_ports
 from tests.fakes.command import PENSTOCK
 from tests.fakes.fake_inference import BUSY, HOLD, THINK, FakeInference
@@ -181,6 +181,19 @@ async def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(server: F
     await asyncio.wait_for(server.abandoned.wait(), 30)
     # What came of the stopped answer is part of the conversation.
     assert turns(server) == [("user", f"begun {HOLD}"), ("assistant", "begun "), ("user", "again")]
+
+
+async def test_on_a_terminal_a_model_that_does_not_generate_ends_the_conversation(server: FakeInference) -> None:
+    server.chat_failure = InvalidArgument("the model does not generate; it serves embed", reason=WRONG_MODEL_KIND)
+
+    def talk() -> None:
+        with Terminal("chat", "--address", server.address) as terminal:
+            terminal.wait_for(">>> ")
+            terminal.type(f"hi{ENTER}")
+            terminal.wait_for("it serves embed")
+            assert terminal.wait_for_exit() == 1
+
+    await asyncio.to_thread(talk)
 
 
 async def test_on_a_terminal_a_failure_takes_the_message_back_and_goes_on(server: FakeInference) -> None:

@@ -207,16 +207,6 @@ class EngineControl:
             self._engine.scheduler.preempt_all()
         return self._engine.scheduler.reset_prefix_cache()
 
-    @utility
-    def reset_multimodal_cache(self) -> bool:
-        """Forget received multimodal inputs. This engine takes none, so there is nothing to forget."""
-        return True
-
-    @utility
-    def reset_encoder_cache(self) -> bool:
-        """Forget encoder outputs. This engine runs no encoder beside its model, so there is nothing to forget."""
-        return True
-
     # Looking.
 
     @utility
@@ -248,6 +238,8 @@ class EngineControl:
             "num_kv_cache_groups": len(engine.kv_cache_config.groups),
             "block_size": engine.kv_cache_config.block_size,
             "vocab_size": engine.vocab_size,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "dtype": engine.executor.dtype,
             "pause_state": engine.scheduler.pause_state.value,
             "asleep": sorted(self._asleep),
             "utilities": list(engine.utilities.names),

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 
@@ -22,7 +22,7 @@ class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, max_model_len: int) -> None:
-    """Raise InvalidArgument or Unimplemented, naming the field, unless an engine that serves ``served`` can pool it.
+    """Raise InvalidArgument, naming the field, unless an engine that serves ``served`` can pool it.
 
     ``served`` None is an engine that generates. The request has ``pooling_params``.
     """
@@ -49,19 +49,21 @@ def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, m
 
 
 def refuse_generation(served: PoolingLimits) -> None:
-    """Raise Unimplemented: an engine that pools samples no tokens."""
-    raise Unimplemented(
+    """Raise InvalidArgument: an engine that pools samples no tokens."""
+    raise InvalidArgument(
         f"sampling_params is set, but this engine does not generate; it serves {', '.join(served.words)}",
         field="sampling_params",
+        reason=WRONG_MODEL_KIND,
     )
 
 
 def _check_task(task: PoolingTask, served: PoolingLimits | None) -> None:
     words = served.words if served else ("generate",)
     if served is None or task not in served.tasks:
-        raise Unimplemented(
+        raise InvalidArgument(
             f"pooling_params.task is {task.name.lower()}; this engine serves {', '.join(words)}",
             field="pooling_params.task",
+            reason=WRONG_MODEL_KIND,
         )
 
 

@@ -100,18 +100,6 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
             num_engines_reset=await self._reset("reset_prefix_cache", request.preempt_running)
         )
 
-    async def ResetMultimodalCache(
-        self, request: pb.ResetMultimodalCacheRequest, context: Context
-    ) -> pb.ResetMultimodalCacheResponse:
-        """Forgets received multimodal inputs."""
-        return pb.ResetMultimodalCacheResponse(num_engines_reset=await self._reset("reset_multimodal_cache"))
-
-    async def ResetEncoderCache(
-        self, request: pb.ResetEncoderCacheRequest, context: Context
-    ) -> pb.ResetEncoderCacheResponse:
-        """Forgets encoder outputs."""
-        return pb.ResetEncoderCacheResponse(num_engines_reset=await self._reset("reset_encoder_cache"))
-
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         """Starts the profilers."""
         await self._ask("start_profile")

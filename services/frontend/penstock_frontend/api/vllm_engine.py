@@ -110,8 +110,9 @@ class VllmEngineServicer:
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """How this frontend and its engines are."""
+        """How this frontend and its engines are. docs/gateways.md says of each field what it is, or why it is not set."""
         infos = list((await ask_all(self._llm.engines, "engine_info")).values())
+        dtypes = {info.get("dtype", "") for info in infos}
         return pb.GetServerInfoResponse(
             active_requests=self._llm.num_live,
             is_paused=all(info.get("pause_state", "running") != "running" for info in infos),
@@ -120,6 +121,9 @@ class VllmEngineServicer:
             server_type="vllm-grpc",
             data_parallel_size=len(infos),
             block_size=min(info.get("block_size", 0) for info in infos),
+            max_num_seqs=min(info.get("max_num_seqs", 0) for info in infos),
+            kv_cache_dtype="auto",
+            model_dtype=f"torch.{dtypes.pop()}" if len(dtypes) == 1 and "" not in dtypes else "",
             constrained_decoding_start="first_token",
         )
 
@@ -141,6 +145,9 @@ class VllmEngineServicer:
                     num_used_tokens=round(load.kv_cache_usage * load.capacity),
                     max_total_num_tokens=load.capacity,
                     token_usage=load.kv_cache_usage,
+                    utilization=load.kv_cache_usage,
+                    max_running_requests=load.max_running,
+                    cache_hit_rate=load.cache_hit_rate,
                 )
                 for load in loads
             ],

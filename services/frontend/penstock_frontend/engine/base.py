@@ -37,13 +37,18 @@ class OutputHandler(Protocol):
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connected engine has to do. ``rank``: no two engines have the same; ``capacity``: tokens its KV cache holds."""
+    """What a connected engine has to do. ``rank``: no two engines have the same; ``capacity``: tokens its KV cache holds;
+    ``max_running``: requests it runs at once, 0 where it does not say; ``cache_hit_rate``: of the prompt tokens looked up in its
+    prefix cache since it started, the part that was there, 0 to 1.
+    """
 
     rank: int
     num_running_reqs: int
     num_waiting_reqs: int
     kv_cache_usage: float
     capacity: int
+    max_running: int
+    cache_hit_rate: float
 
 
 class EngineClient(Protocol):

@@ -185,6 +185,8 @@ class GrpcEngineClient:
                 num_waiting_reqs=load.waiting,
                 kv_cache_usage=load.kv_cache_usage,
                 capacity=ready.num_kv_blocks * ready.block_size,
+                max_running=ready.max_num_seqs,
+                cache_hit_rate=connection.stats.prefix_cache_hits / max(connection.stats.prefix_cache_queries, 1),
             )
             for rank, ready, load in connected
             if rank is not None and ready is not None

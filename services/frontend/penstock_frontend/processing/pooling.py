@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.errors import ConfigError, InvalidArgument, Unimplemented
+from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
@@ -149,16 +149,20 @@ class PoolingInputs:
 
 
 def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
-    """Raise Unimplemented, naming what is served, unless an engine serves ``task``."""
+    """Raise InvalidArgument, naming what is served, unless an engine serves ``task``."""
     word = task.name.lower()
     if word not in capabilities:
-        raise Unimplemented(f"the model does not serve {word}; it serves {served(capabilities)}")
+        raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
 
 
 def check_generates(capabilities: Sequence[str]) -> None:
-    """Raise Unimplemented, naming what is served, for engines that pool and do not generate."""
+    """Raise InvalidArgument, naming what is served, for engines that pool and do not generate."""
     if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
-        raise Unimplemented(f"the model does not generate; it serves {served(capabilities)}")
+        raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
+
+
+def _wrong_model(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="model", reason=WRONG_MODEL_KIND)
 
 
 def served(capabilities: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import SchedulerConfig
@@ -78,7 +78,7 @@ def test_a_task_is_refused_by_engines_that_do_not_serve_it() -> None:
 
 def test_generation_is_refused_by_an_engine_that_pools() -> None:
     request = EngineCoreRequest(request_id="r", prompt_token_ids=[1])
-    with pytest.raises(Unimplemented, match="this engine does not generate; it serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="this engine does not generate; it serves embed, token_embed"):
         validate_request(request, RequestLimits(max_model_len=10, vocab_size=100, pooling=EMBEDS))
 
 
