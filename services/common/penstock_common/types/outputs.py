@@ -118,6 +118,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds_since_last_step: float = 0.0
     wedged: bool = False
 
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Of the prompt tokens looked up in the prefix cache, the part that was there; 0 before the first."""
+        return self.prefix_cache_hits / max(self.prefix_cache_queries, 1)
+
 
 class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a utility call: a msgpack ``result``, or ``error`` with a gRPC status code name."""

@@ -186,7 +186,7 @@ class GrpcEngineClient:
                 kv_cache_usage=load.kv_cache_usage,
                 capacity=ready.num_kv_blocks * ready.block_size,
                 max_running=ready.max_num_seqs,
-                cache_hit_rate=connection.stats.prefix_cache_hits / max(connection.stats.prefix_cache_queries, 1),
+                cache_hit_rate=connection.stats.prefix_cache_hit_rate,
             )
             for rank, ready, load in connected
             if rank is not None and ready is not None

@@ -94,8 +94,7 @@ class InProcessEngine:
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
         """See EngineClient."""
-        del reason
-        self._busy_loop.abort(_CLIENT, list(request_ids))
+        self._busy_loop.abort(_CLIENT, list(request_ids), reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
         """See EngineClient."""
@@ -147,6 +146,8 @@ class InProcessEngine:
                 num_waiting_reqs=stats.num_waiting_reqs,
                 kv_cache_usage=stats.kv_cache_usage,
                 capacity=ready.num_kv_blocks * ready.block_size,
+                max_running=ready.max_num_seqs,
+                cache_hit_rate=stats.prefix_cache_hit_rate,
             )
         ]
 
