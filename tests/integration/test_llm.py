@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unavailable, Unimplemented
+from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unavailable
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_local import LLM, FinishReason, SamplingParams, StructuredOutput
@@ -179,7 +179,7 @@ def test_calls_from_several_threads_share_the_engine(llm: LLM) -> None:
 
 
 def test_a_model_that_generates_does_not_embed(llm: LLM) -> None:
-    with pytest.raises(Unimplemented, match=r"^texts\[0\]: the model does not serve embed; it serves generate"):
+    with pytest.raises(InvalidArgument, match=r"^texts\[0\]: the model does not serve embed; it serves generate"):
         llm.embed("hi")
 
 

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from penstock.common.v1 import finish_pb2, tensor_pb2
+from penstock.common.v1 import finish_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock_common.errors import Cancelled, InvalidArgument, NotFound, Unavailable, Unimplemented
 from penstock_frontend.api import vllm_engine
@@ -203,6 +203,16 @@ async def test_loads_are_told_by_engine(model: Path) -> None:
     assert {load.max_total_num_tokens for load in response.loads} == {1024 * 16}
     assert {load.max_running_requests for load in response.loads} == {8}
     assert [load.dp_rank for load in one.loads] == [1]
+
+
+async def test_loads_tell_how_often_the_prefix_cache_had_what_was_looked_up(manual: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[manual.address]) as frontend:
+        await frontend.until_health(serving=True)
+        stats = stats_pb2.SchedulerStats(kv_cache_usage=0.25, prefix_cache_queries=40, prefix_cache_hits=10)
+        manual.sessions[0].send(outputs=engine_pb.EngineCoreOutputs(scheduler_stats=stats))
+        await eventually(lambda: frontend.frontend._engines.rank_loads()[0].kv_cache_usage)
+        [load] = (await VllmClient(frontend).stub.GetLoads(pb.GetLoadsRequest())).loads
+    assert (load.cache_hit_rate, load.token_usage, load.utilization) == (0.25, 0.25, 0.25)
 
 
 async def test_the_tokenizers_files_come_as_an_archive(engine: FakeEngine, tmp_path: Path) -> None:
