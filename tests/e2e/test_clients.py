@@ -18,11 +18,12 @@ from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_inference import BUSY, FLAKY, HOLD, FakeInference
 from tests.fakes.frontend_server import FrontendServer
 from tests.fakes.node import needs_node
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
 PYTHON = [sys.executable, str(CLIENTS / "python/generate.py")]
-TIMEOUT = 60.0
+TIMEOUT = PATIENCE
 STEPS = 8
 """Of a fake engine until there is text: a token may be a part of a character, without one."""
 

@@ -15,10 +15,11 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import Service, free_port
 
 SMG = os.environ.get("PENSTOCK_SMG") or shutil.which("smg")
-START_TIMEOUT = 60.0
+START_TIMEOUT = PATIENCE
 CHAT = {"model": "penstock-tiny", "messages": [{"role": "user", "content": "What color is the sky?"}], "temperature": 0}
 COMPLETION = {"model": "penstock-tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
@@ -39,7 +40,7 @@ async def gateway(worker: str, log: Path) -> AsyncIterator[httpx.AsyncClient]:
             str(SMG), "launch", *arguments, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": ""}
         )
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
             async with asyncio.timeout(START_TIMEOUT):
                 while not await is_ready(client):
                     if process.returncode is not None:
@@ -162,6 +163,6 @@ async def test_a_schema_constrains_the_answer(client: httpx.AsyncClient) -> None
 
 async def test_the_gateway_follows_what_the_engine_caches(client: httpx.AsyncClient, log: Path) -> None:
     await post(client, "/v1/completions", {**COMPLETION, "prompt": "Once upon a time there was a girl. " * 20})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while "Learned block_size from KV event" not in written(log):
             await asyncio.sleep(0.1)

@@ -18,13 +18,14 @@ from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.engine_server import EngineServer
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "examples/demo_model/penstock-tiny"
 NODE_CLIENT = ROOT / "examples/clients/openai-node"
 QUESTION: Any = {"role": "user", "content": "What is 12 + 30?"}
-TIMEOUT = 60.0
+TIMEOUT = PATIENCE
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.fakes.browser import CHROMIUM, Browser, Tab
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer
 from tests.fakes.page_server import CUT, HOLD, THOUGHT, PageServer
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-LIMIT = 20.0
+LIMIT = PATIENCE
 SHOWS_ERROR = "!document.querySelector('#error').hidden"
 IDLE = "!document.querySelector('#run').hidden"
 CHAT_IS_OFFERED = "!document.querySelector('[value=chat]').disabled"

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.patience import PATIENCE
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT = 20.0
+LIMIT = PATIENCE
 """Seconds that anything in the browser may take."""
 
 _FLAGS = (

@@ -17,6 +17,7 @@ from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
+from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import Service
 
 
@@ -103,7 +104,7 @@ class Cluster:
 
     async def until_engines_are_seen(self, count: int) -> None:
         """Wait until every frontend that runs routes to so many engines. TimeoutError after half a minute."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             for frontend in self.frontends:
                 async with make_channel(frontend.address) as channel:
                     stub = rpc.InferenceServiceStub(channel)
@@ -124,7 +125,7 @@ class Cluster:
 
     async def until_idle(self) -> None:
         """Wait until no engine has a request. TimeoutError after half a minute."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             while any(s.num_running_reqs or s.num_waiting_reqs for s in await self.stats()):
                 await asyncio.sleep(0.05)
 

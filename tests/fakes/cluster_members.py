@@ -18,8 +18,9 @@ from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient as EngineClient
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient as FrontendClient
+from tests.fakes.patience import PATIENCE
 
-TIMEOUT = 20.0
+TIMEOUT = PATIENCE
 LONG_LEASE = 600.0
 
 

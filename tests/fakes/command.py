@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from tests.fakes.patience import PATIENCE
+
 FAKE_SERVICES = Path(__file__).parent / "services"
 PENSTOCK = (sys.executable, "-m", "penstock_local")
-PATIENCE = 120.0
 
 
 def environment(*, fake_services: bool) -> dict[str, str]:

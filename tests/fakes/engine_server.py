@@ -13,6 +13,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.rpc.io_thread import IoThread
+from tests.fakes.patience import PATIENCE
 
 
 class EngineServer:
@@ -68,7 +69,7 @@ class EngineServer:
         self.io.stop()
 
 
-def wait_until(condition: Callable[[], bool], *, timeout: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], *, timeout: float = PATIENCE) -> None:
     """Return once the condition holds. AssertionError after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -28,6 +28,7 @@ from penstock_common.rpc.columns import fill_columns
 from penstock_common.rpc.revision import COLUMNS_SINCE, PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.token_columns import TokenColumns
+from tests.fakes.patience import PATIENCE
 
 DEFAULT_MAX_TOKENS = 16
 PLAIN = {"request_id", "attempt", "offset", "new_token_ids"}
@@ -283,7 +284,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._deliver(session, of_session)
         self._notify()
 
-    async def until(self, condition: Callable[["FakeEngine"], object], limit: float = 10.0) -> None:
+    async def until(self, condition: Callable[["FakeEngine"], object], limit: float = PATIENCE) -> None:
         """Wait until ``condition(engine)`` holds. Raises TimeoutError after ``limit`` seconds."""
         async with asyncio.timeout(limit), self._changed:
             await self._changed.wait_for(lambda: condition(self))

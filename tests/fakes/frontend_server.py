@@ -19,6 +19,7 @@ from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 from penstock_frontend.app import Frontend
 from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
+from tests.fakes.patience import PATIENCE
 
 LOOPBACK = ServerConfig(host="127.0.0.1", port=0)
 SERVICE = "penstock.inference.v1.InferenceService"
@@ -68,7 +69,7 @@ class FrontendServer:
         await self.frontend.main_loop()
         await self.frontend.shutdown()
 
-    def generate(self, text: str = "hi", *, timeout: float | None = 20.0, **fields: Any) -> Any:
+    def generate(self, text: str = "hi", *, timeout: float | None = PATIENCE, **fields: Any) -> Any:
         """The call of a Generate; keywords that GenerateRequest does not have are sampling parameters."""
         return self.stub.Generate(make_request(text, **fields), timeout=timeout)
 
@@ -80,7 +81,7 @@ class FrontendServer:
         """Watch the health service until it says so."""
         want = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
             async for status in call:
                 if status.status == want:
@@ -90,7 +91,7 @@ class FrontendServer:
 
 async def until_states(frontend: FrontendServer, want: Mapping[str, int]) -> admin_pb.GetClusterResponse:
     """Ask for the cluster until the engines are in these states."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while True:
             response = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
             if {e.engine_id: e.state for e in response.engines} == want:
@@ -115,7 +116,7 @@ async def collect(call: Any) -> list[Any]:
 
 async def eventually(condition: Callable[[], object]) -> None:
     """Poll until a condition holds that nothing announces. Raises TimeoutError after 10 s."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while True:
             if condition():
                 return

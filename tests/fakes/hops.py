@@ -29,6 +29,7 @@ from tests.fakes.engine_server import EngineServer
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 
 Attempt = Callable[[Identity | None, bytes], Awaitable[str]]
@@ -164,7 +165,7 @@ async def _frontend(sites: Sites) -> AsyncIterator[tuple[FrontendServer, Alive]]
 
         async def alive() -> None:
             reading = asyncio.ensure_future(anext(stream))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 while not reading.done():  # text of half a character is not sent
                     engine.step()
                     await asyncio.sleep(0.002)

@@ -22,9 +22,10 @@ from penstock_enginecore.config import (
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
+from tests.fakes.patience import PATIENCE
 
 CLIENT = "test"
-TIMEOUT = 60.0
+TIMEOUT = PATIENCE
 
 
 def build_engine(

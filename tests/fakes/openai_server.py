@@ -10,6 +10,7 @@ import openai
 
 from penstock_frontend.config import HttpConfig
 from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.patience import PATIENCE
 
 
 class OpenAIServer:
@@ -43,8 +44,8 @@ async def openai_server(
         plain = openai.DefaultAsyncHttpxClient(verify=False)  # reading certificates takes longer than a test
         async with (
             openai.AsyncOpenAI(
-                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30, http_client=plain
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, http_client=plain
             ) as client,
-            httpx.AsyncClient(base_url=url, timeout=30, verify=False) as raw,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as raw,
         ):
             yield OpenAIServer(server, client, raw)

@@ -11,8 +11,9 @@ from tests.fakes.frontend_server import FrontendServer, collect
 from tests.fakes.matrix.shapes import Shape
 from tests.fakes.matrix.verdicts import judge
 from tests.fakes.oracle_process import OracleProcess
+from tests.fakes.patience import PATIENCE
 
-TIMEOUT = 60.0
+TIMEOUT = PATIENCE
 
 
 class OracleCluster:

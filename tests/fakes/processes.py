@@ -14,8 +14,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.rpc.channel import make_channel
+from tests.fakes.patience import PATIENCE
 
-START_TIMEOUT = 120.0
+START_TIMEOUT = PATIENCE
 
 
 def free_port() -> int:

@@ -13,8 +13,9 @@ from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.rpc.channel import make_channel
+from tests.fakes.patience import PATIENCE
 
-TIMEOUT = 20.0
+TIMEOUT = PATIENCE
 
 
 class SessionClient:

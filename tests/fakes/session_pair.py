@@ -11,6 +11,7 @@ from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.engine_session import EngineSession
+from tests.fakes.patience import PATIENCE
 
 
 class Pair:
@@ -54,7 +55,7 @@ class Pair:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds. An AssertionError when the session ends before."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())

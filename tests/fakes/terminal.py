@@ -11,7 +11,8 @@ from typing import Self
 
 import pytest
 
-from tests.fakes.command import PATIENCE, PENSTOCK
+from tests.fakes.command import PENSTOCK
+from tests.fakes.patience import PATIENCE
 
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|[\x01\x02]")

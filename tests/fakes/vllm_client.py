@@ -7,6 +7,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
 
 from tests.fakes.frontend_server import FrontendServer, collect
+from tests.fakes.patience import PATIENCE
 
 PROMPT = (7, 8, 9)
 
@@ -19,7 +20,7 @@ class VllmClient:
 
     def generate(self, **fields: Any) -> Any:
         """The call of a Generate; keywords that GenerateRequest does not have are sampling parameters."""
-        return self.stub.Generate(make_request(**fields), timeout=20)
+        return self.stub.Generate(make_request(**fields), timeout=PATIENCE)
 
     async def outputs(self, **fields: Any) -> list[Any]:
         """The chunks and completes of a Generate. Raises the RequestFailed it ended with."""

@@ -15,6 +15,7 @@ from penstock_frontend.config import ModelConfig
 from tests.fakes.chat_templates import LLAMA, save_chat_model
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -60,7 +61,7 @@ def request(*messages: pb.ChatMessage, **fields: Any) -> pb.ChatRequest:
 
 
 async def answers(frontend: FrontendServer, *messages: pb.ChatMessage, **fields: Any) -> list[pb.ChatResponse]:
-    got: list[pb.ChatResponse] = await collect(frontend.stub.Chat(request(*messages, **fields), timeout=20))
+    got: list[pb.ChatResponse] = await collect(frontend.stub.Chat(request(*messages, **fields), timeout=PATIENCE))
     return got
 
 

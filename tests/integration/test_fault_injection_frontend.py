@@ -34,6 +34,7 @@ from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.fake_engine import FakeEngine, token_at
 from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request
 from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 from tests.fakes.vllm_client import VllmClient
 
@@ -97,7 +98,7 @@ async def _vllm(system: System) -> str:
 
 async def _embed(system: System) -> str:
     request = pb.EmbedRequest(request_id=POISON, inputs=[pb.PoolingInput(text=POISON)])
-    return _internal(await failure(system.frontend.stub.Embed(request, timeout=20)))
+    return _internal(await failure(system.frontend.stub.Embed(request, timeout=PATIENCE)))
 
 
 async def _completion(system: System) -> str:
@@ -124,7 +125,7 @@ async def _chat(system: System) -> str:
 
 async def _session(system: System) -> str:
     """Beside another request of the same session, which must be what it is alone."""
-    call = system.frontend.stub.GenerateSession(timeout=20)
+    call = system.frontend.stub.GenerateSession(timeout=PATIENCE)
     beside = make_request(**NEIGHBOUR, request_id="beside")
     await call.write(pb.GenerateSessionRequest(generate=beside))
     poisoned = make_request(POISON, request_id=POISON, max_tokens=9, logprobs=0)
@@ -400,7 +401,7 @@ async def test_a_message_of_a_session_that_cannot_be_read_ends_no_request_of_it(
     raw = system.frontend.channel.stream_stream(
         "/penstock.inference.v1.InferenceService/GenerateSession",
         response_deserializer=pb.GenerateSessionResponse.FromString,
-    )(timeout=20)
+    )(timeout=PATIENCE)
     beside = make_request(**NEIGHBOUR, request_id="beside")
     await raw.write(pb.GenerateSessionRequest(generate=beside).SerializeToString())
     await raw.write(b"\xff\xff\xff")
@@ -412,7 +413,7 @@ async def test_a_message_of_a_session_that_cannot_be_read_ends_no_request_of_it(
 
 
 async def until_draining(system: System) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while system.frontend.frontend._engines.num_engines:
             await asyncio.sleep(0.005)
 
@@ -433,7 +434,7 @@ async def stepping(system: System, work: Awaitable[Any], *, for_all: bool = True
 
 
 async def until_nothing_lives(system: System) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while any(system.live().values()):
             await asyncio.sleep(0.005)
 

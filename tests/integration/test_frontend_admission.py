@@ -24,6 +24,7 @@ from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
 from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -67,40 +68,40 @@ async def post(server: OpenAIServer, path: str, **body: Any) -> Refusal:
 
 
 async def generate(server: OpenAIServer) -> Refusal:
-    return await rpc(server.server.stub.Generate(make_request("hello"), timeout=20, metadata=METADATA))
+    return await rpc(server.server.stub.Generate(make_request("hello"), timeout=PATIENCE, metadata=METADATA))
 
 
 async def session(server: OpenAIServer) -> Refusal:
     async def requests() -> AsyncIterator[pb.GenerateSessionRequest]:
         yield pb.GenerateSessionRequest(generate=make_request("hello", request_id="of the session"))
 
-    call = server.server.stub.GenerateSession(requests(), timeout=20, metadata=METADATA)
+    call = server.server.stub.GenerateSession(requests(), timeout=PATIENCE, metadata=METADATA)
     [message] = await collect(call)
     return Refusal(message.error.error.code, message.error.error.retry_after)
 
 
 async def chat(server: OpenAIServer) -> Refusal:
     request = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hello")])
-    return await rpc(server.server.stub.Chat(request, timeout=20, metadata=METADATA))
+    return await rpc(server.server.stub.Chat(request, timeout=PATIENCE, metadata=METADATA))
 
 
 async def embed(server: OpenAIServer) -> Refusal:
     request = pb.EmbedRequest(inputs=[pb.PoolingInput(text="hello")])
-    return await rpc(server.server.stub.Embed(request, timeout=20, metadata=METADATA))
+    return await rpc(server.server.stub.Embed(request, timeout=PATIENCE, metadata=METADATA))
 
 
 async def facade(server: OpenAIServer) -> Refusal:
     stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(server.server.channel)
     request = vllm_engine_pb2.GenerateRequest(request_id="of the facade", text="hello")
     request.sampling_params.max_tokens = 3
-    return await rpc(stub.Generate(request, timeout=20, metadata=METADATA))
+    return await rpc(stub.Generate(request, timeout=PATIENCE, metadata=METADATA))
 
 
 async def facade_embed(server: OpenAIServer) -> Refusal:
     stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(server.server.channel)
     request = vllm_engine_pb2.EmbedRequest(request_id="of the facade")
     request.tokenized.input_ids.extend([1, 2, 3])
-    return await rpc(stub.Embed(request, timeout=20, metadata=METADATA))
+    return await rpc(stub.Embed(request, timeout=PATIENCE, metadata=METADATA))
 
 
 async def completions(server: OpenAIServer) -> Refusal:
@@ -159,7 +160,7 @@ async def test_every_way_in_is_bounded_and_refuses_before_anything_is_tokenized(
     engine: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
 ) -> None:
     async with openai_server(model, engines=[engine.address], limits=LimitsConfig(**limits)) as server:
-        running = server.server.stub.Generate(make_request(RUNNING), timeout=60, metadata=METADATA)
+        running = server.server.stub.Generate(make_request(RUNNING), timeout=PATIENCE, metadata=METADATA)
         await engine.until(lambda e: e.running)
         spy = Spy(server.server, monkeypatch)
         refused = {way.__name__: await way(server) for way in WAYS}
@@ -198,7 +199,7 @@ async def test_a_tenant_at_its_limit_is_named_in_a_quota_failure_and_others_are_
 ) -> None:
     limits = LimitsConfig(max_tenant_requests=1)
     async with FrontendServer(model, engines=[engine.address], limits=limits) as frontend:
-        running = [frontend.stub.Generate(make_request(), timeout=20, metadata=METADATA)]
+        running = [frontend.stub.Generate(make_request(), timeout=PATIENCE, metadata=METADATA)]
         await engine.until(lambda e: len(e.running) == 1)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             [message async for message in frontend.stub.Generate(make_request(), metadata=METADATA)]

@@ -211,6 +211,7 @@ async def test_requests_wait_while_no_engine_is_left_and_go_on_with_the_next(mod
 async def test_requests_that_lose_the_last_engine_end_as_unavailable_when_the_wait_is_over(model: Path) -> None:
     engine = FakeEngine("a", vocab_size=VOCAB, manual=True)
     async with engine, FrontendServer(model, engines=[engine.address], engine_wait_timeout=0.2) as frontend:
+        await frontend.until_health(serving=True)
         call = frontend.generate(max_tokens=2)
         await engine.until(lambda e: e.running)
         await engine.kill()

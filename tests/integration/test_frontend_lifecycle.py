@@ -20,6 +20,7 @@ from penstock_common.errors import ConfigError, Unavailable
 from penstock_frontend.config import HttpConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -50,7 +51,7 @@ async def start_process(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def output_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         _, stderr = await process.communicate()
     return process.returncode, stderr.decode()
 
@@ -146,7 +147,7 @@ async def test_the_process_serves_and_ends_cleanly_on_a_signal(
     process = await start_process("--config", str(config), "--drain-timeout", "10")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
-        call = stub.Generate(make_request(max_tokens=1), wait_for_ready=True, timeout=30)
+        call = stub.Generate(make_request(max_tokens=1), wait_for_ready=True, timeout=PATIENCE)
         await manual.until(lambda e: e.running, limit=30)
         process.send_signal(number)
         manual.step()
@@ -184,7 +185,7 @@ async def test_a_wrong_configuration_is_one_line_and_exit_code_2(
 async def test_the_frontend_runs_where_torch_cannot_be_imported() -> None:
     code = "import sys; sys.modules.update(torch=None, transformers=None); import penstock_frontend.__main__"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=dict(os.environ))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         assert await process.wait() == 0
 
 

@@ -14,6 +14,7 @@ from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceEx
 from penstock_frontend.config import LimitsConfig
 from tests.fakes.fake_engine import FakeEngine, token_at
 from tests.fakes.frontend_server import FrontendServer, collect, failure
+from tests.fakes.patience import deadlines
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -118,9 +119,13 @@ async def test_a_cancelled_call_ends_all_its_sequences(manual: FakeEngine, model
 
 async def test_a_passed_deadline_ends_all_sequences(manual: FakeEngine, model: Path) -> None:
     async with FrontendServer(model, engines=[manual.address]) as frontend:
-        error = await failure(frontend.generate(n=3, timeout=0.3))
-        await manual.until(lambda e: len(e.aborted) == 3)
-    assert isinstance(error, DeadlineExceeded)
+        await frontend.until_health(serving=True)
+        for seconds in deadlines():
+            assert isinstance(await failure(frontend.generate(n=3, timeout=seconds)), DeadlineExceeded)
+            if len(manual.requests) >= 3:
+                break
+        await manual.until(lambda e: len(e.aborted) == len(e.requests))
+        assert manual.running == {}
 
 
 async def test_one_failed_sequence_fails_the_call_and_ends_the_others(manual: FakeEngine, model: Path) -> None:

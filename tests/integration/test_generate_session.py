@@ -223,6 +223,7 @@ async def test_a_session_has_a_limit_of_requests(stepped: FrontendServer, manual
 async def test_requests_that_find_no_engine_any_more_fail_and_the_session_goes_on(model: Path) -> None:
     options = {"engine_wait_timeout": 0.1}
     async with FakeEngine(manual=True) as first, FrontendServer(model, engines=[first.address], **options) as frontend:
+        await frontend.until_health(serving=True)
         session = Client(frontend)
         await session.generate("r")
         await first.until(lambda e: e.running)

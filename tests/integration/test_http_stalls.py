@@ -12,6 +12,7 @@ import pytest
 from penstock_frontend.api import http
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.patience import PATIENCE
 
 POST = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
@@ -36,12 +37,12 @@ class Client:
     async def announce(self, size: int) -> None:
         """Send the headers of a request with so large a body. Returns when the server waits for it."""
         await self.send(f"{POST}content-length: {size}\r\nexpect: 100-continue\r\n\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             assert b"100 Continue" in await self.reader.readuntil(b"\r\n\r\n")
 
     async def answer(self) -> Answer:
         """The next answer."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
             body = await self.reader.readexactly(int(headers["content-length"]))
@@ -49,7 +50,7 @@ class Client:
 
     async def closed(self) -> None:
         """Wait until the server has closed the connection."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await self.reader.read()
 
 

@@ -13,6 +13,7 @@ from penstock_common.errors import OutOfRange, Unavailable, Unimplemented
 from penstock_frontend.engine.kv_events import FIRST_SEQUENCE
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, eventually, failure
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 from tests.fakes.vllm_client import VllmClient
 
@@ -66,7 +67,7 @@ async def watched(telling: FakeEngine, model: Path) -> AsyncIterator[FrontendSer
 
 async def subscribe(frontend: FrontendServer) -> Any:
     """A subscription that is sure to see what happens from now on."""
-    call = VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=20)
+    call = VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=PATIENCE)
     await call.initial_metadata()
     return call
 

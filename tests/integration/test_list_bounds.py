@@ -13,6 +13,7 @@ from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import collect, failure
 from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -172,7 +173,7 @@ async def test_lists_over_http(api: OpenAIServer, path: str, body: dict[str, Any
     ("method", "request_", "field", "message"), GRPC, ids=[f"{method} {field}" for method, _, field, _ in GRPC]
 )
 async def test_lists_over_grpc(api: OpenAIServer, method: str, request_: Any, field: str, message: str) -> None:
-    error = await failure(getattr(api.server.stub, method)(request_, timeout=20))
+    error = await failure(getattr(api.server.stub, method)(request_, timeout=PATIENCE))
     assert (error.code, error.field) == ("INVALID_ARGUMENT", field)
     assert error.message.removeprefix("sampling_params.") == message
 
@@ -203,5 +204,5 @@ async def test_a_session_bounds_the_lists_of_its_requests(api: OpenAIServer) -> 
         parts = pb.MixedPrompt(parts=[PART] * 4)
         yield pb.GenerateSessionRequest(generate=pb.GenerateRequest(request_id="r", mixed=parts))
 
-    [message] = await collect(api.server.stub.GenerateSession(requests(), timeout=20))
+    [message] = await collect(api.server.stub.GenerateSession(requests(), timeout=PATIENCE))
     assert message.error.error.message == "mixed.parts has 4 entries; limits.max_prompt_parts is 3"

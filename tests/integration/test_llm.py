@@ -20,6 +20,7 @@ from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_local import LLM, FinishReason, SamplingParams, StructuredOutput
 from tests.fakes.engine_server import EngineServer
 from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.patience import PATIENCE
 from tests.fakes.pooling_models import MINILM
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
@@ -267,5 +268,5 @@ def test_ctrl_c_ends_the_call_and_a_script_needs_neither_close_nor_main_guard(tm
     while process.stdout.readline() not in ("running\n", ""):
         pass
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (0, "interrupted 1\n", "")

@@ -20,6 +20,7 @@ from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.support import ProbeContext
 from tests.fakes import in_process
 from tests.fakes.in_process import build_engine, generate
+from tests.fakes.patience import PATIENCE
 from tests.fakes.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
 
 PROMPTS = [torch.randint(1, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 5, 23)]
@@ -35,7 +36,7 @@ class Recorder(UniprocExecutor):
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         future = super().sample_tokens(grammar)
-        result = future.result(timeout=60)
+        result = future.result(timeout=PATIENCE)
         for reported, kept in ((result.logprobs, type(self).output), (result.prompt_logprobs, type(self).prompt)):
             for request_id, logprobs in reported.items():
                 # Engines number the ids they are given.

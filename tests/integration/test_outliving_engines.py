@@ -16,6 +16,7 @@ from tests.fakes.matrix.shapes import PROMPT, Shape, plain
 from tests.fakes.oracle_cluster import TIMEOUT, OracleCluster, wrong
 from tests.fakes.oracle_engine import outputs
 from tests.fakes.oracle_process import OracleProcess
+from tests.fakes.patience import PATIENCE
 
 LENGTH = 30
 STEP: dict[str, Any] = {"step_seconds": 0.01}
@@ -88,7 +89,7 @@ async def test_requests_that_no_engine_takes_in_time_are_unavailable_and_may_be_
 async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path) -> None:
     async with OracleCluster(model, engines(1), engine_wait_timeout=0.2) as cluster:
         await cluster.until_connected()
-        call = cluster.frontend.stub.Generate(plain(4, LENGTH * 10).request, timeout=20)
+        call = cluster.frontend.stub.Generate(plain(4, LENGTH * 10).request, timeout=PATIENCE)
         got: list[int] = []
         while len(got) < 5:
             got += (await call.read()).token_ids

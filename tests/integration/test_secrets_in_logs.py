@@ -13,6 +13,7 @@ from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.issuer import AUDIENCE, ISSUER, Issuer, write_key_set
+from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import Service, free_port
 from tests.fakes.small_tokenizers import byte_level, save_model
 
@@ -67,7 +68,7 @@ async def over_http(port: int, credentials: list[tuple[str, str]]) -> None:
         ("/tokenize", {"prompt": WORD}),
         (f"/{WORD}", {}),
     ]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=PATIENCE) as client:
         for name, value in credentials:
             headers = {name: value, "cookie": f"session={WORD}", "x-more": WORD}
             for path, body in bodies:

@@ -12,6 +12,7 @@ from penstock.inference.v1.messages_pb2 import RoutingHints
 from penstock_common.errors import Cancelled, InvalidArgument, Unavailable, Unimplemented
 from tests.fakes.fake_engine import FakeEngine, logprob_of, token_at
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level, save_model
 from tests.fakes.vllm_client import PROMPT, VllmClient, chunks, completes, joined, make_request
 
@@ -280,8 +281,8 @@ async def test_abort_reaches_the_callers_own_requests_alone(manual: FakeEngine, 
         await frontend.until_health(serving=True)
         client = VllmClient(frontend)
         ours, theirs = (("x-penstock-tenant", tenant) for tenant in ("ours", "theirs"))
-        call = client.stub.Generate(make_request(request_id="mine", max_tokens=2), timeout=20, metadata=[ours])
-        other = client.stub.Generate(make_request(request_id="mine", max_tokens=2), timeout=20, metadata=[theirs])
+        call = client.stub.Generate(make_request(request_id="mine", max_tokens=2), timeout=PATIENCE, metadata=[ours])
+        other = client.stub.Generate(make_request(request_id="mine", max_tokens=2), timeout=PATIENCE, metadata=[theirs])
         native = frontend.generate(request_id="mine", max_tokens=2, routing=RoutingHints(tenant="ours"))
         await manual.until(lambda e: len(e.running) == 3)
         await client.stub.Abort(pb.AbortRequest(request_ids=["mine"]), metadata=[ours])

@@ -15,8 +15,9 @@ from tests.fakes.matrix.failures import Failure
 from tests.fakes.matrix.shapes import LENGTH, Shape, plain
 from tests.fakes.matrix.verdicts import Verdict, judge
 from tests.fakes.oracle_process import OracleProcess
+from tests.fakes.patience import PATIENCE
 
-LIMIT = 60.0
+LIMIT = PATIENCE
 STEP_SECONDS = 0.005
 NEIGHBOUR_LENGTH = 40
 CACHED = 2
@@ -267,7 +268,7 @@ class Rig:
         attempts = await self._attempts(self.engines_alive())
         for engine in self.engines_alive():
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE):
                     while engine.alive and (await engine.state())["num_running"]:
                         await asyncio.sleep(0.01)
             except TimeoutError:

@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from tests.fakes.oracle_engine.engine import OracleEngine
+from tests.fakes.patience import PATIENCE
 
-TIMEOUT = 20.0
+TIMEOUT = PATIENCE
 
 
 async def serve(engine: OracleEngine, port: int) -> asyncio.Server:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.patience import PATIENCE
+
 PROGRAM = """
 import logging, sys, threading
 import structlog
@@ -29,7 +31,7 @@ logging.getLogger(REQUEST_LOGGER).info("request failed", extra={"request": "r2",
 
 def run(format_: str, requests: str = "no") -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, format_, requests], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PROGRAM, format_, requests], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     return done.stderr
 
@@ -98,7 +100,7 @@ ESCAPED = r"<\x1b\x9b\x07\x08\r\n\x00\x7f\x85\u2028\u2029\u202e\u2066\u200f\u061
 
 def run_hostile(configure: str) -> str:
     program = HOSTILE.format(configure=configure)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PATIENCE, check=True)
     return done.stderr.decode()
 
 

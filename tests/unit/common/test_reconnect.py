@@ -4,8 +4,9 @@ import pytest
 
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.reconnect import Reconnector
+from tests.fakes.patience import PATIENCE
 
-TIMEOUT = 10.0
+TIMEOUT = PATIENCE
 
 
 async def test_sessions_are_started_again_whatever_they_end_with():

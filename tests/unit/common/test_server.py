@@ -20,6 +20,7 @@ from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.interceptor import ErrorInterceptor
 from penstock_common.rpc.server import RpcServer
 from penstock_common.rpc.status import from_rpc_error
+from tests.fakes.patience import PATIENCE
 
 NAME = "penstock.inference.v1.InferenceService"
 LOOPBACK = ServerConfig(host="127.0.0.1", port=0)
@@ -180,7 +181,7 @@ async def main():
     writer.write(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(3) + bytes([4]) + bytes(5) + header + goaway)
     writer.write(b"\\xff" * 100)  # and no frame at all, which ends the connection
     await writer.drain()
-    await asyncio.wait_for(reader.read(), 20)  # until the server closes the connection
+    await asyncio.wait_for(reader.read(), PATIENCE)  # until the server closes the connection
     writer.close()
     await server.stop(0)
 
@@ -189,7 +190,7 @@ asyncio.run(main())
 
 
 def test_what_a_peer_writes_is_not_in_the_log() -> None:
-    run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], capture_output=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr.decode(errors="replace")
     assert b"words of the peer" not in run.stdout + run.stderr
 

@@ -18,6 +18,7 @@ from penstock_common.rpc.credentials import ClientCredentials, advised
 from penstock_common.rpc.server import RpcServer
 from penstock_common.tls import read_material
 from tests.fakes.certificates import Authority, Files
+from tests.fakes.patience import PATIENCE
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ async def test_metrics_are_served_over_tls_while_a_silent_client_is_connected(
     context = ssl.create_default_context(cafile=files.ca)
 
     def scrape() -> int:
-        with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context, timeout=20) as answer:
+        with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context, timeout=PATIENCE) as answer:
             return answer.status
 
     with pytest.raises(OSError, match=r"certificate required|closed|reset|EOF"):

@@ -20,6 +20,7 @@ from penstock_enginecore.core.scheduler.output import (
 from penstock_enginecore.executor import model_runner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.models.loader import load_model
+from tests.fakes.patience import PATIENCE
 from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -72,7 +73,7 @@ def known(request_id: str, computed: int, scheduled: int) -> SchedulerOutput:
 
 def step(executor: UniprocExecutor, output: SchedulerOutput) -> list[list[int]]:
     executor.execute_model(output)
-    return executor.sample_tokens().result(timeout=60).sampled_token_ids
+    return executor.sample_tokens().result(timeout=PATIENCE).sampled_token_ids
 
 
 def decode(executor: UniprocExecutor, block_ids: tuple[list[int], ...]) -> list[int]:
@@ -135,7 +136,9 @@ def test_a_grammar_decides_among_the_tokens_of_the_request_it_names(path: Path) 
     )
     words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
     words[0, 3] = 1 << 9
-    (free,), (constrained,) = executor.sample_tokens(GrammarBitmask(["b"], words)).result(timeout=60).sampled_token_ids
+    (free,), (constrained,) = (
+        executor.sample_tokens(GrammarBitmask(["b"], words)).result(timeout=PATIENCE).sampled_token_ids
+    )
     assert constrained == 3 * 32 + 9
     assert free != constrained
 
@@ -176,6 +179,6 @@ def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
     executor.load_model(lambda line: None)
     executor.execute_model(SchedulerOutput())
     with pytest.raises(RuntimeError, match="initialize_kv_cache must come before"):
-        executor.sample_tokens().result(timeout=60)
+        executor.sample_tokens().result(timeout=PATIENCE)
     executor.shutdown()
     executor.shutdown()

@@ -15,6 +15,7 @@ from penstock_frontend.processing.input import InputProcessor, ModelLimits
 from penstock_frontend.processing.request import GenerateRequest
 from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
 from tests.fakes import small_tokenizers
+from tests.fakes.patience import PATIENCE
 
 LIMITS = ModelLimits(max_model_len=10, vocab_size=400)
 
@@ -167,7 +168,7 @@ async def test_a_long_text_does_not_keep_short_ones_waiting(
 
     monkeypatch.setattr(tokenizer, "_encode", slow_when_long)
     long = [asyncio.create_task(tokenizer.encode("a" * 100_001)) for _ in range(3)]
-    short = await asyncio.wait_for(tokenizer.encode("a"), 20)
+    short = await asyncio.wait_for(tokenizer.encode("a"), PATIENCE)
     assert short.ids
     assert not any(task.done() for task in long)
     held.set()

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 
 from penstock_frontend.pace import Pace
+from tests.fakes.patience import PATIENCE
 
 
 class Turns:
@@ -55,5 +56,5 @@ async def test_who_was_cancelled_takes_no_room() -> None:
     _, gone, waiting = (asyncio.create_task(pace.take()) for _ in range(3))
     await asyncio.sleep(0)
     gone.cancel()
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, PATIENCE)
     assert gone.cancelled()

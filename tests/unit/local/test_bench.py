@@ -20,6 +20,7 @@ from penstock_local.ports import free_ports
 from penstock_local.rpc.client import ModelInfo
 from tests.fakes.command import PENSTOCK
 from tests.fakes.fake_inference import BUSY, HOLD, FakeInference
+from tests.fakes.patience import PATIENCE
 
 MODEL = ModelInfo(name="m", max_model_len=512, num_engines=1, vocab_size=300)
 
@@ -125,7 +126,7 @@ async def test_ctrl_c_reports_what_was_measured(server: FakeInference, tmp_path:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while len(server.requests) < 2:
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument, Unimplemen
 from penstock_local.ports import free_ports
 from tests.fakes.command import PENSTOCK
 from tests.fakes.fake_inference import BUSY, HOLD, THINK, FakeInference
+from tests.fakes.patience import PATIENCE
 from tests.fakes.terminal import CTRL_C, CTRL_D, ENTER, Terminal
 
 
@@ -31,7 +32,7 @@ async def piped(address: str, text: str, *flags: str) -> tuple[int, str, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await asyncio.wait_for(process.communicate(text.encode()), 60)
+    out, err = await asyncio.wait_for(process.communicate(text.encode()), PATIENCE)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -149,7 +150,7 @@ async def test_input_that_is_not_text_is_refused(server: FakeInference) -> None:
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, err = await asyncio.wait_for(process.communicate(b"\xff\n"), 60)
+    _, err = await asyncio.wait_for(process.communicate(b"\xff\n"), PATIENCE)
     assert process.returncode == 2
     assert b"not UTF-8" in err
 
@@ -178,7 +179,7 @@ async def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(server: F
             assert terminal.wait_for_exit() == 0
 
     await asyncio.to_thread(talk)
-    await asyncio.wait_for(server.abandoned.wait(), 30)
+    await asyncio.wait_for(server.abandoned.wait(), PATIENCE)
     # What came of the stopped answer is part of the conversation.
     assert turns(server) == [("user", f"begun {HOLD}"), ("assistant", "begun "), ("user", "again")]
 

@@ -24,8 +24,9 @@ from tests.fakes.engine_harness import (
     make_request,
 )
 from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.patience import PATIENCE
 
-TIMEOUT = 20.0
+TIMEOUT = PATIENCE
 
 
 class RecordingSink:

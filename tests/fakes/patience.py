@@ -1,0 +1,17 @@
+"""How long tests wait: for what must come, and for deadlines that must pass."""
+
+from collections.abc import Iterator
+
+PATIENCE = 120.0
+"""Seconds until a test gives up on what must come: more than it takes on a machine that is merely busy."""
+
+
+def deadlines(first: float = 0.2) -> Iterator[float]:
+    """Ever longer ones, in seconds, for a request that must have begun when its deadline passes: try again with the next
+    until it has. How long the first steps of a request take depends on the machine.
+    """
+    seconds = first
+    while seconds < PATIENCE:
+        yield seconds
+        seconds *= 4
+    raise AssertionError(f"no request began within {seconds / 4:g} s")
