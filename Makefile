@@ -11,7 +11,16 @@ PIP := $(BIN)/pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# What gRPC's C core has to say of connections that tests break on purpose.
+export GRPC_VERBOSITY ?= ERROR
 PYTEST := $(BIN)/python -m pytest
+# Processes that tests run in at once. Those of whole systems wait for processes to start and stop more than they compute.
+JOBS ?= 2
+JOBS_E2E ?= 3
+# What runs beside each other writes its output when it has ended. make 3.81 cannot.
+WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+# What the tests of one `make test` have skipped.
+SKIPPED := build/skipped
 BUF := node_modules/.bin/buf
 # The contracts of the last release, as a descriptor set.
 RELEASED = $(shell cd protos && ls released/*.binpb | sort -V | tail -n 1)
@@ -52,7 +61,17 @@ demo: setup ## Start everything with the demo model, stream a few answers, shut 
 	@$(BIN)/python -m penstock_local demo $(MODEL)
 
 .PHONY: test
-test: lint typecheck test-unit test-contract test-integration test-e2e chart-lint soak-short ## Lint, types and all tests
+test: setup ## Lint, types and all tests; at the end, what was skipped and how to get it
+	@rm -f $(SKIPPED)
+	@PENSTOCK_SKIPPED=$(CURDIR)/$(SKIPPED) $(MAKE) --no-print-directory test-all; status=$$?; \
+		$(BIN)/python -m tests.skipped $(SKIPPED); exit $$status
+
+.PHONY: test-all
+test-all: test-checks test-unit test-contract test-integration test-e2e soak-short
+
+.PHONY: test-checks
+test-checks: setup
+	@$(MAKE) --no-print-directory -j 2 $(WHOLE) typecheck chart-lint lint
 
 .PHONY: retest
 retest: lint typecheck chart-lint ## Lint and types again, and the tests that failed last
@@ -61,19 +80,19 @@ retest: lint typecheck chart-lint ## Lint and types again, and the tests that fa
 
 .PHONY: test-unit
 test-unit: setup ## Unit tests
-	@$(PYTEST) tests/unit -n $(or $(JOBS),2) -q
+	@$(PYTEST) tests/unit -n $(JOBS) -q
 
 .PHONY: test-contract
 test-contract: setup ## The rules of the contracts and of the imports
-	@$(PYTEST) tests/contract -q
+	@$(PYTEST) tests/contract -n $(JOBS) -q
 
 .PHONY: test-integration
 test-integration: setup ## Services against each other and against transformers
-	@$(PYTEST) tests/integration -n $(or $(JOBS),2) -q
+	@$(PYTEST) tests/integration -n $(JOBS) -q
 
 .PHONY: test-e2e
 test-e2e: setup ## The whole system as separate processes
-	@$(PYTEST) tests/e2e -q
+	@$(PYTEST) tests/e2e -n $(JOBS_E2E) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
 matrix: setup ## Every failure of an engine at every step, with every kind of stream; prints the table
@@ -117,9 +136,9 @@ soak: setup ## Random requests, cancels and kills for 20 minutes
 	@$(BIN)/python -m tests.soak --minutes 20
 
 .PHONY: soak-short
-soak-short: setup ## The same for two minutes
+soak-short: setup ## The same for 75 seconds, one accident right after the other
 	@mkdir -p $(dir $(SOAK_FAILED)) && touch $(SOAK_FAILED)
-	@$(BIN)/python -m tests.soak --minutes 2 --out build/soak-short && rm $(SOAK_FAILED)
+	@$(BIN)/python -m tests.soak --minutes 1.25 --pause 0.5 --out build/soak-short && rm $(SOAK_FAILED)
 
 .PHONY: bench
 bench: setup ## Measure the engine, the session, the public API and transformers beside them

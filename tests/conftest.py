@@ -6,9 +6,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests import skipped
+
 # How long an example of a property test takes depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end what was skipped, and how to get it."""
+    if told := skipped.tell(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(told)
 
 
 @pytest.fixture(autouse=True)

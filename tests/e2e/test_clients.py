@@ -27,7 +27,9 @@ TIMEOUT = PATIENCE
 STEPS = 8
 """Of a fake engine until there is text: a token may be a part of a character, without one."""
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not on PATH")
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="no openssl on PATH (apt-get install openssl)"
+)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,10 @@ CHAT = {"model": "penstock-tiny", "messages": [{"role": "user", "content": "What
 COMPLETION = {"model": "penstock-tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 pytestmark = [
-    pytest.mark.skipif(SMG is None, reason="the gateway's program smg is neither on PATH nor in PENSTOCK_SMG"),
+    pytest.mark.skipif(
+        SMG is None,
+        reason="no gateway: smg is neither on PATH nor in PENSTOCK_SMG (docs/gateways.md)",
+    ),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

@@ -17,7 +17,9 @@ from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium): the page in a browser"
+    ),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 needs_node = pytest.mark.skipif(
-    shutil.which("node") is None or shutil.which("npm") is None, reason="node and npm are not on PATH"
+    shutil.which("node") is None or shutil.which("npm") is None,
+    reason="no node and npm on PATH (apt-get install nodejs npm), which bring buf, too",
 )
 
 

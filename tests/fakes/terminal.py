@@ -23,7 +23,7 @@ class Terminal:
 
     def __init__(self, *arguments: str, **environ: str) -> None:
         if shutil.which("setsid") is None:
-            pytest.skip("setsid (util-linux) is not installed")
+            pytest.skip("no setsid on PATH (apt-get install util-linux)")
         self._ours, theirs = pty.openpty()
         os.set_blocking(self._ours, False)
         self.process = subprocess.Popen(

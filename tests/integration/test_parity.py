@@ -91,7 +91,7 @@ def test_preempted_requests_give_the_same_tokens(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gives_the_same_tokens(case: Case) -> None:
     engine = build_engine(case.path, model={"device": "cuda"}, scheduler={"max_num_batched_tokens": 24})
     assert _greedy(engine, case.prompts)[0] == case.expected
