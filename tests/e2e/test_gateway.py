@@ -16,7 +16,8 @@ import pytest_asyncio
 
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service, free_port
+from tests.fakes.ports import free_port
+from tests.fakes.processes import Service
 
 SMG = os.environ.get("PENSTOCK_SMG") or shutil.which("smg")
 START_TIMEOUT = PATIENCE

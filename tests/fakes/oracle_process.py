@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from tests.fakes.oracle_engine import control
-from tests.fakes.processes import Service, free_port
+from tests.fakes.ports import free_port
+from tests.fakes.processes import Service
 from tests.fakes.tcp_proxy import TcpProxy
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -15,16 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.patience import PATIENCE
+from tests.fakes.ports import free_port
 
 START_TIMEOUT = PATIENCE
-
-
-def free_port() -> int:
-    """A port of the loopback interface nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Service:

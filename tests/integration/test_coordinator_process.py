@@ -17,13 +17,9 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from tests.fakes.cluster_members import register
 from tests.fakes.patience import PATIENCE
+from tests.fakes.ports import free_port
 
 TIMEOUT = PATIENCE
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def start(*args):

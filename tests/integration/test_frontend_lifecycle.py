@@ -21,15 +21,10 @@ from penstock_frontend.config import HttpConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
 from tests.fakes.patience import PATIENCE
+from tests.fakes.ports import free_port
 from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def get(port: int, path: str) -> tuple[int, str]:

@@ -14,7 +14,8 @@ from penstock_common.rpc.channel import make_channel
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.issuer import AUDIENCE, ISSUER, Issuer, write_key_set
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service, free_port
+from tests.fakes.ports import free_port
+from tests.fakes.processes import Service
 from tests.fakes.small_tokenizers import byte_level, save_model
 
 KEY = "sk-Tausendschoen-0123456789"
