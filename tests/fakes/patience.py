@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds until a test gives up on what must come: more than it takes on a machine that is merely busy."""
 
 

@@ -17,11 +17,15 @@ from tests.fakes.matrix.failures import FAILURES, Failure
 from tests.fakes.matrix.report import Report
 from tests.fakes.matrix.rig import STEPS, WIDE_STEPS, Rig, Step
 from tests.fakes.matrix.shapes import KINDS, shapes
+from tests.fakes.patience import PATIENCE
 from tests.fakes.small_tokenizers import save_model
 
 FULL = os.environ.get("PENSTOCK_MATRIX") == "full"
 VARIANTS = list(itertools.product(KINDS, (1, 3)))
-DETECTION = DetectionConfig(silence=0.2, probe_timeout=1.0)
+PATIENT = DetectionConfig(silence=0.2, probe_timeout=PATIENCE)
+"""Takes no engine for lost that has only got no processor time."""
+IMPATIENT = DetectionConfig(silence=0.2, probe_timeout=2.0)
+"""For the failures that only silence tells of."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,17 +38,18 @@ def report() -> Iterator[Report]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+async def rigs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[bool, Rig]]:
+    """By whether a failure is silent."""
     model = save_model(tmp_path_factory.mktemp("matrix") / "model")
-    async with Rig(model, detection=DETECTION) as rig:
-        yield rig
+    async with Rig(model, detection=PATIENT) as patient, Rig(model, detection=IMPATIENT, engines=3) as impatient:
+        yield {False: patient, True: impatient}
 
 
 @pytest.mark.parametrize("step", STEPS + WIDE_STEPS if FULL else STEPS, ids=str)
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
-async def test_every_stream_is_whole(rig: Rig, report: Report, failure: Failure, step: Step) -> None:
+async def test_every_stream_is_whole(rigs: dict[bool, Rig], report: Report, failure: Failure, step: Step) -> None:
     number = FAILURES.index(failure) * len(STEPS) + step.offset
     variants = VARIANTS if FULL else itertools.islice(itertools.cycle(VARIANTS), number, number + len(VARIANTS))
-    cell = await rig.cell(failure, step, list(shapes(step.offset, variants, every=FULL, seed=number)))
+    cell = await rigs[failure.silent].cell(failure, step, list(shapes(step.offset, variants, every=FULL, seed=number)))
     report.add(cell)
     assert not cell.wrong, "\n".join(cell.wrong[:20])

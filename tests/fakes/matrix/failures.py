@@ -19,11 +19,14 @@ WEDGED = 3600.0
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """``moves``: what is unfinished must end up on another engine, or on the next incarnation of this one."""
+    """``moves``: what is unfinished must end up on another engine, or on the next incarnation of this one. ``silent``: nothing
+    but time tells that the engine is gone.
+    """
 
     name: str
     strike: "Callable[[Rig, OracleProcess], Awaitable[None]]"
     moves: bool = True
+    silent: bool = False
 
 
 async def _kill(rig: "Rig", engine: OracleProcess) -> None:
@@ -67,9 +70,9 @@ async def _slow_network(rig: "Rig", engine: OracleProcess) -> None:
 
 async def _wedge(rig: "Rig", engine: OracleProcess) -> None:
     """It goes on after all, when others have its requests."""
-    await engine.set(held=False, stalled=True)
+    await engine.set(held=False, stalled=True, step_age=WEDGED)
     await rig.until_moved(engine)
-    await engine.set(stalled=False)
+    await engine.set(stalled=False, step_age=-1.0)
 
 
 async def _dead(rig: "Rig", engine: OracleProcess) -> None:
@@ -114,9 +117,9 @@ async def _gap(rig: "Rig", engine: OracleProcess) -> None:
 FAILURES = [
     Failure("SIGKILL", _kill),
     Failure("SIGKILL and restart", _restart),
-    Failure("SIGSTOP, SIGCONT", _freeze),
+    Failure("SIGSTOP, SIGCONT", _freeze, silent=True),
     Failure("connection cut", _cut),
-    Failure("cable pulled", _unplug),
+    Failure("cable pulled", _unplug, silent=True),
     Failure("slow", _slow, moves=False),
     Failure("slow network", _slow_network, moves=False),
     Failure("wedged", _wedge),
