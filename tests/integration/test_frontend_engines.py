@@ -297,15 +297,17 @@ async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
     """The connection holds; nothing comes over it."""
     a = FakeEngine("a", vocab_size=VOCAB, manual=True)
     b = FakeEngine("b", vocab_size=VOCAB, manual=True)
-    detection = DetectionConfig(silence=0.1, probe_timeout=0.2)
+    detection = DetectionConfig(silence=0.1, probe_timeout=1.0)
     async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
         await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
         readers = await two_requests(frontend, (a, b))
         a.frozen = True
         await b.until(lambda e: len(e.running) == 2)
-        b.step()
+        while not all(reader.done() for reader in readers):  # b itself may seem to be gone on a busy machine
+            b.step()
+            await asyncio.sleep(0.001)
         assert all(await asyncio.gather(*readers))
-    assert "does not answer within 0.2 s" in capsys.readouterr().out
+    assert "does not answer within 1 s" in capsys.readouterr().out
 
 
 async def test_a_wedged_engine_loses_its_requests_and_gets_no_more_until_it_steps_again(
@@ -557,7 +559,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = FakeEngine("a", vocab_size=VOCAB), FakeEngine("b", vocab_size=VOCAB)
-    detection = DetectionConfig(silence=0.05, probe_timeout=0.1)
+    detection = DetectionConfig(silence=0.05, probe_timeout=1.0)
     async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
         await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
         a.frozen = True
@@ -565,7 +567,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
     assert "the engine's lease has expired; its connection holds" in said
-    assert "its lease with the coordinator has expired, and it does not answer within 0.1 s" in said
+    assert "its lease with the coordinator has expired, and it does not answer within 1 s" in said
 
 
 async def test_counts_of_a_view_steer_requests_away_from_a_loaded_engine(
