@@ -24,7 +24,7 @@ RETRY_AFTER = 0.2
 REFUSALS = ("UNAVAILABLE", "CANCELLED")
 """What a frontend says that does not take a request. gRPC itself cancels calls that reach a server just as it closes."""
 REFUSED_WITHIN = 25.0
-"""A refusal comes at once, in seconds on a busy machine: what takes longer has waited for an engine in vain, for 30 s, and failed."""
+"""A refusal comes at once, or in seconds on a busy machine. What takes longer waited in vain for an engine, 30 s, and failed."""
 STATUS = {
     400: "INVALID_ARGUMENT",
     404: "NOT_FOUND",

@@ -10,12 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
-from penstock_enginecore.executor.uniproc import UniprocExecutor
-from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes import node
 from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.engine_server import EngineServer
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.openai_server import OpenAIServer, openai_server
 from tests.fakes.patience import PATIENCE
@@ -30,6 +26,12 @@ TIMEOUT = PATIENCE
 
 @pytest.fixture(scope="module")
 def demo_engine() -> Iterator[str]:
+    # Here, not above: of the processes that run tests, one runs these.
+    from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+    from penstock_enginecore.executor.uniproc import UniprocExecutor
+    from penstock_enginecore.structured_output.factory import make_grammar_backend
+    from tests.fakes.engine_server import EngineServer
+
     config = EngineCoreConfig(
         model=ModelConfig(path=str(DEMO_MODEL), served_model_name="model", device="cpu"),
         cache=CacheConfig(num_blocks=256),

@@ -5,8 +5,6 @@ import random
 
 import grpc
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common.v1 import finish_pb2
 from penstock.inference.v1 import messages_pb2 as pb
@@ -28,6 +26,9 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
     """What transformers says: 24 greedy tokens for each prompt."""
+    import torch  # here, not above: of the processes that run tests, one runs these
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     answers = {}
