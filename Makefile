@@ -14,9 +14,9 @@ export TOKENIZERS_PARALLELISM ?= false
 # What gRPC's C core has to say of connections that tests break on purpose.
 export GRPC_VERBOSITY ?= ERROR
 PYTEST := $(BIN)/python -m pytest
-# Processes that tests run in at once. Those of whole systems wait for processes to start and stop more than they compute.
+# Processes that tests run in at once. Those of services wait for one another about as long as they compute.
 JOBS ?= 2
-JOBS_E2E ?= 3
+JOBS_WAITING ?= 3
 # What runs beside each other writes its output when it has ended. make 3.81 cannot.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # What the tests of one `make test` have skipped.
@@ -88,11 +88,11 @@ test-contract: setup ## The rules of the contracts and of the imports
 
 .PHONY: test-integration
 test-integration: setup ## Services against each other and against transformers
-	@$(PYTEST) tests/integration -n $(JOBS) -q
+	@$(PYTEST) tests/integration -n $(JOBS_WAITING) -q
 
 .PHONY: test-e2e
 test-e2e: setup ## The whole system as separate processes
-	@$(PYTEST) tests/e2e -n $(JOBS_E2E) --dist loadfile --no-loadscope-reorder -q
+	@$(PYTEST) tests/e2e -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
 matrix: setup ## Every failure of an engine at every step, with every kind of stream; prints the table
