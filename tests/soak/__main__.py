@@ -62,14 +62,15 @@ class Soak:
         async with _cancelled_at_end(self.watch.run(SAMPLE_EVERY)):
             await self._phase("warm-up", known, seconds * WARM_UP)
             await self._idle()
-            await self._phase("soak", known, seconds * (1 - WARM_UP))
+            await self._phase("soak", known, seconds * (1 - WARM_UP), self._args.accidents)
             await self._idle()
         self.growth = self.watch.growth(busy="soak")
         self.problems += [
             f"{g.service}: {g.what} grew from {g.start:g} to {g.end:g}" for g in self.growth if not g.allowed
         ]
 
-    async def _phase(self, name: str, known: Known, seconds: float) -> None:
+    async def _phase(self, name: str, known: Known, seconds: float, accidents: int = 0) -> None:
+        """So many seconds, and until so many accidents have happened: how long one takes depends on the machine."""
         log = console.log if self._args.verbose else lambda line: None
         havoc = Havoc(self._cluster, self._rng, pause=self._args.pause, log=log)
         async with (
@@ -79,8 +80,11 @@ class Soak:
             self.watch.phase = name
             raging = asyncio.create_task(havoc.run())
             began = said = time.monotonic()
-            while (now := time.monotonic()) - began < seconds and not raging.done():
-                await asyncio.sleep(min(1.0, began + seconds - now))
+            while not raging.done():
+                left = began + seconds - (now := time.monotonic())
+                if left <= 0 and havoc.counts.total() >= accidents:
+                    break
+                await asyncio.sleep(min(1.0, left) if left > 0 else 1.0)
                 if now - said >= SAY_EVERY:
                     said = now
                     console.log(self._line(name, now - began, seconds, traffic, havoc))
@@ -176,6 +180,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=80, help="output length, give or take")
     parser.add_argument("--engines", type=int, default=3, help="engines; the first is never ended")
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two accidents")
+    parser.add_argument("--accidents", type=int, default=0, help="go on until so many have happened after the warm-up")
     parser.add_argument("--seed", type=int, default=None, help="of everything random; a new one by default")
     parser.add_argument("--verbose", action="store_true", help="a line for every accident")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="for the plot, the samples and the logs")
