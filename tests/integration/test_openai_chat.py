@@ -12,6 +12,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.common.v1 import structured_output_pb2 as pb
 from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.fake_engine import FakeEngine, logprob_of
 from tests.fakes.openai_server import OpenAIServer, openai_server
@@ -177,6 +178,18 @@ async def test_tools_that_the_template_cannot_show_are_refused(engine: FakeEngin
             assert "--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json" in error["message"]
         says(engine, "x")
         await chat(api, tools=[WEATHER], tool_choice="none")
+
+
+async def test_arguments_of_a_tool_that_must_be_called_have_the_blanks_that_are_asked_for(
+    api: OpenAIServer, engine: FakeEngine
+) -> None:
+    says(engine, CALL)
+    await chat(
+        api, tools=[WEATHER], tool_choice="required", extra={"structured_outputs": {"json_whitespace": "compact"}}
+    )
+    constraint = engine.requests[0].sampling_params.structured_output
+    assert constraint.structural_tag
+    assert constraint.json_whitespace == pb.JSON_WHITESPACE_COMPACT
 
 
 async def test_a_conversation_with_tools_is_rendered(api: OpenAIServer, engine: FakeEngine) -> None:

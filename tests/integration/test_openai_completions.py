@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.common.v1 import structured_output_pb2 as pb
 from tests.fakes.fake_engine import FakeEngine, logprob_of, token_at
 from tests.fakes.openai_server import OpenAIServer, openai_server
 from tests.fakes.small_tokenizers import EOS, byte_level
@@ -222,6 +223,25 @@ async def test_constraints_are_handed_on_to_the_letter(
 ) -> None:
     await complete(api, extra=extra)
     assert getattr(engine.requests[0].sampling_params.structured_output, name) == value
+
+
+@pytest.mark.parametrize(
+    ("extra", "blanks"),
+    [
+        ({"structured_outputs": {"json_object": True}}, pb.JSON_WHITESPACE_UNSPECIFIED),
+        ({"structured_outputs": {"json_object": True, "json_whitespace": "any"}}, pb.JSON_WHITESPACE_ANY),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, pb.JSON_WHITESPACE_COMPACT),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"json_whitespace": "compact"}},
+            pb.JSON_WHITESPACE_COMPACT,
+        ),
+    ],
+)
+async def test_the_blanks_of_json_are_chosen(
+    api: OpenAIServer, engine: FakeEngine, extra: dict[str, Any], blanks: int
+) -> None:
+    await complete(api, extra=extra)
+    assert engine.requests[0].sampling_params.structured_output.json_whitespace == blanks
 
 
 async def test_choices_are_a_constraint(api: OpenAIServer, engine: FakeEngine) -> None:

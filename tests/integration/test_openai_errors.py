@@ -76,6 +76,23 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
         ({"response_format": "json"}, "response_format", None),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", None),
+        (
+            {"structured_outputs": {"json_object": True, "json_whitespace": "tight"}},
+            "structured_outputs.json_whitespace",
+            "structured_outputs.json_whitespace is 'tight'; known: dumps, compact, any",
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": "[ ]*"}},
+            "structured_outputs.whitespace_pattern",
+            None,
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "json_whitespace": "any", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            None,
+        ),
+        ({"structured_outputs": {"regex": "a", "json_whitespace": "compact"}}, "structured_outputs", None),
+        ({"structured_outputs": {"json_whitespace": "compact"}}, "structured_outputs", None),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "structured_outputs.regex is empty"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

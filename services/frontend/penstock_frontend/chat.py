@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.sampling import OutputKind
+from penstock_common.types.sampling import OutputKind, StructuredOutput
 from penstock_frontend.admission import check_deadline
 from penstock_frontend.async_llm import AsyncLLM, LiveRequest
 from penstock_frontend.processing.chat import ChatRenderer, ChatRequest
@@ -68,12 +68,13 @@ class ChatCalls:
             prompt=str(rendered.prompt),
         )
         if constraint is not None:
-            if "structured_output" in sampling:
+            given: StructuredOutput = sampling.get("structured_output", StructuredOutput())
+            if given.constrains:
                 raise InvalidArgument(
                     "sampling_params.structured_output is set; a tool that must be called is a constraint, too",
                     field="sampling_params.structured_output",
                 )
-            sampling["structured_output"] = constraint
+            sampling["structured_output"] = msgspec.structs.replace(constraint, json_whitespace=given.json_whitespace)
         tags = [tag for parser in parsers if parser is not None for tag in parser.tags]
         if any(self._tokenizer.is_special(tag) for tag in tags):
             sampling.setdefault("skip_special_tokens", False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock_common.types.outputs import FinishReason
-    from penstock_common.types.sampling import SamplingParams, StructuredOutput
+    from penstock_common.types.sampling import JsonWhitespace, SamplingParams, StructuredOutput
     from penstock_local.inprocess.llm import LLM
     from penstock_local.inprocess.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 
@@ -18,6 +18,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "FinishReason",
+    "JsonWhitespace",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutput",
@@ -27,6 +28,7 @@ _HOMES = {
     "CompletionOutput": "penstock_local.inprocess.outputs",
     "EmbeddingOutput": "penstock_local.inprocess.outputs",
     "FinishReason": "penstock_common.types.outputs",
+    "JsonWhitespace": "penstock_common.types.sampling",
     "LLM": "penstock_local.inprocess.llm",
     "RequestOutput": "penstock_local.inprocess.outputs",
     "SamplingParams": "penstock_common.types.sampling",

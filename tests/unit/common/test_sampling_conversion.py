@@ -7,7 +7,13 @@ import pytest
 from penstock.common.v1 import sampling_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import sampling
-from penstock_common.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutput
+from penstock_common.types.sampling import (
+    JsonWhitespace,
+    OutputKind,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+)
 
 
 def over_the_wire(params: SamplingParams) -> SamplingParams:
@@ -63,6 +69,25 @@ def test_parameters_survive_the_wire() -> None:
 def test_each_kind_of_constraint_survives_the_wire(constraint: dict[str, Any]) -> None:
     params = SamplingParams(structured_output=StructuredOutput(**constraint))
     assert over_the_wire(params) == params
+
+
+@pytest.mark.parametrize("whitespace", JsonWhitespace)
+def test_the_blanks_of_json_survive_the_wire(whitespace: JsonWhitespace) -> None:
+    params = SamplingParams(structured_output=StructuredOutput(json_object=True, json_whitespace=whitespace))
+    assert over_the_wire(params) == params
+
+
+def test_unknown_blanks_are_refused_with_the_known_ones() -> None:
+    message = pb.SamplingParams(structured_output={"json_object": True, "json_whitespace": 9})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="json_whitespace is 9; known: DUMPS, COMPACT, ANY") as error:
+        sampling.from_proto(message)
+    assert error.value.field == "sampling_params.structured_output.json_whitespace"
+
+
+@pytest.mark.parametrize(("kind", "value"), [("regex", "a"), ("choice", ("b",)), ("grammar", 'root ::= "c"')])
+def test_blanks_of_json_go_with_json_alone(kind: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"json_whitespace is COMPACT beside {kind}; it only goes with"):
+        _ = StructuredOutput(**{kind: value}, json_whitespace=JsonWhitespace.COMPACT).constraint
 
 
 def test_zero_is_told_from_unset() -> None:

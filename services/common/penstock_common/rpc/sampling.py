@@ -1,14 +1,23 @@
 """``penstock.common.v1.SamplingParams`` to the domain and back, and the refusal of what is not served yet."""
 
+import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
 
 from penstock.common.v1 import sampling_pb2, structured_output_pb2
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_common.types.sampling import OutputKind, RepetitionDetection, SamplingParams, StructuredOutput
+from penstock_common.types.sampling import (
+    JsonWhitespace,
+    OutputKind,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutput,
+)
+
+E = TypeVar("E", bound=enum.IntEnum)
 
 
 def refuse_set(message: Message, names: Iterable[str], *, path: str = "") -> None:
@@ -68,9 +77,12 @@ def _constraint(message: structured_output_pb2.StructuredOutput) -> StructuredOu
             f"{field} is empty; set one of json_schema, json_object, regex, choice, grammar, structural_tag",
             field=field,
         )
-    if kind == "choice":
-        return StructuredOutput(choice=tuple(message.choice.options))
     constraint: dict[str, Any] = {kind: getattr(message, kind)}
+    if kind == "choice":
+        constraint = {"choice": tuple(message.choice.options)}
+    if message.json_whitespace:
+        path = "sampling_params.structured_output"
+        constraint["json_whitespace"] = _enum(JsonWhitespace, message.json_whitespace, f"{path}.json_whitespace")
     return StructuredOutput(**constraint)
 
 
@@ -80,15 +92,20 @@ def _add_constraint(message: sampling_pb2.SamplingParams, value: StructuredOutpu
         message.structured_output.choice.options.extend(value.choice)
     else:
         setattr(message.structured_output, kind, constraint)
+    if value.json_whitespace is not JsonWhitespace.DUMPS:
+        message.structured_output.json_whitespace = value.json_whitespace.value
+
+
+def _enum(kind: type[E], value: int, field: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.name for member in kind)
+        raise InvalidArgument(f"{field} is {value}; known: {known}", field=field) from None
 
 
 def _output_kind(value: int) -> OutputKind:
-    try:
-        return OutputKind(value)
-    except ValueError:
-        field = "sampling_params.output_kind"
-        known = ", ".join(kind.name for kind in OutputKind)
-        raise InvalidArgument(f"{field} is {value}; known: {known}", field=field) from None
+    return _enum(OutputKind, value, "sampling_params.output_kind")
 
 
 def _repetition(message: sampling_pb2.RepetitionDetection) -> RepetitionDetection:

@@ -25,8 +25,16 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
     min_count: int = 2
 
 
+class JsonWhitespace(enum.IntEnum):
+    """Which blanks JSON is written with. Values equal ``penstock.common.v1.JsonWhitespace``, which explains them."""
+
+    DUMPS = 1
+    COMPACT = 2
+    ANY = 3
+
+
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint on the output text. Exactly one field is set."""
+    """A constraint on the output text. Exactly one field is set besides ``json_whitespace``, which is for the JSON in it."""
 
     json_schema: str | None = None
     json_object: bool = False
@@ -34,17 +42,33 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
     choice: tuple[str, ...] = ()
     grammar: str | None = None
     structural_tag: str | None = None
+    json_whitespace: JsonWhitespace = JsonWhitespace.DUMPS
+
+    @property
+    def _given(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name in CONSTRAINTS if (value := getattr(self, name)) not in _UNSET]
+
+    @property
+    def constrains(self) -> bool:
+        """Whether there is a constraint at all."""
+        return bool(self._given)
 
     @property
     def constraint(self) -> tuple[str, Any]:
-        """Name and value of the field that is set. Raises ValueError unless it is exactly one."""
-        given = [(name, value) for name in self.__struct_fields__ if (value := getattr(self, name)) not in _UNSET]
+        """Name and value of the constraint that is set. Raises ValueError unless it is exactly one, and goes with the others."""
+        given = self._given
         if len(given) != 1:
             names = " and ".join(name for name, _ in given) or "none"
             raise ValueError(f"a structured output has exactly one constraint; {names} is set")
+        if self.json_whitespace is not JsonWhitespace.DUMPS and given[0][0] not in _WITH_JSON:
+            blanks, kinds = self.json_whitespace.name, f"{', '.join(_WITH_JSON[:-1])} and {_WITH_JSON[-1]}"
+            raise ValueError(f"json_whitespace is {blanks} beside {given[0][0]}; it only goes with {kinds}")
         return given[0]
 
 
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
+_WITH_JSON = ("json_schema", "json_object", "structural_tag")
+"""The constraints that JSON may come of."""
 _UNSET: tuple[Any, ...] = (None, False, ())
 
 

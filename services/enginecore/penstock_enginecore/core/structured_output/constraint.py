@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.sampling import StructuredOutput
+from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
 from penstock_enginecore.core.structured_output.charset import literal
 from penstock_enginecore.core.structured_output.json_grammar import Rules
 from penstock_enginecore.core.structured_output.json_schema import parse, schema_grammar
@@ -67,8 +67,8 @@ def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSourc
     field = f"{FIELD}.{kind}"
     try:
         if kind == "structural_tag":
-            return GrammarSource("structural_tag", _structural_tag(value))
-        return GrammarSource("grammar", _GRAMMARS[kind](value))
+            return GrammarSource("structural_tag", _structural_tag(value, constraint.json_whitespace))
+        return GrammarSource("grammar", _GRAMMARS[kind](value, constraint.json_whitespace))
     except (SchemaError, RegexError) as e:
         raise InvalidArgument(f"{field}: {_printable(str(e))}", field=field) from None
     except RecursionError:
@@ -82,7 +82,7 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:_MAX_ERROR]
 
 
-def _choice(options: tuple[str, ...]) -> str:
+def _choice(options: tuple[str, ...], _whitespace: JsonWhitespace) -> str:
     if len(options) > MAX_CHOICES:
         raise SchemaError("", f"has {len(options)} options; the limit is {MAX_CHOICES}")
     if "" in options:
@@ -90,19 +90,19 @@ def _choice(options: tuple[str, ...]) -> str:
     return "root ::= " + " | ".join(literal(option) for option in dict.fromkeys(options)) + "\n"
 
 
-def _regex(pattern: str) -> str:
+def _regex(pattern: str, _whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> str:
     return f"root ::= {whole(pattern)}\n"
 
 
-def _json_schema(text: str) -> str:
-    return schema_grammar(parse(text))
+def _json_schema(text: str, whitespace: JsonWhitespace) -> str:
+    return schema_grammar(parse(text), whitespace)
 
 
-def _json_object(_value: bool) -> str:
-    return Rules().text("object")
+def _json_object(_value: bool, whitespace: JsonWhitespace) -> str:
+    return Rules(whitespace).text("object")
 
 
-def _grammar(text: str) -> str:
+def _grammar(text: str, _whitespace: JsonWhitespace) -> str:
     if not text.strip():
         raise SchemaError("", "is empty")
     return text
@@ -117,45 +117,45 @@ _GRAMMARS: dict[str, Any] = {
 }
 
 
-def _structural_tag(text: str) -> str:
+def _structural_tag(text: str, whitespace: JsonWhitespace) -> str:
     """The tag with its JSON schemas and regular expressions written as grammars, so that they mean what they mean
     elsewhere.
     """
     tag = parse(text)
     if not isinstance(tag, dict) or "format" not in tag:
         raise SchemaError("", 'must be a JSON object: {"type": "structural_tag", "format": {...}}')
-    return json.dumps(_rewritten(tag, "#", 0), default=_plain)
+    return json.dumps(_rewritten(tag, whitespace, "#", 0), default=_plain)
 
 
 def _plain(value: Decimal) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def _rewritten(part: Any, path: str, depth: int) -> Any:
+def _rewritten(part: Any, whitespace: JsonWhitespace, path: str, depth: int) -> Any:
     if depth > _MAX_TAG_DEPTH:
         raise SchemaError(path, f"nests more than {_MAX_TAG_DEPTH} deep")
     if isinstance(part, list):
-        return [_rewritten(item, f"{path}/{i}", depth + 1) for i, item in enumerate(part)]
+        return [_rewritten(item, whitespace, f"{path}/{i}", depth + 1) for i, item in enumerate(part)]
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
     if "type" in part and not isinstance(kind, str):
         raise SchemaError(f"{path}/type", f"is {shown(kind)}; it must be a string")
     if kind == "json_schema":
-        return {"type": "grammar", "grammar": _tag_schema(part, path)}
+        return {"type": "grammar", "grammar": _tag_schema(part, whitespace, path)}
     if kind == "regex":
         return {"type": "grammar", "grammar": _tag_regex(part, path)}
     if kind in _REFUSED_FORMATS:
         raise SchemaError(f"{path}/type", f"is {kind!r}, which is not supported: {_REFUSED_FORMATS[kind]}")
-    return {key: _rewritten(value, f"{path}/{key}", depth + 1) for key, value in part.items()}
+    return {key: _rewritten(value, whitespace, f"{path}/{key}", depth + 1) for key, value in part.items()}
 
 
-def _tag_schema(part: dict[str, Any], path: str) -> str:
+def _tag_schema(part: dict[str, Any], whitespace: JsonWhitespace, path: str) -> str:
     for key, value in part.items():
         if key not in ("type", "json_schema") and (key, value) != ("style", "json"):
             raise SchemaError(f"{path}/{key}", f"is {shown(value)}, which is not supported beside a JSON schema")
     try:
-        return schema_grammar(part.get("json_schema"))
+        return schema_grammar(part.get("json_schema"), whitespace)
     except SchemaError as e:
         raise SchemaError(f"{path}/json_schema", str(e)) from None
 

@@ -6,13 +6,15 @@ no others unless ``additionalProperties`` says so, numbers and blanks are bounde
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from penstock_common.types.sampling import JsonWhitespace
 from penstock_enginecore.core.structured_output import number
 from penstock_enginecore.core.structured_output.formats import FORMATS
-from penstock_enginecore.core.structured_output.json_grammar import SEPARATOR, Rules, json_literal, other_strings
+from penstock_enginecore.core.structured_output.json_grammar import Rules, json_literal, other_strings
 from penstock_enginecore.core.structured_output.json_types import (
     KEYWORDS,
     TYPES,
@@ -21,6 +23,7 @@ from penstock_enginecore.core.structured_output.json_types import (
     SchemaTypes,
     shown,
 )
+from penstock_enginecore.core.structured_output.layout import Layout, Level, deeper
 from penstock_enginecore.core.structured_output.regex import MAX_REPEAT, RegexError, in_json_string
 
 MAX_DEPTH = 64
@@ -78,9 +81,9 @@ def _fraction(text: str) -> Decimal:
     return value
 
 
-def schema_grammar(schema: Any) -> str:
-    """The grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts. Raises SchemaError."""
-    converter = _Converter(schema)
+def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> str:
+    """The grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts, with such blanks. Raises SchemaError."""
+    converter = _Converter(schema, whitespace)
     root = converter.convert(schema, "#", 0)
     converter.finish()
     return converter.rules.text(root)
@@ -89,21 +92,33 @@ def schema_grammar(schema: Any) -> str:
 class _Converter:
     """Writes rules for a schema and, once each, for the places its ``$ref`` point to."""
 
-    def __init__(self, root: Any) -> None:
-        self.rules = Rules()
+    def __init__(self, root: Any, whitespace: JsonWhitespace) -> None:
+        self.rules = Rules(whitespace)
         self.types = SchemaTypes(root)
+        self.level: Level = 0
         self.refs: dict[str, str] = {}
         self.pending: list[str] = []
         self.apart: list[tuple[list[tuple[int, Any]], str]] = []
 
     def finish(self) -> None:
         """Convert what was referred to, and what that refers to."""
+        self.level = None
         while self.pending:
             pointer = self.pending.pop()
             self.rules.add(self.convert(self.types.resolve(pointer), pointer, 0), self.refs[pointer])
         for branches, path in self.apart:
             self.types.check_apart(branches, path)
         self.types.check_finite(self.refs)
+
+    @contextmanager
+    def inside(self) -> Iterator[Layout]:
+        """What is converted meanwhile stands in an array or object of this layout."""
+        outer = self.level
+        self.level = deeper(outer)
+        try:
+            yield self.rules.layout(self.level)
+        finally:
+            self.level = outer
 
     def convert(self, schema: Any, path: str, depth: int) -> str:
         """An expression for the values that ``schema`` accepts."""
@@ -136,7 +151,9 @@ class _Converter:
 
     def values(self, keywords: Schema, path: str, _depth: int) -> str:
         try:
-            return self.rules.add(" | ".join(json_literal(value) for value in self.types.values(keywords, path)))
+            return self.rules.add(
+                " | ".join(self.rules.value(value, self.level) for value in self.types.values(keywords, path))
+            )
         except ValueError as e:
             raise (
                 e if isinstance(e, SchemaError) else SchemaError(path, f"holds a value that cannot be written: {e}")
@@ -215,7 +232,14 @@ class _Converter:
             )
         if not isinstance(prefix, list):
             raise SchemaError(f"{path}/prefixItems", "must be a list of schemas")
-        places = [self.convert(s, f"{path}/prefixItems/{i}", depth + 1) for i, s in enumerate(prefix[:high])]
+        with self.inside() as blanks:
+            return self.items(prefix[:high], items, low, high, blanks, path, depth)
+
+    def items(
+        self, prefix: list[Any], items: Any, low: int, high: int | None, blanks: Layout, path: str, depth: int
+    ) -> str:
+        """An array of ``prefix`` and then of ``items``, ``low`` to ``high`` in all."""
+        places = [self.convert(s, f"{path}/prefixItems/{i}", depth + 1) for i, s in enumerate(prefix)]
         if items is False:
             high = len(places) if high is None else min(high, len(places))
             if low > high:
@@ -223,7 +247,7 @@ class _Converter:
         rest = "" if items is False else self.convert(items, f"{path}/items", depth + 1)
         if not places and low == 0 and high is None and rest == "any":
             return "array"
-        return self.rules.add(f'"[" ws {_sequence(places, rest, low, high)}"]"')
+        return self.rules.add(f'"[" {blanks.opened} {_sequence(places, rest, low, high, blanks)}"]"')
 
     def object(self, keywords: Schema, path: str, depth: int) -> str:
         properties = dict(_mapping(keywords, "properties", path))
@@ -238,6 +262,13 @@ class _Converter:
         if not properties:
             return self.map("string", more, keywords, path, depth)
         self.check_counts(keywords, len(properties), more, path)
+        with self.inside() as blanks:
+            return self.declared_object(keywords, properties, more, blanks, path, depth)
+
+    def declared_object(
+        self, keywords: Schema, properties: dict[str, Any], more: Any, blanks: Layout, path: str, depth: int
+    ) -> str:
+        """An object of ``properties``, and of others that fulfil the schema ``more``."""
         required = set(keywords.get("required", ()))
         members = []
         for name, schema in properties.items():
@@ -246,12 +277,12 @@ class _Converter:
             if len(name) > MAX_KEY:
                 raise SchemaError(path, f"has a property of {len(name)} characters; the limit is {MAX_KEY}")
             value = self.convert(schema, f"{path}/properties/{_escaped(name)}", depth + 1)
-            members.append((self.member(self.key(name, path), value), name in required))
+            members.append((f"{self.key(name, path)} {blanks.colon} {value}", name in required))
         extra = ""
         if more is not False:
             value = self.convert(more, f"{path}/additionalProperties", depth + 1)
-            extra = self.rules.add(self.member(other_strings(self.rules, [*properties]), value))
-        return self.rules.add(f'"{{" ws {self.members(members, extra)} "}}"')
+            extra = self.rules.add(f"{other_strings(self.rules, [*properties])} {blanks.colon} {value}")
+        return self.rules.add(f'"{{" {blanks.opened} {self.members(members, extra, blanks)} "}}"')
 
     def key(self, name: str, path: str) -> str:
         try:
@@ -269,21 +300,21 @@ class _Converter:
         if high is not None and (more is not False or high < declared):
             raise SchemaError(f"{path}/maxProperties", "is not supported beside properties")
 
-    def member(self, key: str, value: str) -> str:
-        return f'{key} ws ":" ws {value}'
-
-    def members(self, members: list[tuple[str, bool]], extra: str) -> str:
-        """Members in order, each optional unless required, then any number of ``extra`` ones, and blanks at the end.
+    def members(self, members: list[tuple[str, bool]], extra: str, blanks: Layout) -> str:
+        """Members in order, each optional unless required, then any number of ``extra`` ones, with the blanks around them.
 
         Two rules per member: what may follow once something was written, and what may come first.
         """
-        after = self.rules.add(f"({SEPARATOR} {extra})* ws" if extra else "ws")
-        first = self.rules.add(f"({extra} {after})?" if extra else '""')
+        after = self.rules.add(f"({blanks.comma} {extra})* {blanks.last}" if extra else blanks.last or '""')
+        first = self.rules.add(f"{extra} {after}") if extra else ""
         for member, required in reversed(members):
             begun = f"{member} {after}"
-            first = self.rules.add(begun if required else f"{begun} | {first}")
-            after = self.rules.add(f"({SEPARATOR} {member}){'' if required else '?'} {after}")
-        return first
+            first = self.rules.add(begun if required or not first else f"{begun} | {first}")
+            after = self.rules.add(f"({blanks.comma} {member}){'' if required else '?'} {after}")
+        if not first:
+            return ""
+        some = f"{blanks.first} {first}"
+        return some if any(required for _, required in members) else f"({some})?"
 
     def pattern_object(self, keywords: Schema, properties: dict[str, Any], path: str, depth: int) -> str:
         """One pattern alone: keys that match it, and no others."""
@@ -301,13 +332,14 @@ class _Converter:
         if _count(keywords, "minProperties", path):
             raise SchemaError(f"{path}/minProperties", "is not supported without required properties")
         high = _count(keywords, "maxProperties", path)
-        if value is False or high == 0:
-            return '"{" ws "}"'
-        written = self.convert(value, f"{path}/additionalProperties", depth + 1)
-        if (key, written, high) == ("string", "any", None):
-            return "object"
-        member = self.rules.add(self.member(key, written))
-        return self.rules.add(f'"{{" ws {_sequence([], member, 0, high)}"}}"')
+        with self.inside() as blanks:
+            if value is False or high == 0:
+                return self.rules.add(f'"{{" {blanks.opened} "}}"')
+            written = self.convert(value, f"{path}/additionalProperties", depth + 1)
+            if (key, written, high) == ("string", "any", None):
+                return "object"
+            member = self.rules.add(f"{key} {blanks.colon} {written}")
+            return self.rules.add(f'"{{" {blanks.opened} {_sequence([], member, 0, high, blanks)}"}}"')
 
 
 _Convert = Callable[[_Converter, Schema, str, int], str]
@@ -322,20 +354,22 @@ _COMBINED: dict[str, _Convert] = {
 _TYPED: dict[str, _Convert] = {kind: getattr(_Converter, kind) for kind in TYPES}
 
 
-def _sequence(places: list[str], rest: str, low: int, high: int | None) -> str:
-    """Items with separators, ``places`` first, then ``rest`` (``""``: nothing); ``low`` to ``high`` in all; then blanks."""
+def _sequence(places: list[str], rest: str, low: int, high: int | None, blanks: Layout) -> str:
+    """Items with separators and blanks, ``places`` first, then ``rest`` (``""``: nothing); ``low`` to ``high`` in all."""
     expression = ""
     if rest and (high is None or high > len(places)):
         least = max(low - len(places), 0)
         most = "" if high is None else high - len(places)
         if places:
-            expression = f"({SEPARATOR} {rest}){{{least},{most}}} "
+            expression = f"({blanks.comma} {rest}){{{least},{most}}} "
         else:
-            follow = f"{rest} ({SEPARATOR} {rest}){{{max(least - 1, 0)},{'' if high is None else high - 1}}} ws"
+            others = f"({blanks.comma} {rest}){{{max(least - 1, 0)},{'' if high is None else high - 1}}}"
+            follow = f"{blanks.first} {rest} {others} {blanks.last}"
             return f"{follow} " if least else f"({follow})? "
     for i, place in reversed(list(enumerate(places))):
-        written = f"{SEPARATOR} {place}" if i else place
-        expression = f"{written} {expression}" + ("" if i else "ws ")
+        expression = (
+            f"{blanks.comma} {place} {expression}" if i else f"{blanks.first} {place} {expression}{blanks.last} "
+        )
         expression = expression if i < low else f"({expression})? "
     return expression
 

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.sampling import MAX_SEED, MIN_SEED, OutputKind, RepetitionDetection, StructuredOutput
+from penstock_common.types.sampling import (
+    CONSTRAINTS,
+    MAX_SEED,
+    MIN_SEED,
+    JsonWhitespace,
+    OutputKind,
+    RepetitionDetection,
+    StructuredOutput,
+)
 from penstock_frontend.api.openai.body import check_range, refuse_fields, text_of
 from penstock_frontend.api.openai.errors import undecodable
 
@@ -46,7 +54,7 @@ _PLAIN = (
     "truncate_prompt_tokens",
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
-_CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
+_BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
 REFUSED = {
     "use_beam_search": "",
     "lora_request": "",
@@ -69,7 +77,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """A constraint in vLLM's form. Exactly one field is set."""
+    """A constraint in vLLM's form. Exactly one field is set, or none beside another constraint, besides those on blanks in JSON:
+    ``json_whitespace`` of our own, and vLLM's ``disable_any_whitespace``, which is the same as ``compact``.
+    """
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     regex: str | None = None
@@ -77,6 +87,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     grammar: str | None = None
     structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
+    json_whitespace: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Any = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
@@ -188,7 +201,7 @@ def names(body: SamplingFields) -> Mapping[str, str]:
     if body.structured_outputs is not None:
         return {
             f"{path}.json_schema": "structured_outputs.json",
-            **{f"{path}.{name}": f"structured_outputs.{name}" for name in _CONSTRAINTS[1:]},
+            **{f"{path}.{name}": f"structured_outputs.{name}" for name in CONSTRAINTS[1:]},
             path: "structured_outputs",
         }
     return {
@@ -203,10 +216,6 @@ def _constraint(body: SamplingFields) -> StructuredOutput | None:
     given = body.structured_outputs
     if given is None:
         return of_format
-    if of_format is not None:
-        raise InvalidArgument(
-            "response_format and structured_outputs both constrain the output; set one", field="structured_outputs"
-        )
     fields: dict[str, Any] = {
         "json_schema": text_of(given.json, "structured_outputs.json"),
         "json_object": given.json_object or None,
@@ -215,7 +224,33 @@ def _constraint(body: SamplingFields) -> StructuredOutput | None:
         "grammar": given.grammar,
         "structural_tag": text_of(given.structural_tag, "structured_outputs.structural_tag"),
     }
-    return StructuredOutput(**{name: value for name, value in fields.items() if value is not None})
+    constraint = {name: value for name, value in fields.items() if value is not None}
+    blanks = _blanks(given)
+    if of_format is None:
+        return StructuredOutput(**constraint, json_whitespace=blanks)
+    if constraint:
+        raise InvalidArgument(
+            "response_format and structured_outputs both constrain the output; set one", field="structured_outputs"
+        )
+    return msgspec.structs.replace(of_format, json_whitespace=blanks)
+
+
+def _blanks(given: StructuredOutputs) -> JsonWhitespace:
+    path, name = "structured_outputs", given.json_whitespace
+    known = ", ".join(_BLANKS)
+    if given.whitespace_pattern is not None:
+        field = f"{path}.whitespace_pattern"
+        raise InvalidArgument(f"{field} is not supported; set {path}.json_whitespace to one of {known}", field=field)
+    if name is not None and name not in _BLANKS:
+        field = f"{path}.json_whitespace"
+        raise InvalidArgument(f"{field} is {name!r}; known: {known}", field=field)
+    blanks = JsonWhitespace.DUMPS if name is None else _BLANKS[name]
+    if not given.disable_any_whitespace:
+        return blanks
+    if name is not None and blanks is not JsonWhitespace.COMPACT:
+        field = f"{path}.disable_any_whitespace"
+        raise InvalidArgument(f"{field} is true, and {path}.json_whitespace is {name!r}; set one", field=field)
+    return JsonWhitespace.COMPACT
 
 
 def _format_constraint(raw: msgspec.Raw) -> StructuredOutput | None:
