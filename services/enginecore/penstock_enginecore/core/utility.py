@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, nearest
+from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,12 +64,14 @@ class UtilityRegistry:
         except msgspec.MsgspecError as e:
             raise InvalidArgument(f"{name}: arguments are not a msgpack array: {e}", field="arguments") from None
         except RecursionError:
-            raise InvalidArgument(f"{name}: arguments nest too deeply", field="arguments") from None
+            raise _too_deep(name) from None
         return self.invoke(name, values)
 
     def invoke(self, name: str, values: Sequence[Any]) -> Any:
         """Call a method with plain values. Raises like ``call``."""
         self._check(name)
+        if nests_deeper(list(values), MAX_ARGUMENT_DEPTH):
+            raise _too_deep(name)
         method, parameters = self._methods[name]
         return method(*_convert(name, parameters, values))
 
@@ -77,6 +80,10 @@ class UtilityRegistry:
             raise Unimplemented(
                 f"no utility method {name!r}{nearest(name, self._methods)}", field="method", reason="UNKNOWN_METHOD"
             )
+
+
+def _too_deep(name: str) -> InvalidArgument:
+    return InvalidArgument(f"{name}: arguments nest more than {MAX_ARGUMENT_DEPTH} deep", field="arguments")
 
 
 def _convert(name: str, parameters: list[tuple[inspect.Parameter, Any]], values: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
 from penstock_common.errors import InvalidArgument, NotFound, RequestFailed
+from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 from penstock_common.rpc.cluster import engine_to_proto
 from penstock_frontend.api.unserved import refuses_unserved
 from penstock_frontend.api.utilities import ask_all
@@ -26,6 +27,8 @@ _PAUSE_MODES: dict[int, str] = {
     control_pb2.PAUSE_MODE_KEEP: "keep",
 }
 _MAX_SLEEP_LEVEL = 2
+_MAX_DEPTH = MAX_ARGUMENT_DEPTH - 1
+"""Of the arguments of a method of workers, which are an argument themselves."""
 _MAX_DRAIN_TIMEOUT = 86_400.0
 _DRAIN_INTERVAL = 0.1
 """Seconds between two looks at a draining engine."""
@@ -177,8 +180,15 @@ def _arguments(packed: bytes) -> Sequence[object]:
     if not packed:
         return []
     try:
-        return msgspec.msgpack.decode(packed, type=list[Any])
+        decoded = msgspec.msgpack.decode(packed, type=list[Any])
     except msgspec.DecodeError as e:  # ValidationError is one
         raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
     except RecursionError:
-        raise InvalidArgument("arguments nest too deeply", field="arguments") from None
+        raise _too_deep() from None
+    if nests_deeper(decoded, _MAX_DEPTH):
+        raise _too_deep()
+    return decoded
+
+
+def _too_deep() -> InvalidArgument:
+    return InvalidArgument(f"arguments nest more than {_MAX_DEPTH} deep", field="arguments")

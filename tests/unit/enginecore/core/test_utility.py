@@ -1,5 +1,7 @@
 """Calls by name: registered methods only, arguments checked against the signature."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -12,6 +14,10 @@ class Owner:
     @utility
     def scale(self, values: list[int], factor: float = 2.0) -> list[float]:
         return [value * factor for value in values]
+
+    @utility
+    def echo(self, value: Any) -> Any:
+        return value
 
     def secret(self) -> str:
         return "unreachable"
@@ -81,6 +87,15 @@ def test_a_registered_function_gets_the_owner():
         registry.register("untyped", lambda owner, value: value)
 
 
-def test_arguments_that_nest_without_end_are_refused():
-    with pytest.raises(InvalidArgument, match="scale: arguments nest too deeply"):
-        UtilityRegistry(Owner()).call("scale", b"\x91" * 5000 + b"\xc0")
+@pytest.mark.parametrize("depth", [65, 200, 900, 970, 990, 1000, 5000])
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"])
+def test_arguments_that_nest_too_deep_are_refused_with_the_limit(opening, depth):
+    with pytest.raises(InvalidArgument, match="echo: arguments nest more than 64 deep") as error:
+        UtilityRegistry(Owner()).call("echo", b"\x91" + opening * depth + b"\xc0")
+    assert error.value.field == "arguments"
+
+
+@pytest.mark.parametrize("depth", [1, 50, 63])
+def test_arguments_that_nest_as_deep_as_they_may_are_taken(depth):
+    nested = msgspec.msgpack.decode(b"\x91" * depth + b"\xc0")
+    assert call("echo", nested) == nested

@@ -6,11 +6,12 @@ no others unless ``additionalProperties`` says so, numbers and blanks are bounde
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from penstock_common.nesting import nests_deeper
 from penstock_common.types.sampling import JsonWhitespace
 from penstock_enginecore.core.structured_output import number
 from penstock_enginecore.core.structured_output.formats import FORMATS
@@ -50,25 +51,13 @@ def parse(text: str) -> Any:
         raise _too_deep() from None
     except ValueError as e:
         raise SchemaError("", f"is not valid JSON: {e}") from None
-    _check_nesting(value)
+    if nests_deeper(value, MAX_NESTING):
+        raise _too_deep()
     return value
 
 
 def _too_deep() -> SchemaError:
     return SchemaError("", f"nests more than {MAX_NESTING} deep")
-
-
-def _check_nesting(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [part for whole in level if isinstance(whole, dict | list) for part in _parts(whole)]
-        if not level:
-            return
-    raise _too_deep()
-
-
-def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return whole.values() if isinstance(whole, dict) else whole
 
 
 def _fraction(text: str) -> Decimal:
