@@ -39,7 +39,7 @@ int penstock_lanes() { return penstock::kLanes; }
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Reach), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
-                      sizeof(Attention), sizeof(Write), sizeof(Sampling)})
+                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -65,6 +65,10 @@ int penstock_attend(void* context, const penstock::Attention* attention) {
 
 int penstock_write(void* context, const penstock::Write* write) {
   return guarded([&] { static_cast<Context*>(context)->operators.write(*write); });
+}
+
+int penstock_mask(void* context, const penstock::Mask* mask) {
+  return guarded([&] { static_cast<Context*>(context)->operators.mask(*mask); });
 }
 
 int penstock_sample(void* context, const penstock::Sampling* sampling) {

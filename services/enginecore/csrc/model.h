@@ -130,4 +130,15 @@ struct Sampling {
   int64_t* columns;
 };
 
+// Rows of `logits` [.., width] of which only the tokens stay whose bits are set: bit t % 32 of word t / 32 is token t. `bits`
+// [count, words], one behind the other.
+struct Mask {
+  int64_t count;
+  int64_t width;
+  float* logits;
+  const int64_t* rows;
+  const uint32_t* bits;
+  int64_t words;
+};
+
 }  // namespace penstock

@@ -51,6 +51,17 @@ class Operators {
     pool_.run(write_job_);
   }
 
+  void mask(const Mask& mask) {
+    if (mask.count * mask.width <= kAlone) {
+      for (int64_t i = 0; i < mask.count; ++i) mask_row(mask, i);
+      return;
+    }
+    pool_.prepare(1);
+    mask_ = mask;
+    num_tasks_ = mask.count;
+    pool_.run(mask_job_);
+  }
+
   void sample(const Sampling& sampling) {
     pool_.prepare(1);
     sampling_ = sampling;
@@ -90,6 +101,10 @@ class Operators {
     });
   }
 
+  void mask(Cursor& cursor) {
+    cursor(num_tasks_, [this](int64_t i) { mask_row(mask_, i); });
+  }
+
   void sample(Cursor& cursor) {
     cursor(num_tasks_, [this](int64_t row) {
       static thread_local std::vector<double> sums;
@@ -98,11 +113,13 @@ class Operators {
   }
 
   static constexpr int64_t kTokens = 8;
+  static constexpr int64_t kAlone = 65536;  // logits that are masked sooner than other threads are there
   Pool& pool_;
   const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
   const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};
   const Pool::Job attend_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this};
   const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
+  const Pool::Job mask_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->mask(cursor); }, this};
   const Pool::Job sample_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this};
   Count num_copies_, num_tasks_;
   const float* packing_ = nullptr;
@@ -114,6 +131,7 @@ class Operators {
   Attention attention_{};
   std::vector<AttentionTask> plan_;
   Write write_{};
+  Mask mask_{};
   Sampling sampling_{};
 };
 

@@ -81,6 +81,30 @@ inline int64_t draw(const float* row, int64_t width, float peak, float temperatu
   return last;
 }
 
+// Puts tokens out whose bits are not set, in place. What is not a number stays, so that it is found.
+inline void mask_row(const Mask& m, int64_t i) {
+  constexpr int64_t kBits = 32;
+  static_assert(kBits % kLanes == 0);
+  float* row = m.logits + m.rows[i] * m.width;
+  vu lane{};
+  for (int l = 0; l < kLanes; ++l) lane[l] = static_cast<uint32_t>(l);
+  for (int64_t w = 0; w < m.words && w * kBits < m.width; ++w) {
+    const uint32_t word = m.bits[i * m.words + w];
+    if (word == UINT32_MAX) continue;
+    float* at = row + w * kBits;
+    const int64_t width = std::min(kBits, m.width - w * kBits);
+    int64_t t = 0;
+    for (; t + kLanes <= width; t += kLanes) {
+      const vu bits = ((word >> t) - vu{}) >> lane;
+      const vf x = load(at + t);
+      const vi stays = reinterpret_cast<vi>((bits & 1) != 0) | (x != x);
+      store(at + t, stays ? x : splat(-INFINITY));
+    }
+    for (; t < width; ++t)
+      if (!(word >> t & 1) && at[t] == at[t]) at[t] = -INFINITY;
+  }
+}
+
 inline void sample_row(const Sampling& s, int64_t row, std::vector<double>& sums) {
   const float* logits = s.logits + row * s.width;
   find_peak(logits, s.width, s.peaks + row, s.columns + row);

@@ -16,7 +16,7 @@ from penstock_enginecore.native.linear import PackedLinear, PackedLinears
 from penstock_enginecore.native.sampler import NativeSampler
 from penstock_enginecore.native.weights import PackedWeight
 from penstock_enginecore.sample.random import uniforms
-from penstock_enginecore.sample.rules import Entries, LogitRules
+from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
 from penstock_enginecore.sample.sampler import SamplingInputs, sample
 from tests.unit.enginecore.test_attention_backends import CPU, PARAMS, Step, make_step, random_lengths
 
@@ -207,6 +207,34 @@ def test_tokens_are_those_of_torch(library: NativeLibrary, width: int, temperatu
     expected = sample(logits.clone(), inputs(rows, temperature, draws)).token_ids
     got = sample(logits, inputs(rows, temperature, draws), NativeSampler(library)).token_ids
     assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 300, 2048, 8193, 40_000])
+@pytest.mark.parametrize("rows", [[0], [4, 1], [0, 1, 2, 3, 4]])
+def test_masked_rows_are_those_of_torch(library: NativeLibrary, width: int, rows: list[int]) -> None:
+    rng = np.random.default_rng(width)
+    logits = torch.from_numpy(rng.standard_normal((5, width)).astype(np.float32))
+    logits[1, width // 2], logits[4, 0] = torch.nan, -torch.inf
+    bitmask = rng.integers(-(2**31), 2**31, (len(rows), -(-width // 32)), dtype=np.int32)
+    bitmask[0, ::3], bitmask[-1, ::4] = -1, 0
+    grammar = GrammarRows(np.array(rows, dtype=np.int64), bitmask)
+    expected, got = logits.clone(), logits.clone()
+    mask_grammar(expected, grammar)
+    NativeSampler(library).mask(got, grammar)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_constrained_row_samples_what_its_mask_allows_and_leaves_the_others_alone(library: NativeLibrary) -> None:
+    rows, width = 17, 2048
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+    bitmask = np.zeros((1, width // 32), np.int32)
+    bitmask[0, 3] = 1 << 5
+    rules = LogitRules(grammar=GrammarRows(np.array([7]), bitmask))
+    draws = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.int64))
+    free = sample(logits.clone(), inputs(rows, 1.0, draws), NativeSampler(library)).token_ids
+    got = sample(logits.clone(), inputs(rows, 1.0, draws, rules), NativeSampler(library)).token_ids
+    free[7] = 3 * 32 + 5
+    assert got.tolist() == free.tolist()
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, np.nextafter(1.0, 0.0)])

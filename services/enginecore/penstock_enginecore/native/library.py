@@ -116,6 +116,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
         "attend": (pointer, pointer),
         "write": (pointer, pointer),
+        "mask": (pointer, pointer),
         "sample": (pointer, pointer),
         "decoder_new": (pointer, pointer, pointer),
         "decoder_forward": (pointer, pointer),

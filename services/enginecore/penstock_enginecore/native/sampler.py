@@ -1,4 +1,4 @@
-"""The likeliest token, and the draw from a whole distribution, by the kernels."""
+"""Masks of grammars, the likeliest token, and the draw from a whole distribution, by the kernels."""
 
 import ctypes
 
@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Sampling
+from penstock_enginecore.native.structs import Mask, Sampling
+from penstock_enginecore.sample.rules import GrammarRows
 
 
 class NativeSampler:
@@ -19,6 +20,16 @@ class NativeSampler:
     def takes(self, logits: torch.Tensor) -> bool:
         """Whether the kernels read logits like these."""
         return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
+
+    def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
+        """Leave only the tokens whose bits are set, in place: what ``sample.rules.mask_grammar`` does."""
+        bitmask = np.ascontiguousarray(grammar.bitmask)
+        rows = np.ascontiguousarray(grammar.rows)
+        if len(rows):
+            mask = Mask(
+                len(rows), logits.shape[1], logits.data_ptr(), rows.ctypes.data, bitmask.ctypes.data, bitmask.shape[1]
+            )
+            self._library.call("mask", ctypes.byref(mask))
 
     def sample(
         self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]

@@ -142,5 +142,18 @@ class Sampling(ctypes.Structure):
     ]
 
 
-ALL: tuple[type[Any], ...] = (Linear, Cache, Reach, Layer, Model, Group, Step, Attention, Write, Sampling)
+class Mask(ctypes.Structure):
+    """Rows of logits of which only some tokens stay."""
+
+    _fields_ = [
+        ("count", _Int),
+        ("width", _Int),
+        ("logits", _Pointer),
+        ("rows", _Pointer),
+        ("bits", _Pointer),
+        ("words", _Int),
+    ]
+
+
+ALL: tuple[type[Any], ...] = (Linear, Cache, Reach, Layer, Model, Group, Step, Attention, Write, Sampling, Mask)
 """In the order in which ``penstock_sizes`` reports their sizes."""

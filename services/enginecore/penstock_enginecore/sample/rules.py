@@ -4,7 +4,7 @@ Order: grammar, allowed tokens, bias, penalties, bans. Bans (bad words, and ends
 effect, too: nothing lifts a logit of minus infinity. They are last because they give way, see ``lift_bans``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +61,12 @@ class LogitRules:
         return any(rule is not None for rule in (self.grammar, self.allowed, self.bias, self.penalties, self.banned))
 
 
-def apply_rules(logits: torch.Tensor, rules: LogitRules) -> torch.Tensor | None:
-    """Change ``logits`` float32 ``[rows, vocab]`` in place. Returns the logits that ``banned`` had before, for ``lift_bans``."""
+def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" = None) -> torch.Tensor | None:
+    """Change ``logits`` float32 ``[rows, vocab]`` in place. Returns the logits that ``banned`` had before, for ``lift_bans``.
+    ``mask`` does what ``mask_grammar`` does.
+    """
     if rules.grammar is not None:
-        mask_grammar(logits, rules.grammar)
+        (mask or mask_grammar)(logits, rules.grammar)
     if rules.allowed is not None:
         keep_allowed(logits, rules.allowed)
     if rules.bias is not None:
@@ -90,6 +92,9 @@ def lift_bans(logits: torch.Tensor, rules: LogitRules, before: torch.Tensor, row
     row_index, token_ids = rules.banned.index(logits.device)
     lifted = rows[row_index]
     logits[row_index[lifted], token_ids[lifted]] = before[lifted]
+
+
+Masking = Callable[[torch.Tensor, GrammarRows], None]
 
 
 def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:

@@ -75,7 +75,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, native: NativeSampler |
     """
     if inputs.rules:
         logits = logits.float()
-        before = apply_rules(logits, inputs.rules)
+        before = apply_rules(logits, inputs.rules, native.mask if native is not None and native.takes(logits) else None)
         if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
             lift_bans(logits, inputs.rules, before, empty)
     kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)

@@ -1,0 +1,92 @@
+"""What a step of 16 unconstrained requests costs with constrained ones beside them.
+
+``python -m tests.benchmarks.constrained_neighbours``. A row of the table compares the same work: as many requests beside
+them with a schema and without, measured in turn in every round. ``--masks`` says what applies masks: ``torch``, the ``kernels``,
+or ``both``, one after the other in each round. To compare with other sources, run it there with the same arguments; run it where
+nothing else runs.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import penstock_enginecore.sample.sampler as sampler_module
+from penstock_enginecore.sample.rules import GrammarRows, mask_grammar
+from tests.benchmarks.make_model import SIZES, make_model
+from tests.benchmarks.neighbours import Bench, Row
+
+DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+COUNTS = (1, 4)
+
+
+@contextmanager
+def masks(by: str) -> Iterator[None]:
+    """Let masks be applied by ``torch`` or by the ``kernels`` meanwhile."""
+    native = getattr(sampler_module.NativeSampler, "mask", None)
+    if by == "torch" and native is not None:
+
+        def by_torch(_self: object, logits: object, grammar: GrammarRows) -> None:
+            mask_grammar(logits, grammar)  # type: ignore[arg-type]
+
+        sampler_module.NativeSampler.mask = by_torch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if native is not None:
+            sampler_module.NativeSampler.mask = native  # type: ignore[method-assign]
+
+
+def measure(model: Path, threads: int, rounds: int, ways: list[str]) -> Iterator[tuple[str, str, int, float, float]]:
+    """Scheduling, way, requests beside the neighbours, and median milliseconds per step without and with a schema."""
+    for async_scheduling in (False, True):
+        bench = Bench(str(model), threads, async_scheduling=async_scheduling)
+        found: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
+        for number in range(rounds + 1):
+            for way in ways:
+                for count in COUNTS:
+                    for constrained in (False, True):
+                        with masks(way):
+                            milliseconds = bench.step_ms(Row("", count, constrained=constrained))
+                        if number:  # the first round compiles and warms up
+                            found[way, count, constrained].append(milliseconds)
+        bench.close()
+        for way in ways:
+            for count in COUNTS:
+                free, held = (statistics.median(found[way, count, constrained]) for constrained in (False, True))
+                yield "asynchronous" if async_scheduling else "synchronous", way, count, free, held
+
+
+def main() -> int:
+    """Print a table."""
+    parser = argparse.ArgumentParser(prog="constrained_neighbours", description=(__doc__ or "").split("\n\n", 1)[1])
+    parser.add_argument(
+        "--model", type=Path, help="a directory; by default the demo model and then one of 32 000 tokens"
+    )
+    parser.add_argument("--size", choices=SIZES, default="100M", help="of the model that is made")
+    parser.add_argument("--masks", choices=("kernels", "torch", "both"), default="both")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    ways = ["torch", "kernels"] if arguments.masks == "both" else [arguments.masks]
+    with tempfile.TemporaryDirectory() as made:
+        models = [arguments.model]
+        if arguments.model is None:
+            make_model(Path(made), arguments.size)
+            models = [DEMO, Path(made)]
+        print("| model | scheduling | masks by | beside 16 | unconstrained ms | with a schema ms | |")
+        print("|---|---|---|---|---|---|---|")
+        for model in models:
+            name = arguments.size if str(model) == made else model.name
+            for kind, way, count, free, held in measure(model, arguments.threads, arguments.rounds, ways):
+                print(
+                    f"| {name} | {kind} | {way} | {count} | {free:.2f} | {held:.2f} | {100 * (held / free - 1):+.0f} % |"
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
