@@ -87,6 +87,7 @@ class FakeGrammars:
         self.started: list[FakeGrammar] = []
         self.make: type[FakeGrammar] = FakeGrammar
         self.waits = 0
+        self.warm: Future[None] = Future()
         self.is_shut_down = False
 
     def check(self, constraint: StructuredOutput) -> None:
@@ -117,6 +118,9 @@ class FakeGrammars:
                 future.set_result(grammar)
             else:
                 future.set_exception(InvalidArgument("does not follow", field="prior_output_token_ids"))
+
+    def warm_up(self) -> "Future[None]":
+        return self.warm
 
     def flush(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 
 from penstock_common.config import from_command_line
 from penstock_common.errors import ConfigError
@@ -9,17 +10,20 @@ from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineDeadError
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.structured_output.children import Children
 
 
 def main() -> int:
     """Exit code: 0 after a requested stop, 2 for a wrong configuration, 1 when loading or a step failed."""
     try:
         config = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
+        children = Children(config.structured_output)
+        children.start_early()  # they import what they need beside this process
         # torch is imported here, after flags are checked
         from penstock_enginecore.executor.factory import make_executor
         from penstock_enginecore.structured_output.factory import make_grammar_backend
 
-        run(config, make_executor, make_grammar_backend)
+        run(config, make_executor, partial(make_grammar_backend, children=children))
     except ConfigError as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 2

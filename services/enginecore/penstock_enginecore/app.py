@@ -53,6 +53,7 @@ def run(
         executor = make_executor(config)
         engine = EngineCore(config, executor, make_grammars=make_grammars, progress=progress)
         try:
+            engine.warm_up()
             serve(config, engine, io, started)
         finally:
             engine.shutdown()

@@ -152,6 +152,10 @@ class EngineCore:
         """Longest sequence this engine serves, in tokens."""
         return self.kv_cache_config.max_model_len
 
+    def warm_up(self) -> None:
+        """Wait until the first request of any kind is as fast as those that follow."""
+        self._grammars.warm_up(needed=self.pooling is None)
+
     # Requests.
 
     def preprocess(self, client_id: str, request: EngineCoreRequest) -> Request:

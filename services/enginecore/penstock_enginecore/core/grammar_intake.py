@@ -1,5 +1,6 @@
 """Constrained requests between the scheduler and the grammars: held until theirs is there, masked, ended when it fails."""
 
+import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ class _Change(NamedTuple):
     request: Request
     started: "Future[Grammar] | None" = None
     gate: ReasoningGate | None = None
+
+logger = logging.getLogger(__name__)
 
 
 class GrammarIntake:
@@ -56,6 +59,23 @@ class GrammarIntake:
     def check(self, constraint: StructuredOutput) -> None:
         """Refuse a constraint that can be seen to be wrong. Any thread. Raises InvalidArgument or Unimplemented."""
         self._served().check(constraint)
+
+    def warm_up(self, *, needed: bool) -> None:
+        """Wait until the first constraint need not wait for more than its own grammar. An engine that cannot have that serves all
+        the same, and says so. Not ``needed``: there will be no constraints.
+        """
+        if self._backend is None:
+            return
+        if not needed:
+            self._backend.shutdown()
+            self._backend = None
+            return
+        try:
+            self._backend.warm_up().result()
+        except Unimplemented as e:
+            logger.info("constraints are not served", extra={"reason": e.message})
+        except Exception as e:
+            logger.error("constraints cannot be served now; each one tries again", exc_info=e)
 
     def start(self, request: Request, constraint: StructuredOutput) -> None:
         """Get the grammar of a request that is held until then."""

@@ -3,15 +3,16 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ModelConfig, StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar
 from penstock_enginecore.core.structured_output.constraint import FIELD, check_constraint, check_size
+from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.follower import CompiledConstraint, GrammarFollower
-from penstock_enginecore.structured_output.process import LIMIT, CompileProcess
+from penstock_enginecore.structured_output.process import LIMIT, START_TIMEOUT, CompileProcess
 from penstock_enginecore.structured_output.vocabulary import check_tokenizer, load_tokenizer_info
 
 _CHECKED_AT_ONCE = 8 * 1024
@@ -19,10 +20,18 @@ _CHECKED_AT_ONCE = 8 * 1024
 
 
 class XgrammarBackend:
-    """One thread drives one compiling process. Both, and the vocabulary, come with the first constraint."""
+    """One thread drives one compiling process. The vocabulary, and what ``children`` have not started early, come with
+    ``warm_up``, or with the first constraint.
+    """
 
     def __init__(
-        self, config: StructuredOutputConfig, model: ModelConfig, *, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        config: StructuredOutputConfig,
+        model: ModelConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        children: Children | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -31,9 +40,10 @@ class XgrammarBackend:
         self._lock = threading.Lock()
         self._closed = False
         self._cache: OrderedDict[StructuredOutput, Future[CompiledConstraint]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar")
+        self._children = children or Children(config)
+        self._thread = self._children.thread
         self._tokenizer: str | None = None
-        self._follower = GrammarFollower(config, vocab_size, self._eos_token_ids)
+        self._follower = GrammarFollower(config, vocab_size, self._eos_token_ids, self._children)
         self._process: CompileProcess | None = None
 
     def check(self, constraint: StructuredOutput) -> None:
@@ -51,6 +61,22 @@ class XgrammarBackend:
                 return
         if check_size(constraint, self._config.max_constraint_bytes) <= _CHECKED_AT_ONCE:
             check_constraint(constraint, self._config.max_constraint_bytes)
+
+    def warm_up(self) -> "Future[None]":
+        """See ``GrammarBackend.warm_up``."""
+        if not self._eos_token_ids:
+            return self._thread.submit(self._children.close)
+        return self._thread.submit(self._warm_up)
+
+    def _warm_up(self) -> None:
+        try:
+            check_tokenizer(self._model)
+            process = self._started()
+        except Exception:
+            self._children.close()
+            raise
+        process.start()
+        self._follower.wait_started(START_TIMEOUT)
 
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
@@ -138,6 +164,7 @@ class XgrammarBackend:
         if process is not None:
             process.close()
         self._follower.close()
+        self._children.close()
         self._thread.shutdown(wait=True)
 
     @property
@@ -180,7 +207,7 @@ class XgrammarBackend:
             if self._closed:
                 raise Unavailable("the engine is stopping", field=FIELD)
             if self._process is None:
-                self._process = CompileProcess(self._config, self._tokenizer)
+                self._process = CompileProcess(self._config, self._tokenizer, self._children)
         self._follower.start(self._tokenizer.encode())
         return self._process
 

@@ -5,15 +5,21 @@ from collections.abc import Callable
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.structured_output.base import GrammarBackend
+from penstock_enginecore.structured_output.children import Children
 
 _BACKENDS = {"xgrammar": "penstock_enginecore.structured_output.backend:XgrammarBackend"}
 
 
-def make_grammar_backend(config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
-    """The backend that ``structured_output.backend`` names, for a model with ``vocab_size`` tokens. Starts nothing.
+def make_grammar_backend(
+    config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int], children: Children | None = None
+) -> GrammarBackend:
+    """The backend that ``structured_output.backend`` names, for a model with ``vocab_size`` tokens. Starts nothing; ``children``
+    may have been started early.
 
     Its module is imported here: it needs torch, and the engine's port answers before that is there.
     """
     module, _, name = _BACKENDS[config.structured_output.backend].partition(":")
     backend: Callable[..., GrammarBackend] = getattr(importlib.import_module(module), name)
-    return backend(config.structured_output, config.model, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return backend(
+        config.structured_output, config.model, vocab_size=vocab_size, eos_token_ids=eos_token_ids, children=children
+    )

@@ -1,5 +1,6 @@
 """The engine's side of following grammars: what each request is at, and the process that computes the masks."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -18,8 +19,7 @@ from penstock_common.incidents import incident
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar, Mask, allows, bitmask_words
 from penstock_enginecore.core.structured_output.constraint import FIELD
-from penstock_enginecore.structured_output import following
-from penstock_enginecore.structured_output.child import start_python
+from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Advance,
@@ -31,7 +31,6 @@ from penstock_enginecore.structured_output.messages import (
     ToEngine,
     encode,
     memory_file,
-    packet_pair,
 )
 from penstock_enginecore.structured_output.process import TOO_COSTLY, over_budget
 
@@ -119,8 +118,15 @@ class GrammarFollower:
     ``flush`` and ``wait`` to the busy loop; the rest may be called from any.
     """
 
-    def __init__(self, config: StructuredOutputConfig, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        config: StructuredOutputConfig,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        children: Children | None = None,
+    ) -> None:
         self._config = config
+        self._children = children or Children(config)
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
         self.patience = config.token_budget * _PATIENCE
@@ -217,24 +223,31 @@ class GrammarFollower:
         """Start the process unless it runs."""
         if self.running:
             return
-        ours, theirs = packet_pair()
-        with theirs:
-            file = memory_file("tokenizer", tokenizer)
-            settings = Settings(
-                token_budget=self._config.token_budget,
-                begin_budget=self._config.compile_timeout,
-                patience=self.patience,
-                memory=self._config.follow_memory,
-                kept=self._config.cache_size,
-            )
-            arguments = [str(theirs.fileno()), str(file), msgspec.json.encode(settings).decode()]
-            process = start_python(following.__name__, arguments, [theirs.fileno(), file])
-            os.close(file)
+        child = self._children.follower()
+        process, ours = child.process, child.channel
+        settings = Settings(
+            token_budget=self._config.token_budget,
+            begin_budget=self._config.compile_timeout,
+            patience=self.patience,
+            memory=self._config.follow_memory,
+            kept=self._config.cache_size,
+        )
+        file = memory_file("tokenizer", tokenizer)
+        with contextlib.suppress(OSError):  # it has ended, which the receiving thread sees too
+            socket.send_fds(ours, [encode(settings)], [file])
+        os.close(file)
         with self._changed:
             self._process, self._channel = process, ours
             if self._closed:
                 process.kill()
         threading.Thread(target=self._receive, args=(ours, process), name="penstock-masks", daemon=True).start()
+
+    def wait_started(self, timeout: float) -> None:
+        """Until the process that was started follows, ``timeout`` seconds at most. Raises Internal when it does not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._generation or self._channel is None, timeout)
+            if not self._generation:
+                raise Internal("the process that follows constraints did not start", field=FIELD)
 
     def _receive(self, channel: socket.socket, process: "subprocess.Popen[bytes]") -> None:
         """Take in what the process says, until it has ended. On a thread of its own."""

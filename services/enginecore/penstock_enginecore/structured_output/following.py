@@ -1,10 +1,10 @@
 """Follows grammars inside a child process: takes tokens in, and computes which may come next. Nothing here runs in the engine.
 
 The process started first imports the library and reads the vocabulary; what follows grammars is a fork of it, so that another
-one is there at once when one must be ended. Three threads work, in lanes of their own: ``FAST`` has the tokens of requests whose
-last one cost little, ``SLOW``, at a low priority, all others, ``BEGIN`` the beginnings. A fourth looks at what the three take of
-the processor, and ends the process when a token costs far too much: the library cannot be interrupted. It releases the GIL
-while it works.
+one is there at once when one must be ended. Three threads work, in lanes of their own: ``FAST``, the main one, has the tokens of
+requests whose last one cost little, ``SLOW``, at a low priority, all others, ``BEGIN`` the beginnings. A fourth looks at what the
+three take of the processor, and ends the process when a token costs far too much: the library cannot be interrupted. It releases
+the GIL while it works.
 """
 
 import contextlib
@@ -103,7 +103,9 @@ class _Matcher:
 
 
 class Follower:
-    """The work of one process. The main thread receives, and so the engine never waits to send."""
+    """The work of one process. The main thread receives, and works on the tokens that cost little: handing them to another would
+    cost more than most of them do.
+    """
 
     def __init__(
         self, channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings, generation: int, marks: Marks
@@ -118,7 +120,6 @@ class Follower:
         self._matchers: dict[int, _Matcher] = {}
         self._ended: set[int] = set()
         self._compiled: OrderedDict[int, xgrammar.CompiledGrammar] = OrderedDict()
-        self._fast: queue.SimpleQueue[list[tuple[int, int]]] = queue.SimpleQueue()
         self._slow: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._beginnings: queue.SimpleQueue[tuple[int, int] | tuple[Begin, list[int]]] = queue.SimpleQueue()
         self._clocks = [0 for _ in LANES]
@@ -127,7 +128,8 @@ class Follower:
 
     def run(self, ready: Ready) -> None:
         """Until the engine closes its end."""
-        for lane, work in ((FAST, self._work_fast), (SLOW, self._work_slow), (BEGIN, self._work_beginnings)):
+        self._clocks[FAST] = time.pthread_getcpuclockid(threading.get_ident())
+        for lane, work in ((SLOW, self._work_slow), (BEGIN, self._work_beginnings)):
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             self._clocks[lane] = time.pthread_getcpuclockid(thread.ident or 0)
@@ -148,7 +150,7 @@ class Follower:
                 self._advance(message)
 
     def _advance(self, message: Advance) -> None:
-        """Hand tokens to the lanes, and forget what has ended."""
+        """Forget what has ended, hand tokens to the other lanes, and take in those of this one."""
         with self._lock:
             for number in message.ended:
                 if self._matchers.pop(number, None) is None:
@@ -162,25 +164,23 @@ class Follower:
                 self._slow.put((number, token))
             else:
                 fast.append((number, token))
-        if fast:
-            self._fast.put(fast)
+        self._follow_fast(fast)
 
     # The lanes.
 
-    def _work_fast(self) -> None:
-        while True:
-            results, rows = [], []
-            for number, token in self._fast.get():
-                matcher = self._matchers.get(number)
-                if matcher is None:
-                    continue
-                result, row = self._follow(FAST, number, matcher, (token,))
-                results.append(result)
-                rows.append(row)
-                if len(rows) * self._words * 4 > MAX_PACKET // 2 or len(results) > 500:
-                    self._tell(results, rows)
-                    results, rows = [], []
-            self._tell(results, rows)
+    def _follow_fast(self, tokens: Iterable[tuple[int, int]]) -> None:
+        results, rows = [], []
+        for number, token in tokens:
+            matcher = self._matchers.get(number)
+            if matcher is None:
+                continue
+            result, row = self._follow(FAST, number, matcher, (token,))
+            results.append(result)
+            rows.append(row)
+            if len(rows) * self._words * 4 > MAX_PACKET // 2 or len(results) > 500:
+                self._tell(results, rows)
+                results, rows = [], []
+        self._tell(results, rows)
 
     def _work_slow(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -304,9 +304,12 @@ def _failed(number: int, error: Exception) -> Result:
     return Result(number, "failed", text=f"{type(error).__name__}: {error}")
 
 
+def _begin(channel: socket.socket) -> None:
+    """Wait for the first packet, the settings, with the tokenizer, serialized, as its file; then serve."""
+    data, files, _, _ = socket.recv_fds(channel, MAX_PACKET, 1)
+    if data:
+        main(channel, read_file(files[0]), msgspec.msgpack.decode(data, type=Settings))
+
+
 if __name__ == "__main__":
-    main(
-        socket.socket(fileno=int(sys.argv[1])),
-        read_file(int(sys.argv[2])),
-        msgspec.json.decode(sys.argv[3], type=Settings),
-    )
+    _begin(socket.socket(fileno=int(sys.argv[1])))

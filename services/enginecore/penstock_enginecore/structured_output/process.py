@@ -1,10 +1,10 @@
 """The child process that compiles: started when needed, kept warm, killed when a constraint takes too much."""
 
 import contextlib
-import multiprocessing
 import subprocess
 import threading
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
@@ -13,13 +13,13 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output import compiler
-from penstock_enginecore.structured_output.child import start_python
+from penstock_enginecore.structured_output.children import Children
 
 TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
 """Reason of an error for a constraint whose tokens cost too much to follow."""
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory."""
-_START_TIMEOUT = 120.0
+START_TIMEOUT = 120.0
 """Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
 _JOIN_TIMEOUT = 10.0
 _LAST_MOMENT = 0.2
@@ -29,19 +29,24 @@ _LAST_MOMENT = 0.2
 class CompileProcess:
     """``compile`` belongs to one thread, which must outlive the process; ``close`` may be called from any."""
 
-    def __init__(self, config: StructuredOutputConfig, tokenizer: str) -> None:
+    def __init__(self, config: StructuredOutputConfig, tokenizer: str, children: Children) -> None:
         self._config = config
+        self._children = children
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._connection: Connection[Any, Any] | None = None
         self._decoder = msgspec.msgpack.Decoder(compiler.Reply)
 
     @property
     def pid(self) -> int | None:
         """The process that is running, if any."""
         return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Have a process that is ready. Raises Internal when it cannot be had, Unavailable when closed meanwhile."""
+        self._started()
 
     def compile(self, constraint: StructuredOutput) -> str:
         """The compiled grammar, serialized. Raises InvalidArgument for a constraint that cannot be compiled within the
@@ -92,20 +97,19 @@ class CompileProcess:
         if self._closed:
             raise Unavailable("the engine is stopping", field=FIELD)
 
-    def _started(self) -> Connection:
+    def _started(self) -> "Connection[Any, Any]":
         """The connection to a process that is ready."""
         if self._process is not None and self._connection is not None and self._process.poll() is None:
             return self._connection
         self._stop()
-        ours, theirs = multiprocessing.Pipe()
-        with theirs, self._lock:
+        with self._lock:
             self._raise_if_closed()
-            arguments = [str(theirs.fileno()), str(self._config.compile_memory)]
-            self._process = start_python(compiler.__name__, arguments, [theirs.fileno()])
-            self._connection = ours
+            child = self._children.compiler()
+            self._process, self._connection = child.process, child.channel
+        ours = child.channel
         try:
             ours.send_bytes(self._tokenizer.encode())
-            ready = self._receive(ours, _START_TIMEOUT)
+            ready = self._receive(ours, START_TIMEOUT)
         except (EOFError, OSError):
             ready = None
         if ready is None or ready.kind != "ready":
@@ -114,7 +118,7 @@ class CompileProcess:
             raise Internal(f"the process that compiles constraints did not start (exit code {code})", field=FIELD)
         return ours
 
-    def _receive(self, connection: Connection, timeout: float) -> compiler.Reply | None:
+    def _receive(self, connection: "Connection[Any, Any]", timeout: float) -> compiler.Reply | None:
         """The next reply; None after ``timeout`` seconds. Raises EOFError when the process has ended."""
         return self._decoder.decode(connection.recv_bytes()) if connection.poll(timeout) else None
 

@@ -64,6 +64,11 @@ class GrammarBackend(Protocol):
     def check(self, constraint: StructuredOutput) -> None:
         """Refuse what can be seen to be wrong or unsupported without compiling. Any thread. Raises InvalidArgument."""
 
+    def warm_up(self) -> "Future[None]":
+        """Have everything that the first constraint would wait for. Returns at once; the future fails with a RequestFailed when
+        it cannot be had now: constraints try again.
+        """
+
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
@@ -85,7 +90,7 @@ class GrammarBackend(Protocol):
 
 
 class GrammarBackendFactory(Protocol):
-    """Makes the backend for a loaded model. Must return at once: what takes time happens at the first constraint."""
+    """Makes the backend for a loaded model. Must return at once: what takes time happens in ``warm_up``."""
 
     def __call__(self, config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
         """The backend that ``config`` names, for a model with ``vocab_size`` tokens."""
