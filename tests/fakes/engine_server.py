@@ -44,6 +44,7 @@ class EngineServer:
         self.engine = EngineCore(
             self.config, self.executor, make_grammars=self.make_grammars, progress=lambda line: None
         )
+        self.engine.warm_up()
         self.busy_loop = BusyLoop(self.engine, self.io.sessions)
         self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
         self.thread.start()

@@ -79,7 +79,9 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """A GrammarBackend. ``manual``: constraints wait for ``compile_all``. ``started`` has every grammar; ``make`` makes them."""
+    """A GrammarBackend. ``manual``: constraints wait for ``compile_all``. ``started`` has every grammar; ``make`` makes them.
+    ``warm_up`` calls ``warming`` and waits for ``warm``.
+    """
 
     def __init__(self, vocab_size: int = 50, eos: int = 7, *, manual: bool = False) -> None:
         self._vocab_size, self._eos, self._manual = vocab_size, eos, manual
@@ -88,6 +90,7 @@ class FakeGrammars:
         self.make: type[FakeGrammar] = FakeGrammar
         self.waits = 0
         self.warm: Future[None] = Future()
+        self.warming: Callable[[], object] = lambda: None
         self.is_shut_down = False
 
     def check(self, constraint: StructuredOutput) -> None:
@@ -120,6 +123,7 @@ class FakeGrammars:
                 future.set_exception(InvalidArgument("does not follow", field="prior_output_token_ids"))
 
     def warm_up(self) -> "Future[None]":
+        self.warming()
         return self.warm
 
     def flush(self) -> None:

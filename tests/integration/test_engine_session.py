@@ -23,6 +23,7 @@ from penstock_enginecore.rpc.io_thread import SERVICE_NAME
 from tests.fakes.engine_harness import make_config
 from tests.fakes.engine_server import EngineServer, wait_until
 from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.fake_grammars import FakeGrammars
 
 VOCAB = 1000
 
@@ -393,6 +394,25 @@ async def test_a_registered_method_can_be_called_and_others_can_not(servers: Ser
     assert msgspec.msgpack.decode(answers[1].result) is True
     assert "did you mean 'reset_prefix_cache'" in answers[2].error.message
     assert {answers[n].WhichOneof("outcome") for n in (2, 3, 4, 5)} == {"error"}
+
+
+async def test_an_engine_is_ready_only_once_it_can_serve_constraints(servers: Servers) -> None:
+    server = servers(load=False)
+    grammars = FakeGrammars()
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    grammars.warming = lambda: loop.call_soon_threadsafe(asked.set)
+    server.make_grammars = lambda *_args, **_kwargs: grammars
+    async with make_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        loading = asyncio.create_task(asyncio.to_thread(server.load))
+        await asked.wait()
+        assert (
+            await health.Check(health_pb2.HealthCheckRequest())
+        ).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        grammars.warm.set_result(None)
+        await loading
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_engine_info_and_health_follow_the_engines_state(servers: Servers) -> None:
