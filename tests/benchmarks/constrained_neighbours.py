@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import penstock_enginecore.sample.sampler as sampler_module
-from penstock_enginecore.sample.rules import GrammarRows, mask_grammar
+from penstock_enginecore.native.sampler import NativeSampler
+from penstock_enginecore.sample.rules import mask_grammar
 from tests.benchmarks.make_model import SIZES, make_model
 from tests.benchmarks.neighbours import Bench, Row
 
@@ -26,18 +26,15 @@ COUNTS = (1, 4)
 @contextmanager
 def masks(by: str) -> Iterator[None]:
     """Let masks be applied by ``torch`` or by the ``kernels`` meanwhile."""
-    native = getattr(sampler_module.NativeSampler, "mask", None)
+    method = "mask"  # which older sources do not have
+    native = getattr(NativeSampler, method, None)
     if by == "torch" and native is not None:
-
-        def by_torch(_self: object, logits: object, grammar: GrammarRows) -> None:
-            mask_grammar(logits, grammar)  # type: ignore[arg-type]
-
-        sampler_module.NativeSampler.mask = by_torch  # type: ignore[method-assign]
+        setattr(NativeSampler, method, lambda _self, logits, grammar: mask_grammar(logits, grammar))
     try:
         yield
     finally:
         if native is not None:
-            sampler_module.NativeSampler.mask = native  # type: ignore[method-assign]
+            setattr(NativeSampler, method, native)
 
 
 def measure(model: Path, threads: int, rounds: int, ways: list[str]) -> Iterator[tuple[str, str, int, float, float]]:

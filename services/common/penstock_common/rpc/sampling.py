@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from google.protobuf.message import Message
@@ -93,7 +93,8 @@ def _add_constraint(message: sampling_pb2.SamplingParams, value: StructuredOutpu
     else:
         setattr(message.structured_output, kind, constraint)
     if value.json_whitespace is not JsonWhitespace.DUMPS:
-        message.structured_output.json_whitespace = value.json_whitespace.value
+        blanks = cast("structured_output_pb2.JsonWhitespace.ValueType", value.json_whitespace.value)
+        message.structured_output.json_whitespace = blanks
 
 
 def _enum(kind: type[E], value: int, field: str) -> E:
