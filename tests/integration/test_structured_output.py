@@ -31,7 +31,8 @@ TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 EOS = 1
 MAX_TOKENS = 1500
 SCHEMAS = 200
-CLOSING = {'"': 18.0, "]": 12.0, "}": 12.0}
+CLOSING = {'"': 18.0, "]": 12.0, "}": 12.0, ".": 12.0}
+"""What ends strings, arrays and objects, and what a pattern of the schemas asks for before the end of a string."""
 
 
 @pytest.fixture(scope="module")
