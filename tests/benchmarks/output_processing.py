@@ -30,7 +30,7 @@ def measure(
         EngineCoreRequest(request_id=str(number), prompt_token_ids=[1, 2, 3], sampling_params=params)
         for number in range(running)
     ]
-    journal = Journal()
+    journal = Journal(time.monotonic, lambda engine, request_id: None)
     for entry in journal.begin(requests):
         journal.assign(entry, "engine")
     for request in requests:

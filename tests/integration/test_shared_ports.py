@@ -15,7 +15,7 @@ from penstock_common.errors import ConfigError
 from penstock_frontend.config import HttpConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, make_request
-from tests.fakes.processes import free_port
+from tests.fakes.ports import free_port
 from tests.integration.test_frontend_lifecycle import get
 
 CONNECTIONS = 48

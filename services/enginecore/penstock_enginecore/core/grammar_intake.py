@@ -27,6 +27,7 @@ class _Change(NamedTuple):
     started: "Future[Grammar] | None" = None
     gate: ReasoningGate | None = None
 
+
 logger = logging.getLogger(__name__)
 
 

@@ -177,7 +177,7 @@ class GrpcEngineClient:
 
     def rank_loads(self) -> Sequence[RankLoad]:
         """See EngineClient."""
-        connected = [(c.rank, c.ready, self._router.load(c.address)) for c in self._pool.connected()]
+        connected = [(c.rank, c.ready, c.stats, self._router.load(c.address)) for c in self._pool.connected()]
         loads = [
             RankLoad(
                 rank=rank,
@@ -186,9 +186,9 @@ class GrpcEngineClient:
                 kv_cache_usage=load.kv_cache_usage,
                 capacity=ready.num_kv_blocks * ready.block_size,
                 max_running=ready.max_num_seqs,
-                cache_hit_rate=connection.stats.prefix_cache_hit_rate,
+                cache_hit_rate=stats.prefix_cache_hit_rate,
             )
-            for rank, ready, load in connected
+            for rank, ready, stats, load in connected
             if rank is not None and ready is not None
         ]
         return sorted(loads, key=lambda load: load.rank)

@@ -258,12 +258,24 @@ class Journal:
         """What is new of an engine's outputs. They are cut in place. What stands before a fault counts: it is written down."""
         accepted: list[EngineCoreOutput] = []
         new_tokens: list[NewTokens] = []
-        if tokens is not None:
-            try:
-                self._accept_tokens(engine, tokens, new_tokens, accepted)
-            except EngineFaultError as e:
-                return Accepted(accepted, [], e, new_tokens)
         refusals: list[Refusal] = []
+        fault = None
+        try:
+            if tokens is not None:
+                self._accept_tokens(engine, tokens, new_tokens, accepted)
+            self._accept_outputs(engine, outputs, accepted, refusals)
+        except EngineFaultError as e:
+            fault = e
+        return Accepted(accepted, refusals, fault, new_tokens)
+
+    def _accept_outputs(
+        self,
+        engine: str,
+        outputs: Iterable[EngineCoreOutput],
+        accepted: list[EngineCoreOutput],
+        refusals: list[Refusal],
+    ) -> None:
+        """As ``accept``, of outputs that are messages. Raises EngineFaultError."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         for output in outputs:
             entry = on_engine.get(output.request_id)
@@ -280,8 +292,8 @@ class Journal:
                 continue
             try:
                 is_new = entry.take(output)
-            except EngineFaultError as e:
-                return Accepted(accepted, refusals, e, new_tokens)
+            except EngineFaultError:
+                raise
             except Exception as e:
                 accepted.append(_unwritten(entry, e))
                 continue
@@ -291,7 +303,6 @@ class Journal:
                 accepted.append(output)
             if output.finish_reason is not None:
                 self._end(entry)
-        return Accepted(accepted, refusals, tokens=new_tokens)
 
     def _accept_tokens(
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
