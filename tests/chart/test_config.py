@@ -33,13 +33,15 @@ SET_BY_CHART |= {
     for hop in ("server.tls", "coordinator.tls", "engine_tls", "http.tls")
     for key in ("certificate", "key", "ca", "server_name")
 }
-# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback.
-METRICS_TLS = {f"metrics.tls.{key}" for key in ("certificate", "key", "ca")}
+# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback. A pod
+# has its ports to itself, and a frontend's metrics are at its HTTP port.
+ANYWHERE = {f"metrics.tls.{key}" for key in ("certificate", "key", "ca")} | {"server.reuse_port"}
 NOT_OFFERED = {
     "frontend": {f"admin.{key}" for key, _ in common_config.fields(common_config.ServerConfig)}
-    | {"engines", "frontend_id"},
-    "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | METRICS_TLS,
-    "coordinator": METRICS_TLS,
+    | {"engines", "frontend_id", "http.reuse_port"}
+    | ANYWHERE,
+    "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | ANYWHERE,
+    "coordinator": ANYWHERE,
 }
 
 

@@ -98,7 +98,10 @@ class RandomModel:
     def __init__(self, tokens: list[bytes], eos_token_ids: set[int]) -> None:
         self.tokens = tokens
         self.eos_token_ids = eos_token_ids
-        self.closing = np.array([i in eos_token_ids or (bool(t) and not t.strip(b'"]}')) for i, t in enumerate(tokens)])
+        # A full stop is what a pattern of the schemas asks for at the end of a string.
+        self.closing = np.array(
+            [i in eos_token_ids or (bool(t) and not t.strip(b'"]}.')) for i, t in enumerate(tokens)]
+        )
 
     def run(self, grammar: Walk, rng: random.Random, budget: int = 3000) -> bytes:
         """The output's bytes. Fails unless the grammar ends within ``budget`` tokens, with an end token at the end only."""

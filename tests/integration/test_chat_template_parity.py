@@ -52,7 +52,7 @@ async def test_the_prompt_has_the_tokens_that_transformers_gives_it(
     model: Path, messages: list[ChatMessage], open_turn: bool, tools: list[Tool]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    if model == DEMO and RESULT in messages:
+    if model == DEMO and (tools or RESULT in messages):
         pytest.skip("the demo model knows no tools")
     theirs = transformers.AutoTokenizer.from_pretrained(str(model))
     function = {"name": TOOL.name, "description": TOOL.description, "parameters": TOOL.parameters}

@@ -92,6 +92,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
             task=" ".join(engine.pooling.words) if engine.pooling else "generate",
             max_len=executor.model_max_len,
             eos_token_ids=executor.eos_token_ids,
+            enable_in_reasoning=config.structured_output.enable_in_reasoning,
         ),
     )
     return EngineReady(

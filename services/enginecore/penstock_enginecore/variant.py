@@ -30,13 +30,14 @@ _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "[0-9]*_*
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """What of a loaded model its files do not say. ``task``: what it is served for; ``max_len``: tokens of its longest sequence,
-    before that is fitted to any memory.
+    before that is fitted to any memory. ``enable_in_reasoning``: constraints hold in a model's reasoning, too.
     """
 
     dtype: str
     task: str
     max_len: int
     eos_token_ids: frozenset[int]
+    enable_in_reasoning: bool = False
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
@@ -50,6 +51,8 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         "task": loaded.task,
         "eos_token_ids": json.dumps(sorted(loaded.eos_token_ids)),
     }
+    if loaded.enable_in_reasoning:
+        values["enable_in_reasoning"] = "true"
     if config.revision:
         values["revision"] = config.revision
     folder = _folder(config)

@@ -55,6 +55,11 @@ def test_the_same_checkpoint_from_another_directory_is_the_same(original: Path, 
     assert differing(values(original), values(copy)) == set()
 
 
+def test_constraints_in_the_reasoning_make_a_difference(original: Path) -> None:
+    constrained = values(original, msgspec.structs.replace(LOADED, enable_in_reasoning=True))
+    assert differing(values(original), constrained) == {"enable_in_reasoning"}
+
+
 def test_limits_of_the_engine_make_no_difference(original: Path) -> None:
     limited = values(original, max_model_len=64, max_logprobs=3, served_model_name="other", attention_backend="sdpa")
     assert differing(values(original), limited) == set()

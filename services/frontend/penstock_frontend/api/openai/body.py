@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """The struct of a body. Unknown fields are ignored. Raises InvalidArgument naming the field that is wrong."""
+    """The struct of a body that nests no deeper than ``json_size`` lets it. Unknown fields are ignored. Raises InvalidArgument
+    naming the field that is wrong.
+    """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise undecodable(e) from None
-    except RecursionError:
-        raise InvalidArgument("the body nests too deeply", reason="INVALID_JSON") from None
 
 
 def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:
