@@ -63,7 +63,7 @@ demo: setup ## Start everything with the demo model, stream a few answers, shut 
 .PHONY: test
 test: setup ## Lint, types and all tests; at the end, what was skipped and how to get it
 	@rm -f $(SKIPPED)
-	@PENSTOCK_SKIPPED=$(CURDIR)/$(SKIPPED) $(MAKE) --no-print-directory test-all; status=$$?; \
+	@SKIPPED_TESTS=$(CURDIR)/$(SKIPPED) $(MAKE) --no-print-directory test-all; status=$$?; \
 		$(BIN)/python -m tests.skipped $(SKIPPED); exit $$status
 
 .PHONY: test-all

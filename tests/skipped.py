@@ -1,6 +1,6 @@
 """What was not tested, by reason; each reason says how to get what is missing.
 
-A run of pytest ends with the table. Where several runs belong together (``make test``), ``PENSTOCK_SKIPPED`` names a file that
+A run of pytest ends with the table. Where several runs belong together (``make test``), ``SKIPPED_TESTS`` names a file that
 takes their counts, and ``python -m tests.skipped FILE`` prints the table of them all.
 """
 
@@ -45,7 +45,7 @@ def kept(file: Path) -> Counter[str]:
 def tell(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> str:
     """The table at the end of a run; empty where a file takes the counts."""
     counts = reasons(reports)
-    if file := os.environ.get("PENSTOCK_SKIPPED"):
+    if file := os.environ.get("SKIPPED_TESTS"):
         keep(counts, Path(file))
         return ""
     return table(counts)

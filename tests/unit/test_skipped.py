@@ -25,7 +25,7 @@ def run(folder: Path, *arguments: str, **environ: str) -> str:
     (folder / "conftest.py").write_text("from tests.conftest import pytest_terminal_summary\n")
     (folder / "test_them.py").write_text(TESTS)
     # As a run of its own: neither a worker of the one that is going on, nor a part of `make test`.
-    mine = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PENSTOCK_SKIPPED"))}
+    mine = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "SKIPPED_TESTS"))}
     project = ("-c", str(ROOT / "pyproject.toml"), f"--rootdir={folder}")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *project, *arguments, str(folder)],
@@ -48,7 +48,7 @@ def test_a_run_ends_with_a_line_for_each_reason(tmp_path: Path) -> None:
 def test_several_runs_are_told_together(tmp_path: Path) -> None:
     file = tmp_path / "build" / "skipped"
     keep({"no card": 4, "no key": 1}, file)
-    assert "no card" not in run(tmp_path, "-n", "0", PENSTOCK_SKIPPED=str(file))
+    assert "no card" not in run(tmp_path, "-n", "0", SKIPPED_TESTS=str(file))
     assert kept(file) == {"no browser (install one)": 3, "no card": 5, "no key": 1}
 
 
