@@ -6,6 +6,7 @@ longest time that one callback held it. What held it for long is in ``blocks``, 
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -106,12 +107,17 @@ class Probe:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Keep the interpreter meanwhile: frames of another thread that runs on while they are read end in a segmentation fault."""
-    interval = sys.getswitchinterval()
+    """Keep the interpreter meanwhile: frames of another thread that runs on while they are read become something else, or end in
+    a segmentation fault. A collection would let others run, from within whatever it finalizes.
+    """
+    interval, collects = sys.getswitchinterval(), gc.isenabled()
     sys.setswitchinterval(60.0)
+    gc.disable()
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         sys.setswitchinterval(interval)
 
 
