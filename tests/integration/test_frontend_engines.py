@@ -61,6 +61,16 @@ async def two_requests(frontend: FrontendServer, engines: tuple[FakeEngine, Fake
     return readers
 
 
+async def two_begun(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> list[Any]:
+    """Calls of six tokens with the seeds 1 and 2, one on each engine, which has brought two tokens."""
+    calls = [frontend.generate(max_tokens=6, seed=seed, detokenize=False) for seed in (1, 2)]
+    for engine in engines:
+        await engine.until(lambda e: e.running)
+        engine.step()
+        engine.step()
+    return calls
+
+
 async def test_requests_are_spread_evenly(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> None:
     calls = [frontend.generate(max_tokens=1) for _ in range(20)]
     for engine in engines:  # a step's report would make an engine look idle to what is not routed yet
@@ -75,11 +85,7 @@ async def test_the_requests_of_a_lost_engine_go_on_on_another_from_where_they_we
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine], how: str
 ) -> None:
     a, b = engines
-    calls = [frontend.generate(max_tokens=6, seed=seed, detokenize=False) for seed in (1, 2)]
-    for engine in engines:
-        await engine.until(lambda e: e.running)
-        engine.step()
-        engine.step()
+    calls = await two_begun(frontend, engines)
     lose = getattr(a, how)
     result = lose("out of memory") if how == "die" else lose()
     if how == "kill":
@@ -154,11 +160,7 @@ async def test_requests_leave_an_engine_that_drains_before_it_ends_them(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:
     a, b = engines
-    calls = [frontend.generate(max_tokens=6, seed=seed, detokenize=False) for seed in (1, 2)]
-    for engine in engines:
-        await engine.until(lambda e: e.running)
-        engine.step()
-        engine.step()
+    calls = await two_begun(frontend, engines)
     on_a = a.requests[0].request_id
     a.drain(time_left=0.0)
     await b.until(lambda e: len(e.running) == 2)

@@ -11,7 +11,7 @@ import pytest
 from penstock_common.errors import Internal, Unimplemented
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, StructuredOutputConfig
 from penstock_enginecore.structured_output.backend import XgrammarBackend
-from penstock_enginecore.structured_output.children import COMPILER, FOLLOWER, Children
+from penstock_enginecore.structured_output.children import COMPILER, FOLLOWER, Children, Compiler, Follower
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes.engine_harness import make_engine
 from tests.fakes.fake_executor import FakeExecutor
@@ -40,6 +40,14 @@ def started() -> Iterator[Children]:
     children.thread.shutdown()
 
 
+def started_early(children: Children) -> tuple[Compiler, Follower]:
+    """The processes, which nobody has taken yet."""
+    compiler, follower = children.thread.submit(lambda: (children._early_compiler, children._early_follower)).result()
+    assert compiler is not None
+    assert follower is not None
+    return compiler, follower
+
+
 def test_a_warm_backend_has_both_processes_and_constraints_use_them(started: Children):
     backend = backend_with(started)
     try:
@@ -54,9 +62,7 @@ def test_a_warm_backend_has_both_processes_and_constraints_use_them(started: Chi
 
 
 def test_processes_that_were_started_early_are_the_ones_that_serve(started: Children):
-    compiler, follower = started.thread.submit(lambda: (started._early_compiler, started._early_follower)).result()
-    assert compiler is not None
-    assert follower is not None
+    compiler, follower = started_early(started)
     backend = backend_with(started)
     try:
         backend.warm_up().result(TIMEOUT)
@@ -76,9 +82,7 @@ def test_a_process_that_does_not_start_is_an_error(modules: tuple[str, str]):
 
 
 def test_processes_that_nobody_will_ask_for_end(started: Children):
-    compiler, follower = started.thread.submit(lambda: (started._early_compiler, started._early_follower)).result()
-    assert compiler is not None
-    assert follower is not None
+    compiler, follower = started_early(started)
     backend = backend_with(started, eos=2048)
     backend.warm_up().result(TIMEOUT)
     assert compiler.process.returncode is not None

@@ -67,7 +67,7 @@ class JsonSize:
         self.objects += objects
         self.values += outside.count(b",") + outside.count(b"[") + objects
         levels = [*accumulate(map(_STEP.__getitem__, outside.translate(None, _NO_BRACKETS)), initial=self._level)]
-        self.nesting = max(self.nesting, *levels)
+        self.nesting = max(self.nesting, max(levels))
         self._level = levels[-1]
 
 
