@@ -17,7 +17,8 @@ LETTER = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]["a
 DEFAULT_TOKENS = 12
 """Tokens of an answer whose request names no limit: the storm is about requests, not about computing."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-_WINDOW = 40
+_WINDOW, _WINDOWED = 40, 64
+"""Positions that the windowed model sees, and the length of a position's vector there."""
 _POOLED = 2048
 """Length of the pooled vectors: some 8 000 of them are more than a frame of 64 MiB."""
 
@@ -47,7 +48,10 @@ def _windowed(folder: Path) -> None:
 
     disable_progress_bar()
     longest = {"max_position_embeddings": 2048, "sliding_window": _WINDOW}
-    save_tiny_model("mistral", folder, vocab_size=VOCAB_SIZE, **longest)
+    # Heads that the native kernels take: their answers are the same to the last bit whatever is computed beside them, which
+    # the neighbours rely on; those of torch's products are not.
+    heads = {"hidden_size": _WINDOWED, "head_dim": 16}
+    save_tiny_model("mistral", folder, vocab_size=VOCAB_SIZE, **longest, **heads)
     _complete(folder)
 
 
@@ -76,7 +80,7 @@ VARIANTS = {
         Variant("plain", _demo, {}, 256, 2048),
         Variant("bfloat16", _demo, {"model__dtype": "bfloat16"}, 256, 2048),
         Variant("float16", _demo, {"model__dtype": "float16"}, 256, 2048),
-        Variant("windowed", _windowed, {}, 48, 2048),
+        Variant("windowed", _windowed, {}, _WINDOWED, 2048),
         Variant("pooling", _pooling, {"model__task": "embed"}, _POOLED, 16_384, pools=True, peak=1024),
     )
 }
