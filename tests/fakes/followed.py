@@ -73,7 +73,7 @@ def follow_here(backend: XgrammarBackend, **constraint: Any) -> Walk:
     """As ``follow``, without the process: for tests of what is allowed, not of how it is found out."""
     compiled = backend.compile(StructuredOutput(**constraint)).result(TIMEOUT)
     assert backend._tokenizer is not None
-    info = xgrammar.TokenizerInfo.deserialize_json(backend._tokenizer)
+    info = xgrammar.TokenizerInfo.deserialize_json(backend._tokenizer.decode())
     grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.text.decode(), info)
     return XgrammarGrammar(grammar, info.vocab_size)
 

@@ -11,6 +11,7 @@ import xgrammar
 
 from penstock_common.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from penstock_enginecore.config import StructuredOutputConfig
+from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.follower import CompiledConstraint, GrammarFollower
 from penstock_enginecore.structured_output.messages import Masks, Result
 from tests.fakes.followed import TIMEOUT, Followed, allowed
@@ -26,10 +27,14 @@ EXPLODES = 'root ::= x{0,1000} "b"\nx ::= "a"{0,1000}\n'
 
 @pytest.fixture
 def follower() -> Iterator[GrammarFollower]:
-    made = GrammarFollower(StructuredOutputConfig(token_budget=0.05), 4, frozenset({EOS}))
+    config = StructuredOutputConfig(token_budget=0.05)
+    children = Children(config)
+    made = GrammarFollower(config, 4, frozenset({EOS}), children)
     made.start(INFO.serialize_json().encode())
     yield made
     made.close()
+    children.close()
+    children.thread.shutdown()
 
 
 def compiled(follower: GrammarFollower, grammar: str) -> CompiledConstraint:

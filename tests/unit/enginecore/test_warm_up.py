@@ -1,8 +1,11 @@
 """The processes beside the engine are there before the first constraint, and where they cannot be, nobody waits for them."""
 
 import logging
+import os
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from penstock_common.errors import Internal, Unimplemented
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig, StructuredOutputConfig
 from penstock_enginecore.structured_output.backend import XgrammarBackend
-from penstock_enginecore.structured_output.children import COMPILER, FOLLOWER, Children, Compiler, Follower
+from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes.engine_harness import make_engine
 from tests.fakes.fake_executor import FakeExecutor
@@ -40,12 +43,11 @@ def started() -> Iterator[Children]:
     children.thread.shutdown()
 
 
-def started_early(children: Children) -> tuple[Compiler, Follower]:
-    """The processes, which nobody has taken yet."""
-    compiler, follower = children.thread.submit(lambda: (children._early_compiler, children._early_follower)).result()
-    assert compiler is not None
-    assert follower is not None
-    return compiler, follower
+def started_early(children: Children) -> int:
+    """The process, which nobody has asked for anything yet."""
+    pid = children.thread.submit(lambda: children.pid).result()
+    assert pid is not None
+    return pid
 
 
 def test_a_warm_backend_has_both_processes_and_constraints_use_them(started: Children):
@@ -61,41 +63,84 @@ def test_a_warm_backend_has_both_processes_and_constraints_use_them(started: Chi
         backend.shutdown()
 
 
-def test_processes_that_were_started_early_are_the_ones_that_serve(started: Children):
-    compiler, follower = started_early(started)
+def test_what_was_started_early_has_the_processes_that_serve(started: Children):
+    parent = started_early(started)
     backend = backend_with(started)
     try:
         backend.warm_up().result(TIMEOUT)
-        assert (backend.compiler_pid, backend._follower.pid) == (compiler.process.pid, follower.process.pid)
+        assert {_parent_of(backend.compiler_pid), _parent_of(backend._follower.pid)} == {parent}
     finally:
         backend.shutdown()
+    assert _are_gone(parent)
 
 
-@pytest.mark.parametrize("modules", [(NO_MODULE, FOLLOWER), (COMPILER, NO_MODULE)])
-def test_a_process_that_does_not_start_is_an_error(modules: tuple[str, str]):
-    backend = backend_with(Children(StructuredOutputConfig(), modules))
+def test_a_process_that_does_not_start_is_an_error():
+    backend = backend_with(Children(StructuredOutputConfig(), NO_MODULE))
     try:
-        with pytest.raises(Internal, match="the process that .* constraints did not start"):
+        with pytest.raises(Internal, match=r"the process that follows constraints did not start \(exit code 1\)"):
             backend.warm_up().result(TIMEOUT)
     finally:
         backend.shutdown()
 
 
+def test_constraints_are_served_again_when_all_processes_were_lost(started: Children):
+    backend = backend_with(started)
+    try:
+        backend.warm_up().result(TIMEOUT)
+        os.kill(started_early(started), signal.SIGKILL)
+        for pid in (backend.compiler_pid, backend._follower.pid):
+            assert _are_gone(pid)
+        _until(lambda: not backend._follower.running)
+        follow(backend, regex="ab")
+    finally:
+        backend.shutdown()
+
+
+def test_another_compiling_process_does_not_import_the_library_again(started: Children):
+    backend = backend_with(started)
+    try:
+        backend.warm_up().result(TIMEOUT)
+        before, parent = backend.compiler_pid, started_early(started)
+        os.kill(before or 0, signal.SIGKILL)
+        follow(backend, regex="ab")
+        assert backend.compiler_pid != before
+        assert _parent_of(backend.compiler_pid) == parent
+    finally:
+        backend.shutdown()
+
+
 def test_processes_that_nobody_will_ask_for_end(started: Children):
-    compiler, follower = started_early(started)
+    parent = started_early(started)
     backend = backend_with(started, eos=2048)
     backend.warm_up().result(TIMEOUT)
-    assert compiler.process.returncode is not None
-    assert follower.process.returncode is not None
+    assert _are_gone(parent)
     backend.shutdown()
 
 
 def test_without_a_tokenizer_there_is_nothing_to_warm_up(started: Children, tmp_path: Path):
+    parent = started_early(started)
     backend = backend_with(started, path=tmp_path)
     with pytest.raises(Unimplemented, match="this engine has no tokenizer"):
         backend.warm_up().result(TIMEOUT)
-    assert started._early_compiler is None
+    assert _are_gone(parent)
     backend.shutdown()
+
+
+def _parent_of(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _are_gone(*pids: int | None) -> bool:
+    """They end, at once or soon."""
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    return True
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def engine_with(grammars: FakeGrammars):

@@ -10,9 +10,9 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ModelConfig, StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar
 from penstock_enginecore.core.structured_output.constraint import FIELD, check_constraint, check_size
-from penstock_enginecore.structured_output.children import Children
+from penstock_enginecore.structured_output.children import START_TIMEOUT, Children
 from penstock_enginecore.structured_output.follower import CompiledConstraint, GrammarFollower
-from penstock_enginecore.structured_output.process import LIMIT, START_TIMEOUT, CompileProcess
+from penstock_enginecore.structured_output.process import LIMIT, CompileProcess
 from penstock_enginecore.structured_output.vocabulary import check_tokenizer, load_tokenizer_info
 
 _CHECKED_AT_ONCE = 8 * 1024
@@ -42,7 +42,7 @@ class XgrammarBackend:
         self._cache: OrderedDict[StructuredOutput, Future[CompiledConstraint]] = OrderedDict()
         self._children = children or Children(config)
         self._thread = self._children.thread
-        self._tokenizer: str | None = None
+        self._tokenizer: bytes | None = None
         self._follower = GrammarFollower(config, vocab_size, self._eos_token_ids, self._children)
         self._process: CompileProcess | None = None
 
@@ -73,7 +73,7 @@ class XgrammarBackend:
             check_tokenizer(self._model)
             process = self._started()
         except Exception:
-            self._children.close()
+            self._children.stop()
             raise
         process.start()
         self._follower.wait_started(START_TIMEOUT)
@@ -202,13 +202,13 @@ class XgrammarBackend:
         """What compiles; what follows grammars starts beside it."""
         if self._tokenizer is None:
             info = load_tokenizer_info(self._model, self._vocab_size, self._eos_token_ids)
-            self._tokenizer = info.serialize_json()
+            self._tokenizer = info.serialize_json().encode()
         with self._lock:
             if self._closed:
                 raise Unavailable("the engine is stopping", field=FIELD)
             if self._process is None:
                 self._process = CompileProcess(self._config, self._tokenizer, self._children)
-        self._follower.start(self._tokenizer.encode())
+        self._follower.start(self._tokenizer)
         return self._process
 
 

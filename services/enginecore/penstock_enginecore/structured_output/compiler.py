@@ -1,10 +1,9 @@
 """Compiles constraints inside the child process. Nothing here runs in the engine."""
 
 import re
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -41,16 +40,12 @@ class Job(msgspec.Struct, frozen=True):
 Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
 
 
-def main(connection: Connection, memory: int) -> None:
-    """Read the tokenizer, serialized, from ``connection``, then answer each Job with a Reply until it is closed.
+def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memory: int) -> None:
+    """Say ready, then answer each Job with a Reply until ``connection`` is closed.
 
     ``memory`` is in bytes above what is in use when the first Job may come.
     """
     detach(NICENESS)
-    try:
-        info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
-    except EOFError:
-        return
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     compile_constraint(compiler, Job(StructuredOutput(choice=("warm",)), 1024, 1.0))
     limit_memory(memory)
@@ -103,7 +98,3 @@ def _reason(text: str) -> str:
     """The message of an error of xgrammar's, without the time, the file and the check in front."""
     message = text.strip().split("\n", 1)[0]
     return re.sub(r"^(\[[0-9:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?", "", message)
-
-
-if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

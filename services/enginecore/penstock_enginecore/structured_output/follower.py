@@ -1,11 +1,9 @@
 """The engine's side of following grammars: what each request is at, and the process that computes the masks."""
 
-import contextlib
 import itertools
 import logging
 import os
 import socket
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +17,7 @@ from penstock_common.incidents import incident
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar, Mask, allows, bitmask_words
 from penstock_enginecore.core.structured_output.constraint import FIELD
-from penstock_enginecore.structured_output.children import Children
+from penstock_enginecore.structured_output.children import Children, Forked
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Advance,
@@ -123,10 +121,10 @@ class GrammarFollower:
         config: StructuredOutputConfig,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        children: Children | None = None,
+        children: Children,
     ) -> None:
         self._config = config
-        self._children = children or Children(config)
+        self._children = children
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
         self.patience = config.token_budget * _PATIENCE
@@ -139,7 +137,7 @@ class GrammarFollower:
         self._told: set[int] = set()
         self._tokens: list[tuple[int, int]] = []
         self._ended: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self._channel: socket.socket | None = None
         self._closed = False
 
@@ -223,8 +221,6 @@ class GrammarFollower:
         """Start the process unless it runs."""
         if self.running:
             return
-        child = self._children.follower()
-        process, ours = child.process, child.channel
         settings = Settings(
             token_budget=self._config.token_budget,
             begin_budget=self._config.compile_timeout,
@@ -232,10 +228,7 @@ class GrammarFollower:
             memory=self._config.follow_memory,
             kept=self._config.cache_size,
         )
-        file = memory_file("tokenizer", tokenizer)
-        with contextlib.suppress(OSError):  # it has ended, which the receiving thread sees too
-            socket.send_fds(ours, [encode(settings)], [file])
-        os.close(file)
+        process, ours = self._children.follower(tokenizer, settings)
         with self._changed:
             self._process, self._channel = process, ours
             if self._closed:
@@ -249,7 +242,7 @@ class GrammarFollower:
             if not self._generation:
                 raise Internal("the process that follows constraints did not start", field=FIELD)
 
-    def _receive(self, channel: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    def _receive(self, channel: socket.socket, process: Forked) -> None:
         """Take in what the process says, until it has ended. On a thread of its own."""
         try:
             self._take_in(channel)

@@ -1,7 +1,7 @@
 """Follows grammars inside a child process: takes tokens in, and computes which may come next. Nothing here runs in the engine.
 
-The process started first imports the library and reads the vocabulary; what follows grammars is a fork of it, so that another
-one is there at once when one must be ended. Three threads work, in lanes of their own: ``FAST``, the main one, has the tokens of
+What follows grammars is a fork of a process that has nothing else to do, so that another one is there at once when one must be
+ended. Three threads work, in lanes of their own: ``FAST``, the main one, has the tokens of
 requests whose last one cost little, ``SLOW``, at a low priority, all others, ``BEGIN`` the beginnings. A fourth looks at what the
 three take of the processor, and ends the process when a token costs far too much: the library cannot be interrupted. It releases
 the GIL while it works.
@@ -14,7 +14,6 @@ import os
 import queue
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -72,10 +71,9 @@ class Marks:
             self[place] = 0
 
 
-def main(channel: socket.socket, tokenizer: bytes, settings: Settings) -> None:
+def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings) -> None:
     """Serve ``channel`` until its other end is closed, by one process after the other."""
     detach(0)
-    info = xgrammar.TokenizerInfo.deserialize_json(tokenizer.decode())
     marks = Marks()
     suspects, costly, unexplained = list[int](), False, 0
     for generation in itertools.count(1):
@@ -302,14 +300,3 @@ def _failed(number: int, error: Exception) -> Result:
     if out_of_memory(error):
         return Result(number, "memory")
     return Result(number, "failed", text=f"{type(error).__name__}: {error}")
-
-
-def _begin(channel: socket.socket) -> None:
-    """Wait for the first packet, the settings, with the tokenizer, serialized, as its file; then serve."""
-    data, files, _, _ = socket.recv_fds(channel, MAX_PACKET, 1)
-    if data:
-        main(channel, read_file(files[0]), msgspec.msgpack.decode(data, type=Settings))
-
-
-if __name__ == "__main__":
-    _begin(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What the engine and the process that follows grammars say to each other.
+"""What the engine and the processes beside it say to each other.
 
 One message per packet of a Unix socket that keeps packets whole, so that a process killed in the middle of one leaves none
 behind in part. What may be large travels as an open file beside it: a compiled grammar, serialized, and the tokens to begin with.
@@ -26,6 +26,21 @@ class Settings(msgspec.Struct, frozen=True):
     patience: float
     memory: int
     kept: int
+
+
+class Compile(msgspec.Struct, frozen=True, tag="compile"):
+    """Become a process that compiles. ``memory``: bytes above what it needs itself."""
+
+    memory: int
+
+
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Become the process whose forks follow."""
+
+    settings: Settings
+
+
+Fork = Compile | Follow
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

@@ -13,14 +13,12 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output import compiler
-from penstock_enginecore.structured_output.children import Children
+from penstock_enginecore.structured_output.children import START_TIMEOUT, Children, Forked
 
 TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
 """Reason of an error for a constraint whose tokens cost too much to follow."""
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory."""
-START_TIMEOUT = 120.0
-"""Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
 _JOIN_TIMEOUT = 10.0
 _LAST_MOMENT = 0.2
 """Seconds that a process has to end by itself, which gives it an exit code of its own."""
@@ -29,13 +27,13 @@ _LAST_MOMENT = 0.2
 class CompileProcess:
     """``compile`` belongs to one thread, which must outlive the process; ``close`` may be called from any."""
 
-    def __init__(self, config: StructuredOutputConfig, tokenizer: str, children: Children) -> None:
+    def __init__(self, config: StructuredOutputConfig, tokenizer: bytes, children: Children) -> None:
         self._config = config
         self._children = children
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self._connection: Connection[Any, Any] | None = None
         self._decoder = msgspec.msgpack.Decoder(compiler.Reply)
 
@@ -104,11 +102,14 @@ class CompileProcess:
         self._stop()
         with self._lock:
             self._raise_if_closed()
-            child = self._children.compiler()
+        child = self._children.compiler(self._tokenizer)
+        with self._lock:
             self._process, self._connection = child.process, child.channel
+            closed = self._closed
+        if closed:
+            child.process.kill()
         ours = child.channel
         try:
-            ours.send_bytes(self._tokenizer.encode())
             ready = self._receive(ours, START_TIMEOUT)
         except (EOFError, OSError):
             ready = None
