@@ -29,7 +29,7 @@ import zmq
 import zmq.asyncio
 
 from penstock_common.config import LogConfig, ServerConfig
-from penstock_common.logging import configure
+from penstock_common.observability.logging import configure
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import (

@@ -11,8 +11,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import TokenColumns
 from penstock_frontend.engine.journal import Journal
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.output import OutputProcessor
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.outputs.processor import OutputProcessor
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 def measure(

@@ -10,9 +10,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.executor.base import Progress
 
 
 class NullExecutor:

@@ -10,8 +10,8 @@ from penstock_enginecore.app import describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
-from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.rpc.io_thread import IoThread
 from tests.fakes.patience import PATIENCE
 

@@ -18,10 +18,10 @@ from typing import Any
 import xxhash
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.base import Progress
 
 
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.processing.chat import ChatMessage, ChatRenderer, ChatRequest, Tool, ToolCall
-from penstock_frontend.processing.chat_template import load_chat_templates
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRenderer, ChatRequest, Tool, ToolCall
+from penstock_frontend.processing.chat.templates import load_chat_templates
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.chat_templates import CHATML, LLAMA, save_chat_model
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model" / "penstock-tiny"

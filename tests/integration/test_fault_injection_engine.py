@@ -9,7 +9,7 @@ import pytest
 
 from penstock.common.v1 import finish_pb2
 from penstock_common.errors import InvalidArgument
-from penstock_common.tracing import Tracer
+from penstock_common.observability.tracing import Tracer
 from penstock_enginecore.core import engine_core
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.scheduler.fair_queue import FairQueue

@@ -15,21 +15,22 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.calls import CallTelemetry
-from penstock_frontend.api import convert, vllm_convert
+from penstock_frontend.api.grpc import convert
 from penstock_frontend.api.openai.chat import ChatCompletions
 from penstock_frontend.api.openai.completion_choices import ChoiceWriter
 from penstock_frontend.api.openai.completions import Completions
+from penstock_frontend.api.vllm import convert as vllm_convert
 from penstock_frontend.engine.journal import Journal, JournalEntry
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import EngineMetrics, FrontendMetrics
 from penstock_frontend.observe import ObservedRequest, RequestObserver
-from penstock_frontend.processing.chat import ChatRenderer
-from penstock_frontend.processing.chat_output import ChatOutputs
-from penstock_frontend.processing.input import InputProcessor
-from penstock_frontend.processing.output import OutputProcessor
-from penstock_frontend.processing.pooled import PooledOutputs
-from penstock_frontend.processing.pooling import PoolingInputs
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.chat.answers import ChatOutputs
+from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.outputs.processor import OutputProcessor
+from penstock_frontend.processing.pooling.inputs import PoolingInputs
+from penstock_frontend.processing.pooling.outputs import PooledOutputs
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.fake_engine import FakeEngine, token_at
 from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request

@@ -17,9 +17,9 @@ from penstock_common.errors import DeadlineExceeded, ResourceExhausted
 from penstock_common.rpc.status import DETAILS_KEY
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.processing.chat import ChatMessage, ChatRequest
-from penstock_frontend.processing.pooling import PoolingRequest
-from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.processing.prompts.request import GenerateRequest
 from tests.fakes.chat_templates import save_chat_model
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request

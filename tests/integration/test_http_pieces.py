@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock_frontend.api.http_pieces import Pieces
+from penstock_frontend.api.http.pieces import Pieces
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.openai_server import OpenAIServer, openai_server
 

@@ -15,7 +15,7 @@ from penstock.coordinator.v1 import messages_pb2 as coordinator_pb
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config import LogConfig, ServerConfig
-from penstock_common.logging import REQUEST_LOGGER, get_logger
+from penstock_common.observability.logging import REQUEST_LOGGER, get_logger
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.metrics import EngineCollector

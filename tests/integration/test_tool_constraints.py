@@ -11,13 +11,13 @@ from tokenizers import Tokenizer
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.structured_output.backend import XgrammarBackend
 from penstock_enginecore.structured_output.factory import make_grammar_backend
-from penstock_frontend.processing.chat import Tool
+from penstock_frontend.processing.chat.rendering import Tool
+from penstock_frontend.processing.chat.tool_choice import tool_constraint
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.base import ToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
-from penstock_frontend.processing.tool_choice import tool_constraint
 from tests.fakes.followed import follow_here
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"

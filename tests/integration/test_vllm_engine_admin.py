@@ -16,8 +16,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock.common.v1 import finish_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock_common.errors import Cancelled, InvalidArgument, NotFound, Unavailable, Unimplemented
-from penstock_frontend.api import vllm_engine
-from penstock_frontend.processing.tokenizer_bundle import TokenizerBundle
+from penstock_frontend.api.vllm import engine as vllm_engine
+from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
 from tests.fakes.small_tokenizers import byte_level, save_model

@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 
 
 def is_loopback(host: str) -> bool:

@@ -5,7 +5,7 @@ import sys
 
 from penstock_common.config import from_command_line
 from penstock_common.errors import ConfigError
-from penstock_common.logging import configure
+from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_coordinator.app import serve
 from penstock_coordinator.config import CoordinatorConfig

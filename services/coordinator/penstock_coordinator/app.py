@@ -6,13 +6,14 @@ import signal
 import time
 
 from penstock_common.errors import ConfigError
-from penstock_common.logging import get_logger
-from penstock_common.metrics import MetricsServer, count_tasks, service_registry
+from penstock_common.metrics_server import MetricsServer
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.metrics import count_tasks, service_registry
+from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import SERVICES, RpcServer
-from penstock_common.tracing import make_tracer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.metrics import CoordinatorMetrics

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from penstock_common.errors import AlreadyExists, Unavailable
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig

@@ -5,17 +5,17 @@ import time
 import uuid
 from collections.abc import Callable
 
-from penstock_common.logging import configure, get_logger
-from penstock_common.metrics import MetricsServer
+from penstock_common.metrics_server import MetricsServer
+from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
 from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.signals import signals_handled
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
-from penstock_enginecore.executor.base import Executor
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread

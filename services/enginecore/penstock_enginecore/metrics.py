@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock_common.engine_metrics import LABELS, EngineLoad, engine_families
-from penstock_common.histogram import Buckets
+from penstock_common.observability.engine_metrics import LABELS, EngineLoad, engine_families
+from penstock_common.observability.histogram import Buckets
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from penstock_common.errors import ConfigError, nearest
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 
 GROUP = "penstock.plugins"
 log = get_logger()

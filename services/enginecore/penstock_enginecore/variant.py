@@ -15,7 +15,7 @@ import huggingface_hub.errors
 import msgspec
 
 from penstock_common.checkpoint import WEIGHT_FILES, looks_like_a_path
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_enginecore.config import ModelConfig
 
 _NOT_COMPUTED_WITH = frozenset(

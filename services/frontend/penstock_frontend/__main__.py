@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock_common.config import from_command_line
 from penstock_common.errors import ConfigError
-from penstock_common.logging import configure
+from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
 from penstock_common.rpc.loop import GrpcEventLoop
 from penstock_frontend.app import run

@@ -8,10 +8,10 @@ from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.chat import ChatRequest
-from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
-from penstock_frontend.processing.pooling import PoolingRequest
-from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.chat.rendering import ChatRequest
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part
+from penstock_frontend.processing.prompts.request import GenerateRequest
 
 Clock = Callable[[], float]
 

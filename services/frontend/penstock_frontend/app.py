@@ -9,39 +9,41 @@ import grpc
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from penstock_common.logging import get_logger
-from penstock_common.metrics import MetricsServer, count_tasks
+from penstock_common.metrics_server import MetricsServer
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.metrics import count_tasks
+from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import RpcServer
-from penstock_common.tracing import make_tracer
-from penstock_frontend.api import admin, inference, vllm_engine
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
-from penstock_frontend.api.http import HttpServer, make_app
+from penstock_frontend.api.grpc import admin, inference
+from penstock_frontend.api.http.page import Page
+from penstock_frontend.api.http.server import HttpServer, make_app
+from penstock_frontend.api.http.telemetry import HttpTelemetry
 from penstock_frontend.api.openai import app as openai
-from penstock_frontend.api.page import Page
-from penstock_frontend.api.telemetry import HttpTelemetry
+from penstock_frontend.api.vllm import engine as vllm_engine
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.auth.authenticator import Authenticator
-from penstock_frontend.chat import ChatCalls
+from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.observe import RequestObserver
-from penstock_frontend.pooling import PoolingCalls
-from penstock_frontend.processing.chat import ChatRenderer
-from penstock_frontend.processing.chat_template import load_chat_templates
-from penstock_frontend.processing.input import InputProcessor
-from penstock_frontend.processing.model_card import load_model_card
-from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.pooling_calls import PoolingCalls
+from penstock_frontend.processing.chat.reasoning import reasoning_of
+from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.chat.templates import load_chat_templates
+from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
-from penstock_frontend.processing.pooling import PoolingInputs, load_labels
-from penstock_frontend.processing.reasoning import reasoning_of
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.pooling.inputs import PoolingInputs, load_labels
+from penstock_frontend.processing.pooling.outputs import PooledOutputs, SplitOutputs
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.model_card import load_model_card
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0

@@ -12,23 +12,23 @@ from penstock_common.errors import (
     RequestFailed,
     Unavailable,
 )
-from penstock_common.incidents import incident
-from penstock_common.logging import get_logger
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.engine.base import EngineClient
 from penstock_frontend.observe import ObservedRequest, RequestObserver
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
-from penstock_frontend.pooling import PoolingCalls
-from penstock_frontend.processing import parallel_sampling
-from penstock_frontend.processing.collector import OutputCollector
-from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.input import InputProcessor, check_size, check_token_ids
-from penstock_frontend.processing.output import OutputProcessor, RequestState
-from penstock_frontend.processing.pooling import PoolingRequest, PoolingResult, check_generates
-from penstock_frontend.processing.request import GenerateRequest, RequestOutput
-from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
+from penstock_frontend.pooling_calls import PoolingCalls
+from penstock_frontend.processing.outputs.collector import OutputCollector
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.outputs.processor import OutputProcessor, RequestState
+from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult, check_generates
+from penstock_frontend.processing.prompts import parallel_sampling
+from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
+from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
+from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
 
 
 class LiveRequest:

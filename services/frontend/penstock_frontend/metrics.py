@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import Counter, Gauge
 from prometheus_client.registry import Collector
 
-from penstock_common.engine_metrics import LABELS, EngineLoad, Family, engine_families
-from penstock_common.histogram import Histogram
-from penstock_common.metrics import service_registry
+from penstock_common.observability.engine_metrics import LABELS, EngineLoad, Family, engine_families
+from penstock_common.observability.histogram import Histogram
+from penstock_common.observability.metrics import service_registry
 from penstock_common.types.outputs import FinishReason
 
 # Upper ends of buckets are vLLM's, so that the quantiles of both can be compared. Its counts of tokens end at the model's

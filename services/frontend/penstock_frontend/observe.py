@@ -9,14 +9,14 @@ import structlog
 
 from penstock_common.config import LogConfig
 from penstock_common.errors import RequestFailed
-from penstock_common.logging import get_logger
-from penstock_common.tracing import Headers, Span, Tracer, current_call, trace_headers
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part
-from penstock_frontend.processing.output import RequestState
-from penstock_frontend.processing.pooling import PoolingRequest
-from penstock_frontend.processing.request import GenerateRequest, RequestOutput
+from penstock_frontend.processing.outputs.processor import RequestState
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part
+from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
 

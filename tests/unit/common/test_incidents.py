@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 
 
 def raised() -> Exception:

@@ -5,7 +5,7 @@ import threading
 
 from prometheus_client import CollectorRegistry
 
-from penstock_common.metrics import count_tasks, service_registry
+from penstock_common.observability.metrics import count_tasks, service_registry
 
 
 async def test_tasks_of_the_loop_are_counted_from_any_thread_and_leave_the_count_when_they_end() -> None:

@@ -12,11 +12,11 @@ from structlog.testing import capture_logs
 from penstock_common.config import ClientTlsConfig, MetricsConfig, ServerConfig, TlsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.listening import warn_of_plaintext
-from penstock_common.metrics import MetricsServer
+from penstock_common.metrics_server import MetricsServer
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials, advised
 from penstock_common.rpc.server import RpcServer
-from penstock_common.tls import read_material
+from penstock_common.security.tls import read_material
 from tests.fakes.certificates import Authority, Files
 from tests.fakes.patience import PATIENCE
 

@@ -4,7 +4,8 @@ import pytest
 
 from penstock_common.config import LogConfig, TracingConfig
 from penstock_common.errors import ConfigError
-from penstock_common.tracing import is_sampled, make_tracer, trace_headers
+from penstock_common.observability.tracer import make_tracer
+from penstock_common.observability.tracing import is_sampled, trace_headers
 
 PARENT = f"00-{'1' * 32}-{'2' * 16}"
 

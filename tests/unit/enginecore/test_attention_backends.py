@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.attention import cpu as cpu_module
-from penstock_enginecore.attention.base import (
-    AttentionMetadata,
-    AttentionParams,
-    KVCache,
-    StepPlan,
-    create_backend,
-)
+from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.factory import create_backend
 
 CPU = torch.device("cpu")
 NUM_BLOCKS_SLACK = 5

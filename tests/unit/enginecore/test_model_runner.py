@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.attention.base import AttentionBackend, create_backend
+from penstock_enginecore.attention.base import AttentionBackend
+from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import (
@@ -165,7 +166,7 @@ def test_the_profiling_step_runs_the_largest_shapes_and_leaves_no_trace(
             seen.append((len(query), list(rest[1].metadata.seq_lens)))
             return create_backend("cpu", torch.device("cpu")).attend(query, key, value, *rest)
 
-    monkeypatch.setattr(model_runner, "create_backend", lambda *_: Spy())
+    monkeypatch.setattr(model_runner, "native_attention", lambda *_: Spy())
     runner = model_runner.ModelRunner(model, torch.device("cpu"), "auto")
     specs = runner.kv_cache_specs(block_size=4)
     runner.profile(num_tokens=1100, num_seqs=20)

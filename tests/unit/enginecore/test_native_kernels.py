@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, KVCache, StepPlan, create_backend
-from penstock_enginecore.attention.native import NativeAttention
+from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.native import library as library_module
+from penstock_enginecore.native.attention import NativeAttention
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear, PackedLinears
 from penstock_enginecore.native.sampler import NativeSampler

@@ -7,7 +7,7 @@ import pytest
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore import plugins
-from penstock_enginecore.attention import base as attention
+from penstock_enginecore.attention import factory as attention
 from penstock_enginecore.core import extensions
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler import base as scheduler

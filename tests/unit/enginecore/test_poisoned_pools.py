@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan, create_backend
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.native.attention import backend as native_attention
 from penstock_enginecore.native.library import KernelsError, open_library
 from tests.unit.enginecore.test_attention_backends import CPU, PARAMS, Step, make_step
 
@@ -42,7 +44,7 @@ class Backend:
     def make(self) -> AttentionBackend:
         if self.name in ("cpu", "reference"):
             return create_backend(self.name, CPU)
-        return create_backend("auto", CPU, open_library(self.name, 2))
+        return native_attention("auto", CPU, open_library(self.name, 2))
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_frontend.admission import Admission, Demand, Place, check_deadline, demand_of
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.processing.chat import ChatMessage, ChatRequest, ContentPart, ToolCall
-from penstock_frontend.processing.mixed_prompt import MixedPrompt
-from penstock_frontend.processing.pooling import PoolingRequest
-from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, ContentPart, ToolCall
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt
+from penstock_frontend.processing.prompts.request import GenerateRequest
 from tests.fakes.engine_harness import FakeClock
 
 

@@ -9,9 +9,16 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.processing.chat import ChatMessage, ChatRenderer, ChatRequest, ContentPart, Tool, ToolCall
-from penstock_frontend.processing.chat_template import ChatTemplates, load_chat_templates
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.chat.rendering import (
+    ChatMessage,
+    ChatRenderer,
+    ChatRequest,
+    ContentPart,
+    Tool,
+    ToolCall,
+)
+from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.chat_templates import LLAMA, save_chat_model
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model" / "penstock-tiny"

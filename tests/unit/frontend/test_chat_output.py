@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import OutputKind
-from penstock_frontend.processing.chat_output import ChatOutput, ChatOutputs
-from penstock_frontend.processing.collector import OutputCollector
-from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.output_text import OutputText
+from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
+from penstock_frontend.processing.outputs.collector import OutputCollector
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
-from penstock_frontend.processing.request import Finish, Usage
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.prompts.request import Finish, Usage
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.small_tokenizers import byte_level
 
 TOKENIZER = Tokenizer(byte_level())

@@ -8,8 +8,8 @@ import pytest
 
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing import chat_template
-from penstock_frontend.processing.chat_template import ChatTemplates, load_chat_templates
+from penstock_frontend.processing.chat import templates as chat_template
+from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
 from tests.fakes.chat_templates import save_chat_model
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes import small_tokenizers
 
 BYTE_LEVEL = Tokenizer(small_tokenizers.byte_level())

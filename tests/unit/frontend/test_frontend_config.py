@@ -7,7 +7,7 @@ import pytest
 from penstock_common.config import load
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import FrontendConfig, ModelConfig
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes import small_tokenizers
 
 GOOD = {"model.path": "org/model", "engines": "[127.0.0.1:50052]"}

@@ -11,9 +11,10 @@ from tokenizers import normalizers
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.input import InputProcessor, ModelLimits
-from penstock_frontend.processing.request import GenerateRequest
-from penstock_frontend.processing.tokenizer import Encoded, Tokenizer
+from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
 from tests.fakes import small_tokenizers
 from tests.fakes.patience import PATIENCE
 

@@ -4,8 +4,8 @@ import pytest
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.processing.logprobs import LogprobsReader
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.outputs.logprobs import LogprobsReader
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes import small_tokenizers
 
 BYTE_LEVEL = Tokenizer(small_tokenizers.byte_level())

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.engine_metrics import EngineLoad
+from penstock_common.observability.engine_metrics import EngineLoad
 from penstock_common.types.outputs import (
     EngineCoreEvent,
     EngineCoreOutput,
@@ -15,8 +15,8 @@ from penstock_common.types.outputs import (
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.processing.output import OutputProcessor
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.outputs.processor import OutputProcessor
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes import small_tokenizers
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())

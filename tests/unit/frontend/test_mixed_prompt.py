@@ -10,10 +10,11 @@ from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.input import InputProcessor, ModelLimits
-from penstock_frontend.processing.mixed_prompt import MixedPrompt, Part, text_context
-from penstock_frontend.processing.request import GenerateRequest
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part, text_context
+from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes import small_tokenizers
 
 LIMITS = ModelLimits(max_model_len=10_000, vocab_size=400, hidden_size=4)

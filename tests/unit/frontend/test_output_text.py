@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.output_text import OutputText
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.outputs.text import OutputText
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes import small_tokenizers
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())

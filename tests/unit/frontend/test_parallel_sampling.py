@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.processing import parallel_sampling
+from penstock_frontend.processing.prompts import parallel_sampling
 
 
 def request(**params: Any) -> EngineCoreRequest:

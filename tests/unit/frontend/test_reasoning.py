@@ -8,11 +8,11 @@ import structlog
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.input import InputProcessor
+from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
-from penstock_frontend.processing.reasoning import reasoning_of
-from penstock_frontend.processing.request import GenerateRequest
-from penstock_frontend.processing.tokenizer import Tokenizer
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.small_tokenizers import byte_level
 
 CONSTRAINED = {"structured_output": StructuredOutput(regex="a")}

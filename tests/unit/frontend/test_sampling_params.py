@@ -8,7 +8,7 @@ import pytest
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing import sampling
+from penstock_frontend.processing.prompts import sampling
 
 LIMITS = LimitsConfig()
 MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 64}

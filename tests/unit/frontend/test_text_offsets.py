@@ -8,8 +8,8 @@ import tokenizers
 
 from penstock_frontend.api.openai.logprobs import TextOffsets
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.small_tokenizers import byte_fallback, byte_level
 
 SMILE = "🙂".encode()

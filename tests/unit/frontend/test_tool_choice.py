@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.processing.chat import Tool
+from penstock_frontend.processing.chat.rendering import Tool
+from penstock_frontend.processing.chat.tool_choice import tool_constraint
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
-from penstock_frontend.processing.tool_choice import tool_constraint
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [Tool(name="weather", parameters=SCHEMA), Tool(name='"now"')]

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import grpc
 from prometheus_client import CollectorRegistry, Counter
 
+from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.rpc.interceptor import CallEnd, Context
-from penstock_common.tracing import Headers, Span, Tracer, current_call, trace_headers
 
 _SERVER_ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 """Codes that OpenTelemetry's conventions take for a server's error."""

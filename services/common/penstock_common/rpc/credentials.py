@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import grpc
 
 from penstock_common.config import ClientTlsConfig, TlsConfig
-from penstock_common.tls import TlsMaterial, watched_material
+from penstock_common.security.tls import TlsMaterial, watched_material
 
 _ADVICE = {
     "certificate has expired": "the server's certificate has expired",

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 
 from penstock_common.errors import PermissionDenied, RequestFailed
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -9,7 +9,7 @@ import structlog
 from google.protobuf.message import Message
 
 from penstock_common.errors import RequestFailed, ResourceExhausted, Unimplemented
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 from penstock_common.rpc.status import abort
 from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
 

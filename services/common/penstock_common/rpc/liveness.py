@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.server import LIVENESS
 
 INTERVAL = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from penstock_common.errors import RequestFailed
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.backoff import Backoff
 from penstock_common.rpc.credentials import advised
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 

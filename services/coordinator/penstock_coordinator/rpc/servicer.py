@@ -11,7 +11,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config import PeersConfig
 from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.cluster import Cluster

@@ -1,20 +1,16 @@
-"""Paged attention: what every backend gets, and the factory that finds one by name.
+"""Paged attention: what every backend is, and what it gets.
 
 The KV cache of a layer is two flat tensors of *slots*, one slot per token. Block ``b`` owns the slots ``b * block_size
 .. (b + 1) * block_size - 1``; block 0 is the null block, which stays zero. A slot holds all heads of its token side by
 side, so that fetching a token is one contiguous copy whatever the block size is.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from penstock_common.errors import ConfigError, nearest
-from penstock_enginecore.native.library import NativeLibrary
 
 IntArray = npt.NDArray[np.int64]
 
@@ -135,43 +131,3 @@ class AttentionBackend(Protocol):
         the new tokens', which saves a backend from reading them back. Returns ``[tokens, num_heads, head_size_v]`` in
         the query's dtype.
         """
-
-
-def _reference() -> AttentionBackend:
-    from penstock_enginecore.attention.reference import ReferenceAttention
-
-    return ReferenceAttention()
-
-
-def _cpu() -> AttentionBackend:
-    from penstock_enginecore.attention.cpu import CPUAttention
-
-    return CPUAttention()
-
-
-_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference, "cpu": _cpu}
-
-
-def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None:
-    """Make ``model.attention_backend: name`` mean what ``factory`` returns."""
-    _FACTORIES[name] = factory
-
-
-def create_backend(name: str, device: torch.device, library: NativeLibrary | None = None) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` picks the fastest one for ``device``. ``library``: the kernels to attend with on
-    a CPU, in place of torch's. Raises ConfigError.
-    """
-    if name == "auto" and library is not None:
-        from penstock_enginecore.attention.native import NativeAttention
-
-        return NativeAttention(library, _cpu())
-    if name == "auto":
-        name = "cpu" if device.type == "cpu" else "reference"
-    if name not in _FACTORIES:
-        known = ("auto", *_FACTORIES)
-        raise ConfigError(f"model.attention_backend is {name!r}; known: {', '.join(known)}{nearest(name, known)}")
-    if name == "cpu" and device.type != "cpu":
-        raise ConfigError(
-            f"model.attention_backend is 'cpu' but the device is {device.type}; use 'auto' or 'reference'"
-        )
-    return _FACTORIES[name]()

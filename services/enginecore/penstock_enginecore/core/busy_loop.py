@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
-from penstock_common.histogram import Buckets
-from penstock_common.incidents import incident
+from penstock_common.observability.histogram import Buckets
+from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,

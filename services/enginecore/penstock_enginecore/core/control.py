@@ -1,24 +1,23 @@
 """What operators can do with a running engine: pause, sleep, reset, profile, look."""
 
-from __future__ import annotations
-
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
-from penstock_common.histogram import Buckets
+from penstock_common.observability.histogram import Buckets
 from penstock_common.types.outputs import RequestError
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Executor
+from penstock_enginecore.core.iteration_log import IterationLog
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.scheduler.base import Scheduler
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
-from penstock_enginecore.core.utility import utility
-
-if TYPE_CHECKING:
-    from penstock_enginecore.core.engine_core import EngineCore
-    from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.utility import UtilityRegistry, utility
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,31 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     num_nan_logits: int
 
 
+class Controllable(Protocol):
+    """What of an engine its operators reach."""
+
+    config: EngineCoreConfig
+    scheduler: Scheduler
+    executor: Executor
+    kv_cache_config: KVCacheConfig
+    vocab_size: int
+    utilities: UtilityRegistry
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is scheduled."""
+
+    def finish_batches(self) -> bool:
+        """Wait for the steps that were started. Returns whether there were any."""
+
+    def abort_all(self, error: RequestError) -> None:
+        """End every request."""
+
+
 class EngineControl:
     """The engine's utilities. Called between steps, on the busy loop's thread.
 
@@ -45,7 +69,7 @@ class EngineControl:
     paused, before or meanwhile, waits for ``resume`` as well.
     """
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: Controllable) -> None:
         self._engine = engine
         self._asleep: set[str] = set()
         self._pause_asked_for = False
@@ -120,7 +144,7 @@ class EngineControl:
 
     def after_step(self) -> None:
         """Between steps: see whether a pause that waits has come to its end; log what the steps did."""
-        self._log.tick(self._engine)
+        self._log.tick(self._engine.scheduler.stats)
         scheduler = self._engine.scheduler
         if not self._waiting or not scheduler.drained:
             return
@@ -262,42 +286,3 @@ class EngineControl:
 
 def _cannot_drain(_: float) -> None:
     raise Unimplemented("nobody drives this engine that could drain it")
-
-
-class IterationLog:
-    """A line now and then on what the steps did. ``interval`` in seconds, 0 for none."""
-
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._since = time.monotonic()
-        self._steps = self._computed = self._sampled = 0
-
-    def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Add a step."""
-        self._steps += 1
-        self._computed += scheduled.total_num_scheduled_tokens
-        self._sampled += sum(map(len, results.sampled_token_ids))
-
-    def tick(self, engine: EngineCore) -> None:
-        """Log if it is time, and if there were steps."""
-        now = time.monotonic()
-        if not self._interval or now - self._since < self._interval:
-            return
-        seconds, self._since = now - self._since, now
-        if not self._steps:
-            return
-        stats = engine.scheduler.stats()
-        logger.info(
-            "%.1f steps/s, %.0f tokens/s computed, %.0f tokens/s produced, %d running, %d waiting (%d held), "
-            "KV cache %.1f%% used, prefix hits %.1f%%, %d preemptions",
-            self._steps / seconds,
-            self._computed / seconds,
-            self._sampled / seconds,
-            stats.num_running_reqs,
-            stats.num_waiting_reqs,
-            stats.num_skipped_reqs,
-            100 * stats.kv_cache_usage,
-            100 * stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
-            stats.num_preemptions,
-        )
-        self._steps = self._computed = self._sampled = 0

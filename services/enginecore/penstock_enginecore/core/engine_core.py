@@ -8,13 +8,14 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock_common.errors import PenstockError
-from penstock_common.incidents import STEP_FAILED
+from penstock_common.observability.incidents import STEP_FAILED
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.error_dump import dump_step, keep_step
+from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
@@ -29,7 +30,6 @@ from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.structured_output.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.validation import RequestLimits, validate_request
-from penstock_enginecore.executor.base import Executor, Progress
 
 logger = logging.getLogger(__name__)
 

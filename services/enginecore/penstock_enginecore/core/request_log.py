@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from penstock_common.errors import RequestFailed
-from penstock_common.incidents import REASON, incident
-from penstock_common.logging import REQUEST_LOGGER
+from penstock_common.observability.incidents import REASON, incident
+from penstock_common.observability.logging import REQUEST_LOGGER
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.request import Request
 

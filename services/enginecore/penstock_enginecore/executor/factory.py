@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from penstock_common.errors import ConfigError, nearest
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.executor.base import Executor
+from penstock_enginecore.core.executor import Executor
 
 _KNOWN: dict[str, str] = {"uniproc": "penstock_enginecore.executor.uniproc:UniprocExecutor"}
 

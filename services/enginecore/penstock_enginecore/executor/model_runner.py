@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_enginecore.attention.base import AttentionMetadata, IntArray, StepPlan, create_backend
-from penstock_enginecore.attention.native import NativeAttention
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray, StepPlan
+from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -30,6 +30,8 @@ from penstock_enginecore.native.acceleration import (
     describe,
     open_kernels,
 )
+from penstock_enginecore.native.attention import NativeAttention
+from penstock_enginecore.native.attention import backend as native_attention
 from penstock_enginecore.native.decoder import NativeDecoder
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import PackedLinears
@@ -64,7 +66,7 @@ class ModelRunner:
         self._dtype = model.dtype
         self._kernels = kernels
         self._library = open_kernels(kernels, device, num_threads)
-        self._backend = create_backend(attention_backend, device, self._library if kernels.attention else None)
+        self._backend = native_attention(attention_backend, device, self._library if kernels.attention else None)
         self._attention_backend = attention_backend
         self._sampler = NativeSampler(self._library) if self._library is not None and kernels.sampler else None
         self._decoder: NativeDecoder | None = None

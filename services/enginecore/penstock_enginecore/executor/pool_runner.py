@@ -5,9 +5,8 @@ import torch
 
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import NO_SAMPLING
-from penstock_enginecore.attention.base import StepPlan, create_backend
-from penstock_enginecore.attention.encoder import EncoderContext
-from penstock_enginecore.attention.native import NativeAttention
+from penstock_enginecore.attention.base import StepPlan
+from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.pooling_validation import PoolingLimits
@@ -15,12 +14,15 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunne
 from penstock_enginecore.executor.kv_memory import KVMemory, num_bytes
 from penstock_enginecore.executor.pool_batch import PoolBatch, PoolInputs, attention_metadata
 from penstock_enginecore.models.attention_hook import AttentionContext, LayerCaches, StepContext, use_context
-from penstock_enginecore.models.embedder import PoolingModel
 from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
+from penstock_enginecore.models.encoder_attention import EncoderContext
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.native.acceleration import NO_KERNELS, Probe, accelerated_linears, describe, open_kernels
+from penstock_enginecore.native.attention import NativeAttention
+from penstock_enginecore.native.attention import backend as native_attention
 from penstock_enginecore.native.linear import PackedLinears
+from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Pooler
 
 
@@ -43,7 +45,7 @@ class PoolRunner:
         self._kernels = kernels
         self._library = open_kernels(kernels, device, num_threads)
         self._linears: PackedLinears | None = None
-        self._backend = create_backend(attention_backend, device, self._library if kernels.attention else None)
+        self._backend = native_attention(attention_backend, device, self._library if kernels.attention else None)
         self._pooler = Pooler(model)
         self._batch = PoolBatch()
         self._specs: dict[str, KVCacheSpec] = {}

@@ -11,15 +11,15 @@ import torch
 from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError, Internal, InvalidArgument
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.utility import utility
-from penstock_enginecore.executor.base import Progress
 from penstock_enginecore.executor.memory import check_pool, cpu_pool_bytes, cuda_pool_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pool_runner import PoolRunner
-from penstock_enginecore.models.embedder import PoolingModel, load_pooling_model, resolve_task
 from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.pooling.embedder import PoolingModel, load_pooling_model, resolve_task
 
 logger = logging.getLogger(__name__)
 

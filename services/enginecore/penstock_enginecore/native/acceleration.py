@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.attention.native import CHUNK
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.models.attention_hook import AttentionCall, LayerCaches
+from penstock_enginecore.native.attention import CHUNK
 from penstock_enginecore.native.decoder import NativeDecoder, UnsuitableError
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinears

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, IntArray
-from penstock_enginecore.attention.native import CHUNK, cache_struct, group_struct, reach_struct
 from penstock_enginecore.models.attention_hook import AttentionCall, LayerCache
 from penstock_enginecore.models.query_scale import query_scale
+from penstock_enginecore.native.attention import CHUNK, cache_struct, group_struct, reach_struct
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Cache, Group, Layer, Model, Step
 from penstock_enginecore.native.weights import PackedWeight

@@ -7,8 +7,8 @@ from torch.nn.functional import normalize
 
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_enginecore.core.pooling_validation import PoolingLimits
-from penstock_enginecore.models.embedder import PoolingModel
 from penstock_enginecore.pooling.accumulate import Accumulator, EveryToken, FirstToken, LastToken, Mean
+from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.heads import Head, activate
 
 

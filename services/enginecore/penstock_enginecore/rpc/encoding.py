@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import (
     EngineCoreOutput,

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.config import PeersConfig
-from penstock_common.logging import get_logger
-from penstock_common.metrics import count_tasks, service_registry
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.metrics import count_tasks, service_registry
+from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
-from penstock_common.tracing import make_tracer
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_enginecore.config import EngineCoreConfig

@@ -10,8 +10,8 @@ import grpc
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.incidents import incident
-from penstock_common.logging import get_logger
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc import stats
 from penstock_common.rpc.outputs import take_chunk
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION

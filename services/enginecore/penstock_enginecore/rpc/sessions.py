@@ -10,8 +10,8 @@ from functools import partial
 import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
-from penstock_common.incidents import incident
-from penstock_common.logging import get_logger
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.outputs import chunk_to_proto
 from penstock_common.rpc.revision import COLUMNS_SINCE
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from penstock_common.incidents import incident
-from penstock_common.tracing import Headers, Tracer, is_sampled
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.tracing import Headers, Tracer, is_sampled
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EventType
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import TokenColumns

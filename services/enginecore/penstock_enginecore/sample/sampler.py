@@ -5,15 +5,15 @@ batch needs is computed: rows that are greedy and without rules cost an argmax. 
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_enginecore.native.sampler import NativeSampler
 from penstock_enginecore.sample.blocks import peak
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered
-from penstock_enginecore.sample.rules import LogitRules, apply_rules, lift_bans
+from penstock_enginecore.sample.rules import GrammarRows, LogitRules, apply_rules, lift_bans
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -68,19 +68,38 @@ class SampledTokens:
     num_nans: npt.NDArray[np.int64] | None
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs, native: NativeSampler | None = None) -> SampledTokens:
+class SamplingKernels(Protocol):
+    """What kernels may do in place of torch, for logits that they take."""
+
+    def takes(self, logits: torch.Tensor) -> bool:
+        """Whether they read logits like these."""
+
+    def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
+        """Leave only the tokens whose bits are set, in place: see ``rules.mask_grammar``."""
+
+    def sample(
+        self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: FloatArray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest value ``[rows]`` and a column, int64 ``[rows]``: the first that has it or, where ``temperature`` is not 0
+        and the value finite, the one that ``uniforms`` draws from the whole row.
+        """
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: SamplingKernels | None = None) -> SampledTokens:
     """Choose one token per row of ``logits`` ``[rows, vocab]``, any float dtype, any device. Rules overwrite logits that are
-    float32: what is to be known of them must be copied before. ``native``: the kernels that find peaks and draw from rows
+    float32: what is to be known of them must be copied before. ``kernels``: those that find peaks and draw from rows
     without filters.
     """
     if inputs.rules:
         logits = logits.float()
-        before = apply_rules(logits, inputs.rules, native.mask if native is not None and native.takes(logits) else None)
+        before = apply_rules(
+            logits, inputs.rules, kernels.mask if kernels is not None and kernels.takes(logits) else None
+        )
         if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
             lift_bans(logits, inputs.rules, before, empty)
     kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
-    if native is not None and native.takes(logits):
-        peaks, token_ids = native.sample(logits, kinds.plain_temperature, inputs.uniforms)
+    if kernels is not None and kernels.takes(logits):
+        peaks, token_ids = kernels.sample(logits, kinds.plain_temperature, inputs.uniforms)
         any_left, left = kinds.any_filtered, kinds.filtered
     else:
         peaks, token_ids = peak(logits)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar, Mask, allows, bitmask_words
 from penstock_enginecore.core.structured_output.constraint import FIELD

@@ -40,7 +40,8 @@ class CompileProcess:
     @property
     def pid(self) -> int | None:
         """The process that is running, if any."""
-        return self._process.pid if self._process is not None else None
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
         """Have a process that is ready. Raises Internal when it cannot be had, Unavailable when closed meanwhile."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock_common.errors import ConfigError
-from penstock_common.watched import WatchedFiles, read_bytes
+from penstock_common.security.watched import WatchedFiles, read_bytes
 from penstock_frontend.auth.principal import Principal, Scope
 
 _MIN_KEY_CHARS = 16

@@ -7,8 +7,8 @@ import jwt
 import msgspec
 
 from penstock_common.errors import ConfigError, Unauthenticated
-from penstock_common.logging import get_logger
-from penstock_common.watched import WatchedFiles, read_bytes
+from penstock_common.observability.logging import get_logger
+from penstock_common.security.watched import WatchedFiles, read_bytes
 from penstock_frontend.auth.principal import Principal, Scope
 from penstock_frontend.config import JwtConfig
 

@@ -5,35 +5,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock_common.errors import RequestFailed
 from penstock_common.types.cluster import EngineStatus
-from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.engine.variants import Variant
-from penstock_frontend.processing.input import ModelLimits
-
-
-class OutputHandler(Protocol):
-    """Who gets what engines produce."""
-
-    def process(
-        self, outputs: Sequence[EngineCoreOutput], engine: str, timestamp: float, tokens: Sequence[NewTokens] = ()
-    ) -> Sequence[str]:
-        """Take a step's outputs; returns the ids of requests that the engine need not go on with.
-
-        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
-        tokens and nothing else, which come before the others.
-        """
-
-    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests."""
-
-    def fail_all(self, error: RequestFailed) -> Sequence[str]:
-        """End every request; returns their ids."""
-
-    def moved(self, request_ids: Iterable[str]) -> None:
-        """These requests have lost their engine and go on elsewhere: the clock of their outputs is another one."""
+from penstock_frontend.ports import ModelLimits
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,22 +7,22 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.engine_metrics import EngineLoad
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
-from penstock_common.incidents import incident
-from penstock_common.logging import get_logger
+from penstock_common.observability.engine_metrics import EngineLoad
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
-from penstock_frontend.engine.base import OutputHandler, RankLoad
+from penstock_frontend.engine.base import RankLoad
 from penstock_frontend.engine.connection import EngineConnection
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.pool import EnginePool
 from penstock_frontend.engine.router import Candidate, Router
 from penstock_frontend.engine.variants import Variant, describe, variants_of
-from penstock_frontend.processing.input import ModelLimits
+from penstock_frontend.ports import ModelLimits, OutputHandler
 
 
 class GrpcEngineClient:

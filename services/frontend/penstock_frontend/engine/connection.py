@@ -4,7 +4,7 @@ import asyncio
 from typing import Protocol
 
 from penstock_common.errors import Unavailable
-from penstock_common.logging import get_logger
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus

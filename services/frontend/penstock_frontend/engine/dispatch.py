@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.incidents import STEP_FAILED, incident
-from penstock_common.logging import get_logger
+from penstock_common.observability.incidents import STEP_FAILED, incident
+from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RetriesConfig
-from penstock_frontend.engine.base import OutputHandler
 from penstock_frontend.engine.drain import Drain
 from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import Journal, JournalEntry, Refusal
 from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router
+from penstock_frontend.ports import OutputHandler
 
 _SHORTEST_EXCLUSION = 0.1
 _USUAL_EXCLUSION = 1.0

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
-from penstock_common.incidents import REASON as INCIDENT
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import REASON as INCIDENT
+from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens, TokenColumns

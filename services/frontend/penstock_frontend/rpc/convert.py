@@ -8,7 +8,7 @@ import msgspec
 from penstock.common.v1 import finish_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.columns import columns_from_proto

@@ -13,7 +13,7 @@ import msgspec
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 from penstock_common.rpc import stats
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials

@@ -16,9 +16,9 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Utilit
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_frontend.engine.base import OutputHandler, RankLoad
+from penstock_frontend.engine.base import RankLoad
 from penstock_frontend.engine.variants import Variant, variants_of
-from penstock_frontend.processing.input import ModelLimits
+from penstock_frontend.ports import ModelLimits, OutputHandler
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any, Self, TypeVar
 
 from penstock_common.errors import Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_frontend.processing.chat import ChatRequest
-from penstock_frontend.processing.pooling import PoolingRequest
-from penstock_frontend.processing.request import GenerateRequest
+from penstock_frontend.processing.chat.rendering import ChatRequest
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.processing.prompts.request import GenerateRequest
 from penstock_local.inprocess.batch import Batch
 from penstock_local.inprocess.inputs import Message, Prompt, Sampling, as_conversations, as_prompts, as_sampling
 from penstock_local.inprocess.options import engine_config

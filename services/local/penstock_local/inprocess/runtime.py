@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock_common.logging import configure_library
 from penstock_common.memory import host_memory
+from penstock_common.observability.logging import configure_library
 from penstock_enginecore.app import describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.engine_core import EngineCore
@@ -20,16 +20,16 @@ from penstock_frontend.config import LimitsConfig
 from penstock_frontend.config import ModelConfig as FrontendModelConfig
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.observe import RequestObserver
-from penstock_frontend.pooling import PoolingCalls
-from penstock_frontend.processing.chat import ChatRenderer
-from penstock_frontend.processing.chat_template import load_chat_templates
-from penstock_frontend.processing.input import InputProcessor
-from penstock_frontend.processing.output import OutputProcessor
+from penstock_frontend.pooling_calls import PoolingCalls
+from penstock_frontend.processing.chat.reasoning import reasoning_of
+from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.chat.templates import load_chat_templates
+from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.pooled import PooledOutputs, SplitOutputs
-from penstock_frontend.processing.pooling import PoolingInputs
-from penstock_frontend.processing.reasoning import reasoning_of
-from penstock_frontend.processing.tokenizer import load_model_files
+from penstock_frontend.processing.pooling.inputs import PoolingInputs
+from penstock_frontend.processing.pooling.outputs import PooledOutputs, SplitOutputs
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import visible_gpus
 from penstock_local.inprocess.engine import InProcessEngine

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from penstock_common.errors import InvalidArgument
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager

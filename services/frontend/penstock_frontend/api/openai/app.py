@@ -17,7 +17,7 @@ from penstock_frontend.api.openai.endpoint import Endpoint, Gate, Handler
 from penstock_frontend.api.openai.models import Models
 from penstock_frontend.api.openai.tokenization import Tokenization
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.chat import ChatCalls
+from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig
 
 

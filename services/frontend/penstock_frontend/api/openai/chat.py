@@ -31,9 +31,9 @@ from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.chat import ChatCalls
-from penstock_frontend.processing.chat import ChatRequest
-from penstock_frontend.processing.chat_output import ChatOutput
+from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.rendering import ChatRequest
 
 _REFUSED = {
     "functions": "tools",

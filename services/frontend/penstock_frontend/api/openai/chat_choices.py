@@ -6,7 +6,7 @@ import msgspec
 
 from penstock_frontend.api.openai.generation import FINISH_REASONS
 from penstock_frontend.api.openai.logprobs import ChatLogprobs, chat_logprobs
-from penstock_frontend.processing.chat_output import ChatOutput
+from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.parsers.base import ToolCallDelta
 
 

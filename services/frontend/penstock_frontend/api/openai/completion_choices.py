@@ -13,7 +13,7 @@ from penstock_frontend.api.openai.logprobs import (
 )
 from penstock_frontend.api.openai.prompts import Prompt
 from penstock_frontend.api.openai.usage import UsageInfo, usage_info
-from penstock_frontend.processing.request import RequestOutput, Usage
+from penstock_frontend.processing.prompts.request import RequestOutput, Usage
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):

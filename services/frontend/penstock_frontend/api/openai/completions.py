@@ -25,7 +25,7 @@ from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.pace import Pace
-from penstock_frontend.processing.request import GenerateRequest, RequestOutput
+from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 
 DEFAULT_MAX_TOKENS = 16
 _MAX_LOGPROBS = 2**31 - 1

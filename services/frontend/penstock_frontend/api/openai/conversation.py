@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.processing.chat import ChatMessage, ContentPart, Tool, ToolCall
-from penstock_frontend.processing.tool_choice import named_choice
+from penstock_frontend.processing.chat.rendering import ChatMessage, ContentPart, Tool, ToolCall
+from penstock_frontend.processing.chat.tool_choice import named_choice
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):

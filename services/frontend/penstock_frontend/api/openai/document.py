@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock_frontend.api.http.page import ClusterState
 from penstock_frontend.api.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock_frontend.api.openai.completions import Completion, CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingList, EmbeddingRequest
@@ -16,7 +17,6 @@ from penstock_frontend.api.openai.errors import ErrorBody
 from penstock_frontend.api.openai.models import Model, ModelList
 from penstock_frontend.api.openai.sampling import ResponseFormat
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
-from penstock_frontend.api.page import ClusterState
 
 PATH = "/openapi.json"
 _ERRORS = {

@@ -17,7 +17,7 @@ from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
 from penstock_frontend.api.openai.sampling import TokenId
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.processing.pooling import PoolingRequest
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
 
 _INT32 = 2**31
 

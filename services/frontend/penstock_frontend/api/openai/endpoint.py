@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_frontend.admission import Place
-from penstock_frontend.api import convert
+from penstock_frontend.api.grpc import convert
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
 from penstock_frontend.api.openai.http_send import send_json

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed
-from penstock_common.incidents import incident
+from penstock_common.observability.incidents import incident
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,

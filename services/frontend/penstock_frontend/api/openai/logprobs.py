@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.processing.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from penstock_frontend.processing.outputs.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import msgspec
 from starlette.types import Scope, Send
 
-from penstock_frontend.api.http_pieces import PIECES, Pieces
+from penstock_frontend.api.http.pieces import PIECES, Pieces
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.http_send import send_head
 

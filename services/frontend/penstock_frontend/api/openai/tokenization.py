@@ -12,8 +12,8 @@ from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.sampling import TokenId
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.chat import ChatCalls
-from penstock_frontend.processing.chat import ChatRequest
+from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.processing.chat.rendering import ChatRequest
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -1,0 +1,81 @@
+"""``/metrics`` of a service without an HTTP server of its own."""
+
+import contextlib
+import socket
+import socketserver
+import ssl
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from penstock_common.config import MetricsConfig
+from penstock_common.errors import ConfigError
+from penstock_common.listening import warn_of_plaintext
+from penstock_common.observability.logging import get_logger
+from penstock_common.security.tls import server_context
+
+_READ_TIMEOUT = 10.0
+"""Seconds that a client may be silent, in its TLS handshake too."""
+
+
+class MetricsServer:
+    """Serves ``/metrics`` from a thread until ``stop``."""
+
+    def __init__(self, config: MetricsConfig, registry: CollectorRegistry) -> None:
+        """Raises ConfigError when the port is taken."""
+        self._server: _Server | None = None
+        if config.port < 0:
+            return
+        if not config.tls.enabled:
+            warn_of_plaintext(config.host, field="metrics", reads=True)
+        context = server_context(config.tls, field="metrics.tls") if config.tls.enabled else None
+        try:
+            self._server = make_server(
+                config.host, config.port, make_wsgi_app(registry), server_class=_Server, handler_class=_Handler
+            )
+        except OSError as e:
+            raise ConfigError(
+                f"metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
+            ) from None
+        self._server.tls = context
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+        get_logger().info("metrics", address=f"{config.host}:{self._server.server_port}")
+
+    def stop(self) -> None:
+        """Close the port. Idempotent."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _READ_TIMEOUT
+
+    def log_message(self, *_: Any) -> None:
+        """Scrapes are no news."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread per connection, which does the TLS handshake as well: a client that is slow at it holds nobody up."""
+
+    daemon_threads = True
+    tls: ssl.SSLContext | None = None
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_READ_TIMEOUT)
+        # What may fail: a client that speaks no TLS, or shows no certificate.
+        with contextlib.suppress(OSError), self.tls.wrap_socket(request, server_side=True) as connection:
+            super().finish_request(connection, client_address)

@@ -1,0 +1,194 @@
+"""The operators' API, ``penstock.admin.v1.AdminService``."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+
+from penstock.admin.v1 import messages_pb2 as pb
+from penstock.admin.v1 import service_pb2, service_pb2_grpc
+from penstock.common.v1 import control_pb2
+from penstock_common.errors import InvalidArgument, NotFound, RequestFailed
+from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
+from penstock_common.rpc.cluster import engine_to_proto
+from penstock_frontend.api.grpc.unserved import refuses_unserved
+from penstock_frontend.api.grpc.utilities import ask_all
+from penstock_frontend.engine.base import EngineClient
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+SERVICE_NAME = _SERVICE.full_name
+METHODS = tuple(f"/{SERVICE_NAME}/{method.name}" for method in _SERVICE.methods)
+
+_PAUSE_MODES: dict[int, str] = {
+    control_pb2.PAUSE_MODE_ABORT: "abort",
+    control_pb2.PAUSE_MODE_WAIT: "wait",
+    control_pb2.PAUSE_MODE_KEEP: "keep",
+}
+_MAX_SLEEP_LEVEL = 2
+_MAX_DEPTH = MAX_ARGUMENT_DEPTH - 1
+"""Of the arguments of a method of workers, which are an argument themselves."""
+_MAX_DRAIN_TIMEOUT = 86_400.0
+_DRAIN_INTERVAL = 0.1
+"""Seconds between two looks at a draining engine."""
+_WAKE_UP_TAGS = ("weights", "kv_cache")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@refuses_unserved(_SERVICE)
+class AdminServicer(service_pb2_grpc.AdminServiceServicer):
+    """Controls engines through their sessions. What comes later is refused by name.
+
+    A call goes to every connected engine at once. When one of them fails the call fails with its error, which names the
+    engine, after all have answered: the others have done what was asked.
+    """
+
+    def __init__(self, engines: EngineClient, coordinator_connected: Callable[[], bool]) -> None:
+        self._engines = engines
+        self._coordinator_connected = coordinator_connected
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        """Stops scheduling; answers when the engines are paused."""
+        await self._ask("pause", _pause_mode(request.mode), request.clear_cache)
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        """Starts scheduling again."""
+        await self._ask("resume")
+        return pb.ResumeResponse()
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        """Frees device memory."""
+        if request.level > _MAX_SLEEP_LEVEL:
+            raise InvalidArgument(f"level is {request.level}; it must be from 0 to {_MAX_SLEEP_LEVEL}", field="level")
+        await self._ask("sleep", request.level, _pause_mode(request.mode or control_pb2.PAUSE_MODE_ABORT))
+        return pb.SleepResponse()
+
+    async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
+        """Takes device memory back."""
+        for index, tag in enumerate(request.tags):
+            if tag not in _WAKE_UP_TAGS:
+                raise InvalidArgument(
+                    f"tags[{index}] is {tag!r}; known: {', '.join(_WAKE_UP_TAGS)}", field=f"tags[{index}]"
+                )
+        await self._ask("wake_up", list(request.tags))
+        return pb.WakeUpResponse()
+
+    async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
+        """Which engines sleep."""
+        return pb.IsSleepingResponse(engines=await self._ask("is_sleeping"))
+
+    async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
+        """What each engine is and holds."""
+        infos = await self._ask("engine_info")
+        return pb.GetEngineInfoResponse(
+            engines={engine: msgspec.json.encode(info).decode() for engine, info in infos.items()}
+        )
+
+    async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
+        """The cluster as this frontend sees it."""
+        return pb.GetClusterResponse(
+            engines=[engine_to_proto(status) for status in self._engines.cluster()],
+            coordinator_connected=self._coordinator_connected(),
+            variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.variants()],
+        )
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
+        """Forgets cached prefixes."""
+        return pb.ResetPrefixCacheResponse(
+            num_engines_reset=await self._reset("reset_prefix_cache", request.preempt_running)
+        )
+
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
+        """Starts the profilers."""
+        await self._ask("start_profile")
+        return pb.StartProfileResponse()
+
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
+        """Stops them; the paths are those on the engines' machines."""
+        paths = await self._ask("stop_profile")
+        return pb.StopProfileResponse(paths=[path for of_engine in paths.values() for path in of_engine])
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
+        """Has an engine take no new requests, and tells whenever it has fewer, until it has none or is gone."""
+        known = {status.engine_id for status in self._engines.cluster()}
+        if request.engine_id not in known:
+            raise NotFound(
+                f"engine_id is {request.engine_id!r}; engines: {', '.join(sorted(known)) or 'none'}", field="engine_id"
+            )
+        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:  # NaN is not either
+            raise InvalidArgument(
+                f"timeout_seconds is {request.timeout_seconds:g}; it must be from 0 to {_MAX_DRAIN_TIMEOUT:g}",
+                field="timeout_seconds",
+            )
+        told: int | None = None
+        while told != 0:
+            left = await self._drain(request.engine_id, request.timeout_seconds)
+            if left != told:
+                yield pb.DrainResponse(engine_id=request.engine_id, num_unfinished_reqs=left, done=left == 0)
+                told = left
+            elif left:
+                await asyncio.sleep(_DRAIN_INTERVAL)
+
+    async def _drain(self, engine: str, timeout: float) -> int:  # noqa: ASYNC109 - the engine's, not the call's
+        """Tell an engine to drain, again if need be. Returns how many requests it has, 0 when it is gone."""
+        results = await self._engines.call_utility("drain", [timeout], engine=engine)
+        result = results.get(engine, 0)
+        if isinstance(result, RequestFailed):
+            if result.reason == "ENGINE_GONE":
+                return 0
+            raise result
+        return int(result)
+
+    async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
+        """Calls a method on every worker; which methods there are the engines know."""
+        if not request.method:
+            raise InvalidArgument("method is not set", field="method")
+        results = await self._ask("collective_rpc", request.method, _arguments(request.arguments))
+        return pb.CollectiveRpcResponse(
+            results=[msgspec.msgpack.encode(result) for of_engine in results.values() for result in of_engine]
+        )
+
+    async def _reset(self, method: str, *arguments: object) -> int:
+        """Call a method that says whether it did something. Returns how many engines did."""
+        return sum(result is True for result in (await self._ask(method, *arguments)).values())
+
+    async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
+        return await ask_all(self._engines, method, *arguments)
+
+
+def add_to_server(server: grpc.aio.Server, engines: EngineClient, coordinator_connected: Callable[[], bool]) -> None:
+    """Serve the operators' API on ``server``."""
+    # The methods that the class does not define are added by its decorator, which mypy does not see.
+    servicer = AdminServicer(engines, coordinator_connected)  # type: ignore[abstract]
+    service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+
+
+def _pause_mode(mode: int) -> str:
+    if mode not in _PAUSE_MODES:
+        known = ", ".join(f"{name.upper()} ({number})" for number, name in _PAUSE_MODES.items())
+        raise InvalidArgument(f"mode is {mode}; known: {known}", field="mode")
+    return _PAUSE_MODES[mode]
+
+
+def _arguments(packed: bytes) -> Sequence[object]:
+    """The arguments of a CollectiveRpc; none when nothing is packed. Raises InvalidArgument."""
+    if not packed:
+        return []
+    try:
+        decoded = msgspec.msgpack.decode(packed, type=list[Any])
+    except msgspec.DecodeError as e:  # ValidationError is one
+        raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if nests_deeper(decoded, _MAX_DEPTH):
+        raise _too_deep()
+    return decoded
+
+
+def _too_deep() -> InvalidArgument:
+    return InvalidArgument(f"arguments nest more than {_MAX_DEPTH} deep", field="arguments")

@@ -1,0 +1,99 @@
+"""Chat: messages to the domain and back."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument
+from penstock_common.rpc.sampling import refuse_set
+from penstock_frontend.api.grpc import convert
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, Tool, ToolCall
+from penstock_frontend.processing.chat.tool_choice import named_choice
+from penstock_frontend.processing.prompts.counts import check_conversation
+from penstock_frontend.processing.prompts.sampling import check_lists
+
+
+def chat_request(
+    message: pb.ChatRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+) -> ChatRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline.
+
+    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read and for lists that are too long.
+    """
+    refuse_set(message, ("lora",))
+    check_conversation(message.messages, message.tools, limits)
+    check_lists(message.sampling_params, limits)
+    choice, named = _choice(message)
+    return ChatRequest(
+        messages=[_message(each) for each in message.messages],
+        tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(message.tools)],
+        tool_choice=choice,
+        named_tool=named,
+        add_generation_prompt=message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        continue_final_message=message.continue_final_message,
+        template_kwargs=_object(message.chat_template_kwargs, "chat_template_kwargs") or {},
+        sampling=convert.sampling(message.sampling_params),
+        model=message.model,
+        request_id=message.request_id,
+        cache_salt=message.cache_salt,
+        **convert.routing(message.routing, metadata),
+        deadline=convert.deadline(time_left),
+    )
+
+
+def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
+    """The message for a piece of an answer."""
+    message = pb.ChatResponse(
+        request_id=request_id,
+        index=output.index,
+        content=output.content,
+        reasoning=output.reasoning,
+        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in output.tool_calls],
+        token_ids=output.token_ids,
+        logprobs=convert.logprobs(output.logprobs),
+    )
+    if output.finish is not None:
+        convert.add_finish(message, output.finish)
+    return message
+
+
+def _message(message: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls],
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
+    )
+
+
+def _tool(tool: pb.Tool, path: str) -> Tool:
+    return Tool(name=tool.name, description=tool.description, parameters=_object(tool.parameters, f"{path}.parameters"))
+
+
+def _choice(message: pb.ChatRequest) -> tuple[str, str]:
+    """The domain's ``tool_choice`` and ``named_tool``."""
+    if not message.HasField("tool_choice"):
+        return "auto", ""
+    which = message.tool_choice.WhichOneof("choice")
+    if which is None:
+        raise InvalidArgument("tool_choice has neither mode nor function", field="tool_choice")
+    if which == "mode":
+        return message.tool_choice.mode, ""
+    return named_choice(message.tool_choice.function, field="tool_choice.function")
+
+
+def _object(text: str, field: str) -> dict[str, Any] | None:
+    """The JSON object in a field; None when it is empty."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{field} is no JSON object", field=field)
+    return value

@@ -1,0 +1,145 @@
+"""The public API, ``penstock.inference.v1.InferenceService``."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2, service_pb2_grpc
+from penstock_common.errors import NotFound
+from penstock_common.types.pooling import PoolingTask
+from penstock_frontend.admission import demand_of
+from penstock_frontend.api.grpc import chat, convert, pooling
+from penstock_frontend.api.grpc.session import GenerateSession
+from penstock_frontend.api.grpc.unserved import refuses_unserved
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.config import FrontendConfig
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+SERVICE_NAME = _SERVICE.full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@refuses_unserved(_SERVICE)
+class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
+    """Turns calls into requests of the AsyncLLM. Errors become statuses in the server's interceptor."""
+
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, labels: Sequence[str]) -> None:
+        self._llm = llm
+        self._chat = chat
+        self._labels = labels
+        self._model = config.model
+        self._limits = config.limits
+        self._max_response_bytes = config.server.max_message_bytes
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Continues a prompt; the output is streamed."""
+        converted = convert.generate_request(request, **_call(context), limits=self._limits)
+        live = self._llm.accept(converted.request_id, demand_of(converted))
+        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
+        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        async for output in self._llm.generate(converted, live):
+            yield convert.generate_response(output, live.request_id)
+
+    async def GenerateSession(
+        self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
+    ) -> AsyncIterator[pb.GenerateSessionResponse]:
+        """Many requests on one stream."""
+        session = GenerateSession(
+            self._llm,
+            metadata=_metadata(context),
+            time_left=context.time_remaining,
+            limits=self._limits,
+            max_response_bytes=self._max_response_bytes,
+        )
+        context.add_done_callback(lambda _: session.close())  # type: ignore[arg-type]  # its stub is no Protocol
+        async for response in session.responses(request_iterator):
+            yield response
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
+        """Answers a conversation; the answer is streamed."""
+        converted = chat.chat_request(request, **_call(context), limits=self._limits)
+        live = self._llm.accept(converted.request_id, demand_of(converted))
+        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        async for output in self._chat.run(converted, live):
+            yield chat.chat_response(output, live.request_id)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Vectors of the inputs."""
+        self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
+        return pooling.embed_response(*await self._llm.pool(pooling.embed_request(request, **_call(context))))
+
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
+        """Classes of the inputs."""
+        self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
+        converted = pooling.classify_request(request, **_call(context))
+        result, request_id = await self._llm.pool(converted)
+        per_token = converted.params.task is PoolingTask.TOKEN_CLASSIFY
+        return pooling.classify_response(result, request_id, per_token=per_token, labels=self._labels)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Scores of pairs: by the model where it reads pairs, else the cosines of their vectors."""
+        self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
+        call = _call(context)
+        if await self._llm.reads_pairs(call["time_left"]):
+            return pooling.pair_response(*await self._llm.pool(pooling.pair_request(request, **call)))
+        return pooling.similarity_response(*await self._llm.pool(pooling.similarity_request(request, **call)))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Text to token ids."""
+        self._llm.inputs.check_model(request.model)
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        encoded = await self._llm.encode(request.text, add_special_tokens=add, with_tokens=True)
+        limits = self._llm.engines.limits
+        return pb.TokenizeResponse(
+            token_ids=encoded.ids, tokens=encoded.tokens, max_model_len=limits.max_model_len if limits else 0
+        )
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Token ids to text."""
+        self._llm.inputs.check_model(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=await self._llm.decode(request.token_ids, skip_special_tokens=skip))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """The models that are served."""
+        return pb.ListModelsResponse(models=[self._describe()])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """One of them."""
+        if not request.name:
+            raise NotFound(f"name is not set; known: {self._model.name}", field="name")
+        self._llm.inputs.check_model(request.name, field="name")
+        return pb.GetModelResponse(model=self._describe())
+
+    def _describe(self) -> pb.Model:
+        engines = self._llm.engines
+        limits = engines.limits
+        return pb.Model(
+            name=self._model.name,
+            root=self._model.path,
+            revision=self._model.revision,
+            max_model_len=limits.max_model_len if limits else 0,
+            capabilities=engines.capabilities,
+            num_engines=engines.num_engines,
+            vocab_size=self._llm.vocab_size,
+        )
+
+
+def add_to_server(
+    server: grpc.aio.Server, llm: AsyncLLM, chat_calls: ChatCalls, config: FrontendConfig, labels: Sequence[str]
+) -> None:
+    """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order."""
+    servicer = InferenceServicer(llm, chat_calls, config, labels)
+    service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+
+
+def _call(context: Context) -> dict[str, Any]:
+    return {"metadata": _metadata(context), "time_left": context.time_remaining()}
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

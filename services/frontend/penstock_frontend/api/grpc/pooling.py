@@ -1,0 +1,168 @@
+"""Embed, Classify and Score: messages to the domain and back."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.common.v1 import pooling_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument
+from penstock_common.rpc import outputs as parts
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_frontend.api.grpc import convert
+from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult, Prompt
+from penstock_frontend.processing.prompts.request import Usage
+
+_EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+_CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
+
+Calls = pb.EmbedRequest | pb.ClassifyRequest | pb.ScoreRequest
+
+
+def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline. Raises InvalidArgument or Unimplemented."""
+    params = _params(message.pooling_params, _EMBED_TASKS, meaningless=("use_activation",))
+    inputs, fields = _prompts(message.inputs, "inputs")
+    return PoolingRequest(inputs=inputs, fields=fields, params=params, **_common(message, metadata, time_left))
+
+
+def classify_request(
+    message: pb.ClassifyRequest, *, metadata: Mapping[str, str], time_left: float | None
+) -> PoolingRequest:
+    """See ``embed_request``."""
+    params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
+    inputs, fields = _prompts(message.inputs, "inputs")
+    return PoolingRequest(inputs=inputs, fields=fields, params=params, **_common(message, metadata, time_left))
+
+
+def pair_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
+    """Pairs for a model that reads both texts at once. See ``embed_request``."""
+    (query,), (query_field,) = _prompts([message.query], "query")
+    documents, fields = _prompts(message.documents, "documents")
+    texts = [_text(document, field) for document, field in zip(documents, fields, strict=True)]
+    return PoolingRequest(
+        inputs=[_text(query, query_field)] * len(texts),
+        seconds=texts,
+        fields=fields,
+        params=PoolingParams(task=PoolingTask.SCORE),
+        **_common(message, metadata, time_left),
+    )
+
+
+def similarity_request(
+    message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None
+) -> PoolingRequest:
+    """The query and the documents to embed at length one, the query first. See ``embed_request``."""
+    (query,), query_field = _prompts([message.query], "query")
+    documents, fields = _prompts(message.documents, "documents")
+    return PoolingRequest(
+        inputs=[query, *documents],
+        fields=[*query_field, *fields],
+        params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
+        **_common(message, metadata, time_left),
+    )
+
+
+def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
+    """The message for embedded inputs."""
+    return pb.EmbedResponse(
+        request_id=request_id,
+        embeddings=[parts.vectors_to_proto(_vectors(output)) for output in result.outputs],
+        usage=convert.usage(Usage(prompt_tokens=result.prompt_tokens)),
+    )
+
+
+def classify_response(
+    result: PoolingResult, request_id: str, *, per_token: bool, labels: Sequence[str]
+) -> pb.ClassifyResponse:
+    """The message for classified inputs."""
+    response = pb.ClassifyResponse(
+        request_id=request_id, usage=convert.usage(Usage(prompt_tokens=result.prompt_tokens))
+    )
+    for output in result.outputs:
+        vectors = _vectors(output)
+        if per_token:
+            response.scores.add(token_probabilities=parts.vectors_to_proto(vectors))
+            continue
+        probabilities = parts.floats(vectors)
+        best = max(range(len(probabilities)), key=probabilities.__getitem__)
+        response.scores.add(probabilities=probabilities, label=labels[best] if best < len(labels) else "")
+    return response
+
+
+def pair_response(result: PoolingResult, request_id: str) -> pb.ScoreResponse:
+    """The message for pairs that the model scored."""
+    return _score_response([parts.floats(_vectors(output))[0] for output in result.outputs], result, request_id)
+
+
+def similarity_response(result: PoolingResult, request_id: str) -> pb.ScoreResponse:
+    """The message for vectors of length one, the query's first: their cosines with it."""
+    query, *documents = (parts.floats(_vectors(output)) for output in result.outputs)
+    cosines = [sum(a * b for a, b in zip(query, document, strict=True)) for document in documents]
+    return _score_response(cosines, result, request_id)
+
+
+def _score_response(scores: list[float], result: PoolingResult, request_id: str) -> pb.ScoreResponse:
+    usage = convert.usage(Usage(prompt_tokens=result.prompt_tokens))
+    return pb.ScoreResponse(request_id=request_id, scores=scores, usage=usage)
+
+
+def _vectors(output: EngineCoreOutput) -> Vectors:
+    if output.pooling_output is None:
+        raise TypeError("an output without vectors is no answer")
+    return output.pooling_output
+
+
+def _common(message: Calls, metadata: Mapping[str, str], time_left: float | None) -> dict[str, Any]:
+    return {
+        "model": message.model,
+        "request_id": message.request_id,
+        "deadline": None if time_left is None else time.time() + time_left,
+        **convert.routing(message.routing, metadata),
+    }
+
+
+def _params(
+    message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, PoolingTask], *, meaningless: tuple[str, ...]
+) -> PoolingParams:
+    """The parameters; an unset task is the first of ``tasks``."""
+    for field, value in message.ListFields():
+        if field.name in meaningless:
+            raise InvalidArgument(
+                f"pooling_params.{field.name} is {value}; it means nothing to this call",
+                field=f"pooling_params.{field.name}",
+            )
+    given = pooling_pb2.PoolingParams()
+    given.CopyFrom(message)
+    if not given.task:
+        given.task = pooling_pb2.PoolingTask.ValueType(tasks[0])
+    params = parts.pooling_params_from_proto(given)
+    if params.task not in tasks:
+        raise InvalidArgument(
+            f"pooling_params.task is {params.task.name}; this call serves {' and '.join(task.name for task in tasks)}",
+            field="pooling_params.task",
+        )
+    return params
+
+
+def _prompts(inputs: Iterable[pb.PoolingInput], path: str) -> tuple[list[Prompt], list[str]]:
+    """The inputs and the names of their fields. ``path`` alone names a single one, ``query``."""
+    prompts: list[Prompt] = []
+    fields = []
+    for index, each in enumerate(inputs):
+        name = path if path == "query" else f"{path}[{index}]"
+        kind = each.WhichOneof("input")
+        if kind is None:
+            raise InvalidArgument(f"{name} is not set: give text or token_ids", field=name)
+        prompts.append(each.text if kind == "text" else each.token_ids.ids)
+        fields.append(f"{name}.text" if kind == "text" else f"{name}.token_ids.ids")
+    return prompts, fields
+
+
+def _text(prompt: Prompt, field: str) -> str:
+    if not isinstance(prompt, str):
+        raise InvalidArgument(f"{field} is set; this model reads pairs, which takes text", field=field)
+    if not prompt:
+        raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
+    return prompt

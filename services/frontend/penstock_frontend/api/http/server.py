@@ -1,0 +1,130 @@
+"""The HTTP listener: ``/health``, ``/metrics``, the routes it is given, and ``/openapi.json`` about all of them."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock_common.errors import ConfigError
+from penstock_common.listening import warn_of_plaintext
+from penstock_common.observability.logging import get_logger
+from penstock_common.security.tls import server_context
+from penstock_frontend.api.http.connection import connections
+from penstock_frontend.api.openai import document
+from penstock_frontend.config import HttpConfig
+
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection is kept: longer than clients and balancers keep theirs, so that they close first."""
+_CLOSE_GRACE = 2
+"""Seconds that clients have to read the last of their answers when the server stops."""
+
+
+def make_app(
+    registry: CollectorRegistry,
+    serving: Callable[[], bool],
+    routes: Sequence[Route] = (),
+    *,
+    exception_handlers: Mapping[Any, Any] | None = None,
+    allowed_origins: Sequence[str] = (),
+    middleware: Sequence[Middleware] = (),
+) -> Starlette:
+    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves, and describes.
+
+    ``allowed_origins``: web pages from elsewhere that may call it. ``middleware``: what requests pass, after those pages'.
+    """
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("serving\n") if serving() else PlainTextResponse("not serving\n", status_code=503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    cors = Middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    served = [Route("/health", health), Route("/metrics", metrics), *routes]
+    return Starlette(
+        routes=[*served, document.route(served)],
+        middleware=[*([cors] if allowed_origins else []), *middleware],
+        exception_handlers=exception_handlers,
+    )
+
+
+class HttpServer:
+    """uvicorn inside the running event loop. Port -1: nothing is served."""
+
+    def __init__(self, config: HttpConfig, app: ASGIApp) -> None:
+        self._config = config
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http=connections(config.header_timeout),
+                ws="none",
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=_CLOSE_GRACE,
+            )
+        )
+        self.task: asyncio.Task[None] | None = None
+        """Serves; ends only when it is stopped. None while nothing is served."""
+        self.port = -1
+
+    async def start(self) -> int:
+        """Listen. Returns the port. Raises ConfigError when it is taken, or for a certificate."""
+        if self._config.port < 0:
+            return -1
+        if self._config.tls.enabled:
+            context = server_context(self._config.tls, field="http.tls")
+            self._server.config.ssl_context_factory = lambda *_: context
+        else:
+            warn_of_plaintext(self._config.host, field="http")
+        listener = _listen(self._config)
+        self.port = listener.getsockname()[1]
+        self.task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        get_logger().info("http", address=f"{self._config.host}:{self.port}")
+        return self.port
+
+    async def stop(self) -> None:
+        """Finish running requests and close the port. Idempotent."""
+        if self.task is not None:
+            self._server.should_exit = True
+            await self.task
+            self.task = None
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the frontend, which stops this server in its turn."""
+        yield
+
+
+def _listen(config: HttpConfig) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as e:
+        raise ConfigError(f"http.host is {config.host!r}: {e}") from None
+    try:
+        # Without being asked nothing shares a port: two servers on one would take turns at each other's clients.
+        option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(
+            f"http.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
+        ) from None
+    return listener

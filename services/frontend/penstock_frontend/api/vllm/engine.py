@@ -1,0 +1,226 @@
+"""``vllm.grpc.engine.VllmEngine``: the protocol of gateways and load generators that come with a tokenizer of their own."""
+
+import asyncio
+import importlib.metadata
+import math
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+import msgspec
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
+from penstock_common.rpc.sampling import refuse_set
+from penstock_frontend.admission import demand_of
+from penstock_frontend.api.grpc.unserved import refuses_unserved
+from penstock_frontend.api.grpc.utilities import ask_all
+from penstock_frontend.api.vllm import convert
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.config import ModelConfig
+from penstock_frontend.engine.kv_events import KvEventFeed
+from penstock_frontend.processing.prompts.model_card import ModelCard
+from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
+SERVICE_NAME: str = _SERVICE.full_name
+_VERSION = importlib.metadata.version("penstock-frontend")
+_CHUNK_BYTES = 64 * 1024
+_FLUSH_RETRY = 0.1
+"""Seconds between two attempts to empty caches that are in use."""
+_PROFILE_OPTIONS = (
+    "output_dir",
+    "start_step",
+    "num_steps",
+    "activities",
+    "with_stack",
+    "record_shapes",
+    "profile_by_stage",
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@refuses_unserved(_SERVICE)
+class VllmEngineServicer:
+    """Turns calls into requests of the AsyncLLM, which is one worker to its gateway however many engines it has.
+
+    Errors become statuses in the server's interceptor.
+    """
+
+    def __init__(self, llm: AsyncLLM, model: ModelConfig, card: ModelCard, kv_events: KvEventFeed) -> None:
+        self._llm = llm
+        self._model = model
+        self._card = card
+        self._kv_events = kv_events
+        self._bundle = TokenizerBundle(card.folder)
+        self._started = time.monotonic()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Continues a prompt: chunks as they come, or everything at the end."""
+        converted = convert.generate_request(request, **convert.call_details(context))
+        if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
+            limits = await self._llm.engines.wait_until_usable(converted.deadline)
+            converted.sampling["truncate_prompt_tokens"] = limits.max_model_len - 1
+        live = self._llm.accept(converted.request_id, demand_of(converted), abortable=True)
+        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
+        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+        responses = convert.GenerateResponses(converted, live, stream=request.stream)
+        async for output in self._llm.generate(converted, live):
+            for response in responses.of(output):
+                yield response
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """The vector of a prompt."""
+        converted = convert.embed_request(request, **convert.call_details(context))
+        result, _ = await self._llm.pool(converted, abortable=True)
+        return convert.embed_response(result)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Ends requests of this protocol and the caller's tenant. Ids that do not run are no error: they may just have ended."""
+        self._llm.abort_ids(request.request_ids, convert.tenant_of(context))
+        return pb.AbortResponse()
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        """Whether a request would be served now."""
+        healthy = self._llm.serving
+        return pb.HealthCheckResponse(healthy=healthy, message="serving" if healthy else "no engine takes requests")
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        """What is served. Waits for an engine: its limits are part of the answer."""
+        limits = await self._llm.engines.wait_until_usable(convert.deadline(context.time_remaining()))
+        defaults = self._card.sampling_defaults
+        return pb.GetModelInfoResponse(
+            model_path=self._model.path,
+            is_generation="generate" in self._llm.engines.capabilities,
+            max_context_length=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            served_model_name=self._model.name,
+            tokenizer_path=self._model.path,
+            model_type=self._card.model_type,
+            architectures=self._card.architectures,
+            eos_token_ids=self._card.eos_token_ids,
+            pad_token_id=self._card.pad_token_id,
+            bos_token_id=self._card.bos_token_id,
+            max_req_input_len=limits.max_model_len,
+            default_sampling_params_json=msgspec.json.encode(defaults).decode() if defaults else "",
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        """How this frontend and its engines are. docs/gateways.md says of each field what it is, or why it is not set."""
+        infos = list((await ask_all(self._llm.engines, "engine_info")).values())
+        dtypes = {info.get("dtype", "") for info in infos}
+        return pb.GetServerInfoResponse(
+            active_requests=self._llm.num_live,
+            is_paused=all(info.get("pause_state", "running") != "running" for info in infos),
+            last_receive_timestamp=self._llm.last_accepted,
+            uptime_seconds=time.monotonic() - self._started,
+            server_type="vllm-grpc",
+            data_parallel_size=len(infos),
+            block_size=min(info.get("block_size", 0) for info in infos),
+            max_num_seqs=min(info.get("max_num_seqs", 0) for info in infos),
+            kv_cache_dtype="auto",
+            model_dtype=f"torch.{dtypes.pop()}" if len(dtypes) == 1 and "" not in dtypes else "",
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        """What each engine has to do."""
+        loads = self._llm.engines.rank_loads()
+        if request.HasField("dp_rank"):
+            loads = [load for load in loads if load.rank == request.dp_rank]
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=_VERSION,
+            dp_rank_count=len(loads),
+            loads=[
+                pb.SchedulerLoad(
+                    dp_rank=load.rank,
+                    num_running_reqs=load.num_running_reqs,
+                    num_waiting_reqs=load.num_waiting_reqs,
+                    num_total_reqs=load.num_running_reqs + load.num_waiting_reqs,
+                    num_used_tokens=round(load.kv_cache_usage * load.capacity),
+                    max_total_num_tokens=load.capacity,
+                    token_usage=load.kv_cache_usage,
+                    utilization=load.kv_cache_usage,
+                    max_running_requests=load.max_running,
+                    cache_hit_rate=load.cache_hit_rate,
+                )
+                for load in loads
+            ],
+        )
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """A zip archive of the tokenizer's files in pieces; the last one has the archive's SHA-256."""
+        data, sha256 = await self._bundle.get()
+        for start in range(0, len(data), _CHUNK_BYTES):
+            stop = start + _CHUNK_BYTES
+            yield common_pb2.GetTokenizerChunk(data=data[start:stop], sha256=sha256 if stop >= len(data) else "")
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """What is in the engines' prefix caches, then how it changes; every engine is a rank with numbers of its own."""
+        if request.start_sequence_number:
+            raise OutOfRange(
+                f"start_sequence_number is {request.start_sequence_number}; changes are not kept: "
+                "subscribe from 0, which begins with the current state",
+                field="start_sequence_number",
+            )
+        engines = self._llm.engines
+        if not engines.usable:
+            raise Unavailable("no engine takes requests", retry_after=1.0)
+        if "kv_events" not in engines.capabilities:
+            raise Unimplemented("the engines tell no changes of their prefix caches: cache.enable_kv_events is off")
+        subscription = self._kv_events.subscribe()
+        context.add_done_callback(lambda _: subscription.close())  # type: ignore[arg-type]  # its stub is no Protocol
+        await context.send_initial_metadata(())  # subscribers wait for it, and there may be no events for long
+        num_events = 0
+        async for batch in subscription:
+            yield convert.kv_event_batch(batch, num_events + 1)
+            num_events += len(batch.events)
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Empties the prefix caches, which engines with running requests refuse: those are waited for ``timeout_s``."""
+        if not 0.0 <= request.timeout_s < math.inf:
+            raise InvalidArgument(
+                f"timeout_s is {request.timeout_s}; it must be finite and not negative", field="timeout_s"
+            )
+        give_up = time.monotonic() + request.timeout_s
+        while True:
+            results = await ask_all(self._llm.engines, "reset_prefix_cache", False)
+            refused = [engine for engine, done in results.items() if done is not True]
+            if not refused:
+                return common_pb2.FlushCacheResponse(success=True, message="the prefix caches are empty")
+            if time.monotonic() >= give_up:
+                message = f"requests are running on {', '.join(refused)}: its prefix cache stays"
+                return common_pb2.FlushCacheResponse(success=False, message=message)
+            await asyncio.sleep(_FLUSH_RETRY)
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        """Starts the engines' profilers, whose options are their configuration's."""
+        refuse_set(request, _PROFILE_OPTIONS)
+        await ask_all(self._llm.engines, "start_profile")
+        return common_pb2.ProfileResponse(success=True, message="profiling")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
+        """Stops them; the message has the paths of the traces on the engines' machines."""
+        paths = (await ask_all(self._llm.engines, "stop_profile")).values()
+        return common_pb2.ProfileResponse(success=True, message=", ".join(path for each in paths for path in each))
+
+
+def add_to_server(
+    server: grpc.aio.Server, llm: AsyncLLM, model: ModelConfig, card: ModelCard, kv_events: KvEventFeed
+) -> None:
+    """Serve ``llm`` on ``server`` as a VllmEngine."""
+    servicer = VllmEngineServicer(llm, model, card, kv_events)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)

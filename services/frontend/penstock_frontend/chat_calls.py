@@ -1,0 +1,81 @@
+"""Conversations as the public APIs see them: messages in, streams of answers out."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import OutputKind, StructuredOutput
+from penstock_frontend.admission import check_deadline
+from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
+from penstock_frontend.processing.chat.rendering import ChatRenderer, ChatRequest
+from penstock_frontend.processing.chat.tool_choice import check_choice, tool_constraint
+from penstock_frontend.processing.parsers.answer import AnswerParser
+from penstock_frontend.processing.parsers.registry import Parsers
+from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+
+
+class ChatCalls:
+    """Renders conversations, has the AsyncLLM continue them, and reads what comes with the model's parsers.
+
+    Tool calls are looked for when there are tools that may be called, reasoning always.
+    """
+
+    def __init__(self, llm: AsyncLLM, renderer: ChatRenderer, parsers: Parsers, tokenizer: Tokenizer) -> None:
+        self._llm = llm
+        self._renderer = renderer
+        self._parsers = parsers
+        self._tokenizer = tokenizer
+
+    async def render(self, request: ChatRequest) -> GenerateRequest:
+        """The request with the prompt that its conversation becomes. Raises RequestFailed."""
+        return await self._renderer.render(request)
+
+    async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
+        """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
+        check_deadline(request.deadline)
+        self._llm.inputs.check_model(request.model)
+        check_choice(request.tools, request.tool_choice, request.named_tool)
+        parsers = self._parsers if request.may_call else self._parsers._replace(tool=None)
+        rendered = self._constrained(request, await self._renderer.render(request), parsers)
+        prompt = str(rendered.prompt)
+
+        def make_parser() -> AnswerParser:
+            reasoning = parsers.reasoning(prompt) if parsers.reasoning is not None else None
+            return AnswerParser(reasoning, parsers.tool() if parsers.tool is not None else None)
+
+        outputs = ChatOutputs(request.sampling.get("output_kind", OutputKind.DELTA), make_parser)
+        async for output in self._llm.generate(rendered, live):
+            try:
+                answer = outputs.read(output)
+            except Exception as e:
+                live.observed.failed(e)
+                raise
+            yield answer
+
+    def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
+        """The request with what its tools ask of the output: a constraint, and tags that must not be left out."""
+        sampling: dict[str, Any] = dict(rendered.sampling)
+        constraint = tool_constraint(
+            request.tools,
+            request.tool_choice,
+            parsers.tool,
+            named=request.named_tool,
+            reasoning=parsers.reasoning if self._llm.inputs.reasoning is None else None,
+            prompt=str(rendered.prompt),
+        )
+        if constraint is not None:
+            given: StructuredOutput = sampling.get("structured_output", StructuredOutput())
+            if given.constrains:
+                raise InvalidArgument(
+                    "sampling_params.structured_output is set; a tool that must be called is a constraint, too",
+                    field="sampling_params.structured_output",
+                )
+            sampling["structured_output"] = msgspec.structs.replace(constraint, json_whitespace=given.json_whitespace)
+        tags = [tag for parser in parsers if parser is not None for tag in parser.tags]
+        if any(self._tokenizer.is_special(tag) for tag in tags):
+            sampling.setdefault("skip_special_tokens", False)
+        return msgspec.structs.replace(rendered, sampling=sampling)

@@ -1,0 +1,68 @@
+"""Pooling calls from their requests to their results: send every input, wait for all, leave nothing behind."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from penstock_common.errors import DeadlineExceeded
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.engine.base import EngineClient
+from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
+from penstock_frontend.processing.pooling.inputs import PoolingInputs, PoolingRequest, PoolingResult
+from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
+
+
+class PoolingCalls:
+    """Puts input processing, engines and answers together for requests that produce vectors."""
+
+    def __init__(self, *, inputs: PoolingInputs, outputs: PooledOutputs, engines: EngineClient) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self._engines = engines
+        self._pace = Pace(SEQUENCES_PER_TURN)
+
+    async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
+        """The results of all inputs, in order. However this ends, what engines still compute is aborted.
+
+        Raises RequestFailed: the first failure is that of the call.
+        """
+        core_requests = await self.inputs.process(request, request_id, self._engines.limits)
+        limits = await self._engines.wait_until_usable(request.deadline)
+        self.inputs.check(request, core_requests, limits, self._engines.capabilities)
+        states: list[PooledState] = []
+        try:
+            for core_request in core_requests:  # those that were sent stay in the list if one fails
+                await self._pace.take()
+                states.append(self._send(core_request))
+            answers = await _before(request.deadline, states)
+        finally:
+            self._forget(states)
+        return PoolingResult(answers, sum(state.num_prompt for state in states))
+
+    def _send(self, core_request: EngineCoreRequest) -> PooledState:
+        state = self.outputs.add(core_request)
+        try:
+            self._engines.add(core_request)
+        except BaseException:
+            self.outputs.remove(state)
+            raise
+        return state
+
+    def _forget(self, states: Sequence[PooledState]) -> None:
+        """End what has not ended, and collect failures nobody waits for any more."""
+        self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
+        for state in states:
+            if not state.answer.cancel() and not state.answer.cancelled():
+                state.answer.exception()
+
+
+async def _before(deadline: float | None, states: Sequence[PooledState]) -> list[EngineCoreOutput]:
+    answers = asyncio.gather(*(state.answer for state in states))
+    if deadline is None:
+        return await answers
+    try:
+        async with asyncio.timeout(deadline - time.time()):
+            return await answers
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was done") from None

@@ -1,0 +1,262 @@
+"""Conversations: checked, and rendered by the model's own chat template into a prompt."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.chat.templates import ChatTemplates
+from penstock_frontend.processing.parsers import registry
+from penstock_frontend.processing.prompts.counts import check_conversation
+from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_SHOWN = (
+    "tools: the model's chat template does not show them to the model, which would not know of them. Leave them out, or set "
+    "tool_choice to 'none'. Where messages tell the model of its tools, its calls can be read with "
+    "--set frontend.model.tool_parser=..., which is one of: "
+)
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool that an assistant asked for. ``arguments``: a JSON object as text; empty is an empty one."""
+
+    id: str = ""
+    name: str
+    arguments: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function the model may call. ``parameters``: the JSON schema of its arguments, None when it takes none."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message, as OpenAI's protocol has them. ``type`` must be ``text``."""
+
+    type: str
+    text: str = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn. ``content`` in parts is joined with line breaks; ``reasoning`` is what the assistant thought before it."""
+
+    role: str
+    content: str | Sequence[ContentPart] | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+    name: str = ""
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to answer; for the rest see ``GenerateRequest``.
+
+    ``tool_choice``: ``auto``, ``none`` or ``required``; ``named_tool`` is the name of the one that must be called, and wins.
+    ``template_kwargs``: more variables of the chat template (``enable_thinking``).
+    """
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] = ()
+    tool_choice: str = "auto"
+    named_tool: str = ""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    model: str = ""
+    request_id: str = ""
+    cache_salt: str = ""
+    data_parallel_rank: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    trace_context: dict[str, str] = {}
+    deadline: float | None = None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model may call tools: else it is not told of them, and no calls are looked for."""
+        return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
+
+
+class ChatRenderer:
+    """Conversations to prompts. Every error names the message, its field and what is wrong with it.
+
+    ``tool_parser``: the one that the configuration names. Tools that the template cannot show are refused, unless it names one:
+    then messages tell the model of its tools.
+    """
+
+    def __init__(
+        self, templates: ChatTemplates, tokenizer: Tokenizer, limits: LimitsConfig, *, tool_parser: str = registry.AUTO
+    ) -> None:
+        self.templates = templates
+        takes_tools = not templates.hides_tools or tool_parser not in (registry.AUTO, registry.NONE)
+        self._why_no_tools = "" if takes_tools else _NOT_SHOWN + ", ".join(registry.tool_parser_names())
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    async def render(self, request: ChatRequest) -> GenerateRequest:
+        """The request with its conversation as a prompt. Raises InvalidArgument."""
+        check_conversation(request.messages, request.tools, self._limits)
+        if request.may_call and self._why_no_tools:
+            raise InvalidArgument(self._why_no_tools, field="tools")
+        return GenerateRequest(
+            prompt=await self._tokenizer.in_pool(self._prompt, request),
+            add_special_tokens=False,  # the template writes them
+            sampling=request.sampling,
+            model=request.model,
+            request_id=request.request_id,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
+            priority=request.priority,
+            tenant=request.tenant,
+            trace_context=request.trace_context,
+            deadline=request.deadline,
+        )
+
+    def _prompt(self, request: ChatRequest) -> str:
+        _check_turns(request)
+        limit = self._limits.max_prompt_length
+        size = 0
+        messages = []
+        for index, message in enumerate(request.messages):
+            messages.append(_message_variable(message, f"messages[{index}]"))
+            size += len(messages[-1]["content"])
+            if size > limit:
+                field = f"messages[{index}].content"
+                raise InvalidArgument(
+                    f"{field}: the messages have {size} characters up to here; the limit is {limit}", field=field
+                )
+        # A mark that no conversation has shows where the template wrote the end of the last message; the blank behind it,
+        # whether the template trims messages.
+        mark = uuid.uuid4().hex if request.continue_final_message else ""
+        if mark:
+            messages[-1]["content"] += f"{mark} "
+        variables = {
+            **_checked_kwargs(request.template_kwargs),
+            "messages": messages,
+            "tools": tool_variables(request.tools) if request.may_call else None,
+            "documents": request.template_kwargs.get("documents"),
+            "add_generation_prompt": request.add_generation_prompt and not request.continue_final_message,
+        }
+        prompt = self.templates.render(variables, max_chars=limit)
+        if mark:
+            prompt = _up_to(mark, prompt)
+        if not prompt:
+            raise InvalidArgument("messages: the model's chat template makes an empty prompt of them", field="messages")
+        if not prompt.isascii():
+            _check_unicode(prompt)
+        return prompt
+
+
+def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them. Raises InvalidArgument for a name that is missing or there twice."""
+    variables = []
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}].name"
+        if not tool.name:
+            raise InvalidArgument(f"{field} is empty", field=field)
+        if tool.name in names:
+            raise InvalidArgument(f"{field} is {tool.name!r}, which another tool has", field=field)
+        names.add(tool.name)
+        parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+        function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        variables.append({"type": "function", "function": function})
+    return variables
+
+
+def _up_to(mark: str, prompt: str) -> str:
+    """The prompt up to the end of the last message, which is marked."""
+    before, found, after = prompt.rpartition(mark)
+    if not found:
+        raise InvalidArgument(
+            "continue_final_message is set; the model's chat template does not write the last message's content",
+            field="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _check_unicode(prompt: str) -> None:
+    """JSON can spell halves of characters, which no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise InvalidArgument(
+            f"messages, or what is beside them, have {prompt[e.start]!r}, which is half a character", field="messages"
+        ) from None
+
+
+def _check_turns(request: ChatRequest) -> None:
+    if not request.messages:
+        raise InvalidArgument("messages is empty: there is nothing to answer", field="messages")
+    if request.continue_final_message and request.messages[-1].role != "assistant":
+        index = len(request.messages) - 1
+        raise InvalidArgument(
+            f"continue_final_message is set; messages[{index}].role is {request.messages[-1].role!r}, not 'assistant'",
+            field="continue_final_message",
+        )
+
+
+def _message_variable(message: ChatMessage, path: str) -> dict[str, Any]:
+    """A message as chat templates read it: a key is there only where it says something, ``content`` always."""
+    if message.role not in ROLES:
+        raise InvalidArgument(f"{path}.role is {message.role!r}; known: {', '.join(ROLES)}", field=f"{path}.role")
+    variable: dict[str, Any] = {"role": message.role, "content": _text(message.content, path)}
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidArgument(
+                f"{path}.tool_calls is set; a message with role {message.role!r} has none", field=f"{path}.tool_calls"
+            )
+        variable["tool_calls"] = [
+            _call_variable(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    if message.reasoning:
+        # Templates have not agreed on its name.
+        variable["reasoning_content"] = variable["reasoning"] = variable["thinking"] = message.reasoning
+    if message.tool_call_id:
+        variable["tool_call_id"] = message.tool_call_id
+    if message.name:
+        variable["name"] = message.name
+    return variable
+
+
+def _text(content: str | Sequence[ContentPart] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type != "text":
+            field = f"{path}.content[{index}].type"
+            raise InvalidArgument(f"{field} is {part.type!r}; this model takes text", field=field)
+    return "\n".join(part.text for part in content)
+
+
+def _call_variable(call: ToolCall, path: str) -> dict[str, Any]:
+    if not call.name:
+        raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as e:
+        raise InvalidArgument(f"{path}.arguments is no JSON: {e}", field=f"{path}.arguments") from None
+    if not isinstance(arguments, dict):
+        raise InvalidArgument(f"{path}.arguments is no JSON object", field=f"{path}.arguments")
+    function = {"name": call.name, "arguments": arguments}
+    # Most templates read calls in OpenAI's form.
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _checked_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in _OWN_VARIABLES:
+        if name in kwargs:
+            field = f"chat_template_kwargs.{name}"
+            raise InvalidArgument(f"{field} is set; it has a field of its own: {name}", field=field)
+    return kwargs

@@ -1,0 +1,244 @@
+"""A model's own chat templates: programs in jinja2, run in a sandbox with limits of time and size.
+
+Templates are written for ``transformers.apply_chat_template``; what that offers them is offered here: ``tojson`` that leaves
+characters as they are, ``raise_exception``, ``strftime_now``, loop controls, ``generation`` blocks.
+"""
+
+import datetime as dt
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_common.observability.logging import get_logger
+from penstock_frontend.config import ModelConfig
+from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
+
+TIME_LIMIT = 5.0
+"""Seconds that rendering one conversation may take."""
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_TOOLS = "tools"
+"""The variable of a template that has the tools."""
+
+
+class ChatTemplates:
+    """The templates of one model by name; most have one, ``default``. ``special_tokens``: their texts, as ``bos_token``.
+
+    Thread-safe: a conversation is rendered in a thread of the tokenizer's pool.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._environment = _Environment()
+        self._templates: dict[str, jinja2.Template] = {}
+        self._broken: dict[str, str] = {}
+        self._showing_tools: set[str] = set()
+        for name, source in sources.items():
+            try:
+                self._templates[name] = self._environment.from_string(source)
+                names = self._environment.parse(source).find_all(nodes.Name)
+                if any(each.name == _TOOLS and each.ctx == "load" for each in names):
+                    self._showing_tools.add(name)
+            except TemplateError as e:
+                self._broken[name] = _first_line(e)
+                get_logger().warning("chat template cannot be read", template=name, error=_first_line(e))
+
+    @property
+    def source(self) -> str:
+        """All templates' text; empty when the model has none."""
+        return "\n".join(self._sources.values())
+
+    @property
+    def hides_tools(self) -> bool:
+        """Whether conversations with tools are rendered by a template that does not look at the tools."""
+        name = self._name_of(with_tools=True)
+        return name in self._templates and name not in self._showing_tools
+
+    def render(self, variables: Mapping[str, Any], *, max_chars: int) -> str:
+        """The prompt. Raises InvalidArgument when there is no template, or it refuses the conversation."""
+        template = self._pick(with_tools=bool(variables.get("tools")))
+        pieces: list[str] = []
+        size = 0
+        self._environment.begin(TIME_LIMIT)
+        try:
+            for piece in template.generate({**self._special_tokens, **variables}):
+                self._environment.checkpoint()
+                size += len(piece)
+                if size > max_chars:
+                    raise InvalidArgument(
+                        f"messages become a prompt of more than {max_chars} characters, which is the limit",
+                        field="messages",
+                    )
+                pieces.append(piece)
+        except InvalidArgument:
+            raise
+        except Exception as e:  # the template is the model's program: whatever it raises is about this conversation
+            raise InvalidArgument(
+                f"messages: the model's chat template refuses them: {_first_line(e)}", field="messages"
+            ) from e
+        return "".join(pieces)
+
+    def _pick(self, *, with_tools: bool) -> jinja2.Template:
+        name = self._name_of(with_tools=with_tools)
+        if name in self._broken:
+            raise InvalidArgument(
+                f"messages: the model's chat template cannot be read: {self._broken[name]}", field="messages"
+            )
+        if name not in self._templates:
+            raise InvalidArgument(
+                "messages: the model has no chat template; use Generate with a prompt of your own", field="messages"
+            )
+        return self._templates[name]
+
+    def _name_of(self, *, with_tools: bool) -> str:
+        return _TOOL_USE if with_tools and _TOOL_USE in self._sources else _DEFAULT
+
+
+def load_chat_templates(config: ModelConfig) -> ChatTemplates:
+    """The templates of a directory or hub id; files of their own win over tokenizer_config.json. Raises ConfigError."""
+    folder = resolve(config)
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    sources = _listed(tokenizer_config.get("chat_template"), folder)
+    if isinstance(single := read_json(folder / "chat_template.json").get("chat_template"), str):
+        sources[_DEFAULT] = single
+    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        sources[file.stem] = _read(file)
+    if (file := folder / "chat_template.jinja").is_file():
+        sources[_DEFAULT] = _read(file)
+    special = read_json(folder / "special_tokens_map.json") | tokenizer_config
+    return ChatTemplates(sources, {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))})
+
+
+def _listed(value: Any, folder: Path) -> dict[str, str]:
+    """Templates as tokenizer_config.json has them: one text, or a list of named ones."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {_DEFAULT: value}
+    try:
+        return {str(each["name"]): str(each["template"]) for each in value}
+    except (TypeError, KeyError):
+        raise ConfigError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones"
+        ) from None
+
+
+def _token_text(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+class _Checked(CodeGenerator):
+    """Compiles every block (a loop's body, a macro's) to look at the clock first: no template runs for ever."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.checkpoint()")
+        super().blockvisit(nodes, frame)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _Checked
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        self.globals["namespace"] = _Namespace
+        self.globals["dict"] = _Dict()
+        del self.globals["lipsum"]  # no template for chats writes Latin at length
+        self._running = threading.local()
+
+    def begin(self, limit: float) -> None:
+        """Templates of this thread may run for ``limit`` seconds from now."""
+        self._running.deadline = time.monotonic() + limit
+
+    def checkpoint(self) -> None:
+        """Raise SecurityError when the time is up."""
+        if time.monotonic() > getattr(self._running, "deadline", float("inf")):
+            raise SecurityError("it takes too long")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Products of long texts and powers of large numbers would cost memory that no clock sees."""
+        del context
+        if operator == "*":
+            for repeated, count in ((left, right), (right, left)):
+                if isinstance(repeated, (str, list, tuple)) and isinstance(count, int):
+                    _check_size(len(repeated) * count)
+            return left * right
+        _check_size(abs(right) if isinstance(right, int) else 0)
+        return left**right
+
+
+def _check_size(size: int) -> None:
+    if size > 1_000_000:
+        raise SecurityError("it asks for too much memory")
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what an assistant wrote, for training. Here it is as if the tags were not there."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A template's variables that outlive a loop. Names of Python's own attributes are no variables."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"{name} is no name of a variable")
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """Makes dicts; the methods of Python's own class would change objects that the sandbox keeps as they are."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """See ``dict.fromkeys``."""
+        return dict.fromkeys(keys, value)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return dt.datetime.now().astimezone().strftime(form)

@@ -1,0 +1,88 @@
+"""Calls of tools that a client insists on, as constraints on the model's output."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.processing.chat.rendering import Tool
+from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParser
+
+CHOICES = ("auto", "none", "required")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tool_constraint(
+    tools: Sequence[Tool],
+    choice: str,
+    parser: type[ToolParser] | None,
+    *,
+    named: str = "",
+    reasoning: type[ReasoningParser] | None = None,
+    prompt: str = "",
+) -> StructuredOutput | None:
+    """What keeps the model to calls of tools: with ``required`` one or more of any, with ``named`` one of that.
+
+    None with ``auto`` and ``none``. Arguments fit the tool's schema, and are written as ``parser`` reads them. With ``reasoning``
+    the constraint itself lets the model reason first, where engines do not; ``prompt`` tells whether it is already about to.
+    Raises InvalidArgument.
+    """
+    check_choice(tools, choice, named)
+    if not named and choice != "required":
+        return None
+    if parser is None:
+        raise InvalidArgument(
+            "tool_choice asks for a call; how this model writes calls is not known (the frontend's model.tool_parser)",
+            field="tool_choice",
+        )
+    form = parser.form
+    allowed = [tool for tool in tools if not named or tool.name == named]
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [_tag(form.begin, form.end, tool) for tool in allowed],
+        "separator": form.separator or "",
+        "at_least_one": True,
+        "stop_after_first": bool(named) or form.separator is None,
+    }
+    format_ = _after_reasoning(calls, reasoning, prompt) if reasoning is not None else calls
+    return StructuredOutput(structural_tag=json.dumps({"type": "structural_tag", "format": format_}))
+
+
+def named_choice(name: str, *, field: str) -> tuple[str, str]:
+    """The ``tool_choice`` and ``named_tool`` of a chat in which the tool ``name`` must be called. Raises InvalidArgument."""
+    if not name:
+        raise InvalidArgument(f"{field} is empty", field=field)
+    return "auto", name
+
+
+def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
+    """Raise InvalidArgument for a choice that is not known, or that the tools do not allow."""
+    if choice not in CHOICES:
+        raise InvalidArgument(f"tool_choice is {choice!r}; known: {', '.join(CHOICES)}", field="tool_choice")
+    if named and named not in {tool.name for tool in tools}:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise InvalidArgument(f"tool_choice names {named!r}; the tools are: {known}", field="tool_choice")
+    if choice == "required" and not tools:
+        raise InvalidArgument("tool_choice is 'required'; there are no tools", field="tool_choice")
+
+
+def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
+    schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    return {
+        "type": "tag",
+        "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)),
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": end,
+    }
+
+
+def _after_reasoning(calls: dict[str, Any], reasoning: type[ReasoningParser], prompt: str) -> dict[str, Any]:
+    begin, end = reasoning.tags
+    ended = reasoning.ended_by(prompt)
+    if ended:
+        return calls
+    begun = ended is False
+    thoughts = {"type": "tag", "begin": "" if begun else begin, "content": {"type": "any_text"}, "end": f"{end}\n\n"}
+    first = thoughts if begun else {"type": "optional", "content": thoughts}
+    return {"type": "sequence", "elements": [first, calls]}

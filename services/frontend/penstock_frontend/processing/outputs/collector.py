@@ -1,0 +1,151 @@
+"""Between the engine's steps and a client's reading: one slot per sequence, whatever the client's speed."""
+
+import asyncio
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.sampling import OutputKind
+from penstock_frontend.processing.outputs.text import TextDelta
+from penstock_frontend.processing.prompts.request import Finish, RequestOutput
+
+
+class OutputCollector:
+    """Holds what the client has not taken yet of each of a request's sequences; a new delta merges into it.
+
+    A slow client thus costs memory proportional to its output, and holds up nobody. Also decides when there is something
+    to take of a sequence: for FINAL at its end only; else at its first output, every ``stream_interval`` tokens, and at its
+    end. Sequences with something to take are served in turn.
+    """
+
+    __slots__ = ("_due", "_error", "_num_unfinished", "_reader", "_slots", "cumulative")
+
+    def __init__(self, kind: OutputKind, stream_interval: int, num_sequences: int = 1) -> None:
+        self.cumulative = kind is OutputKind.CUMULATIVE
+        self._slots = [_Slot(index, kind, stream_interval) for index in range(num_sequences)]
+        self._due: dict[int, None] = {}  # indexes of slots in the order they became due
+        self._reader: asyncio.Future[None] | None = None  # waits; there is one at most
+        self._num_unfinished = num_sequences
+        self._error: RequestFailed | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last output of every sequence was taken."""
+        return self._num_unfinished == 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take, or an error."""
+        return bool(self._due) or self._error is not None
+
+    def put(
+        self,
+        delta: TextDelta,
+        finish: Finish | None = None,
+        *,
+        index: int = 0,
+        prompt_logprobs: Logprobs | None = None,
+    ) -> None:
+        """Add what is new of a sequence. ``finish`` with the last of it; ``prompt_logprobs`` before its first token."""
+        if self._slots[index].put(delta, finish, prompt_logprobs):
+            self._due[index] = None
+            self._wake()
+
+    def fail(self, error: RequestFailed) -> None:
+        """End all sequences with ``error`` instead of more output. What was not taken is lost. The first error counts."""
+        self._error = self._error or error
+        self._wake()
+
+    async def get(self) -> RequestOutput:
+        """Wait for output and take it. Raises what the request failed with. Nothing comes once it is ``finished``."""
+        if not self.ready:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if self._error is not None:
+            raise self._error
+        index = next(iter(self._due))
+        del self._due[index]
+        output = self._slots[index].take()
+        if output.finish is not None:
+            self._num_unfinished -= 1
+        return output
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class _Slot:
+    """What the client has not taken yet of one sequence; CUMULATIVE keeps also what was taken."""
+
+    __slots__ = (
+        "_finish",
+        "_index",
+        "_interval",
+        "_kind",
+        "_logprobs",
+        "_num_untaken",
+        "_prompt_logprobs",
+        "_started",
+        "_text",
+        "_token_ids",
+    )
+
+    def __init__(self, index: int, kind: OutputKind, stream_interval: int) -> None:
+        self._index = index
+        self._kind = kind
+        self._interval = stream_interval
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: Logprobs | None = None
+        self._prompt_logprobs: Logprobs | None = None
+        self._num_untaken = 0  # of the tokens
+        self._started = False
+        self._finish: Finish | None = None
+
+    def put(self, delta: TextDelta, finish: Finish | None, prompt_logprobs: Logprobs | None) -> bool:
+        """Add what is new. Returns whether there is something to take now."""
+        if delta.text:
+            self._text.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._num_untaken += len(delta.token_ids)
+        self._logprobs = _joined(self._logprobs, delta.logprobs)
+        self._prompt_logprobs = _joined(self._prompt_logprobs, prompt_logprobs)
+        if finish is not None:
+            self._finish = finish
+            return True
+        if self._kind is OutputKind.FINAL or not (delta.text or delta.token_ids) or not self._is_due():
+            return False
+        self._started = True
+        return True
+
+    def take(self) -> RequestOutput:
+        """The output to send now."""
+        output = RequestOutput(
+            index=self._index,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            finish=self._finish,
+        )
+        self._num_untaken = 0
+        self._prompt_logprobs = None
+        if self._kind is OutputKind.CUMULATIVE:
+            self._text, self._token_ids = [output.text], self._token_ids.copy()
+            self._logprobs = None if self._logprobs is None else self._logprobs.slice(0, len(self._logprobs))
+        else:
+            self._text, self._token_ids, self._logprobs = [], [], None
+        return output
+
+    def _is_due(self) -> bool:
+        return not self._started or self._interval == 1 or self._num_untaken >= self._interval
+
+
+def _joined(before: Logprobs | None, new: Logprobs | None) -> Logprobs | None:
+    if before is None or new is None:
+        return new if before is None else before
+    before.extend(new)
+    return before

@@ -1,0 +1,323 @@
+"""From what engines produce to what clients read."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from penstock_common.errors import RequestFailed, Unavailable
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
+from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.token_columns import NewTokens
+from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetrics
+from penstock_frontend.processing.outputs.collector import OutputCollector
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.outputs.logprobs import LogprobsReader
+from penstock_frontend.processing.outputs.text import OutputText
+from penstock_frontend.processing.prompts.mixed_prompt import text_context
+from penstock_frontend.processing.prompts.request import Finish, Usage
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+
+
+class RequestState:
+    """One sequence from acceptance to its end, on however many engines.
+
+    ``engine_id``: the engine of its last output. ``index``: which of its call's sequences it is; ``collector``: where its outputs
+    go, shared by all of them. ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it
+    ended normally. The times of the engine are on the engine's clock, 0 before they are known, and again when it goes on on
+    another engine; ``decoded``: seconds from first to last token on the engines before. ``num_preemptions``: how often it lost
+    its blocks to another one.
+    """
+
+    __slots__ = (
+        "collector",
+        "decoded",
+        "engine_id",
+        "external_id",
+        "finish",
+        "first_token_after",
+        "first_token_time",
+        "index",
+        "last_token_time",
+        "logprobs",
+        "max_tokens",
+        "num_cached",
+        "num_nans",
+        "num_preemptions",
+        "num_prompt",
+        "num_received",
+        "queued_time",
+        "request_id",
+        "scheduled_time",
+        "started",
+        "text",
+    )
+
+    def __init__(
+        self, request: EngineCoreRequest, tokenizer: Tokenizer, collector: OutputCollector, index: int = 0
+    ) -> None:
+        params = request.sampling_params
+        self.request_id = request.request_id
+        self.external_id = request.external_request_id
+        self.engine_id = ""
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_cached = 0
+        self.num_nans = 0
+        self.num_preemptions = 0
+        self.num_received = 0
+        self.max_tokens = params.max_tokens
+        self.started = time.monotonic()
+        self.first_token_after: float | None = None
+        self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+        self.decoded = 0.0
+        self.finish: Finish | None = None
+        self.collector = collector
+        self.index = index
+        self.logprobs = LogprobsReader(tokenizer, params, self.num_prompt)
+        self.text = OutputText(
+            IncrementalDetokenizer(
+                tokenizer,
+                text_context(request.prompt_token_ids, request.prompt_embeds),
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            if params.detokenize
+            else None,
+            stops=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(self.num_prompt, self.num_cached, self.text.num_tokens)
+
+    def moved(self) -> None:
+        """It goes on on another engine, whose clock says nothing of the times before."""
+        self.decoded += self.last_token_time - self.first_token_time
+        self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
+
+    def take_events(self, events: Sequence[EngineCoreEvent]) -> None:
+        """Note when the engine queued the request, when it first scheduled it and how often it preempted it."""
+        for event in events:
+            if event.type is EventType.QUEUED:
+                self.queued_time = event.timestamp
+            elif event.type is EventType.SCHEDULED and not self.scheduled_time:
+                self.scheduled_time = event.timestamp
+            elif event.type is EventType.PREEMPTED:
+                self.num_preemptions += 1
+
+
+class OutputProcessor:
+    """Follows every request of this frontend and turns engine steps into deltas.
+
+    The outputs of a sequence come in order and without gaps, whichever engines they are from: see ``engine/journal.py``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._states)
+
+    def add(self, *requests: EngineCoreRequest) -> list[RequestState]:
+        """Follow the sequences of one call from now on; their outputs go to one collector, under their index."""
+        params = requests[0].sampling_params
+        collector = OutputCollector(params.output_kind, params.stream_interval, len(requests))
+        states = [RequestState(request, self._tokenizer, collector, index) for index, request in enumerate(requests)]
+        self._states.update((state.request_id, state) for state in states)
+        return states
+
+    def remove(self, state: RequestState) -> bool:
+        """Stop following a request. Returns whether it had not ended yet."""
+        return self._states.pop(state.request_id, None) is not None
+
+    def abort(self, state: RequestState) -> bool:
+        """End a request with what there is of its output. Returns whether it had not ended yet."""
+        if not self.remove(state):
+            return False
+        try:
+            self._end_with_what_there_is(state)
+        except Exception as e:
+            state.collector.fail(incident(e, request=state.external_id, doing="ending the output"))
+        return True
+
+    def _end_with_what_there_is(self, state: RequestState) -> None:
+        delta = state.text.add((), ended=True)
+        reason = FinishReason.STOP if delta.stop else FinishReason.ABORT
+        state.finish = Finish(reason, delta.stop or None, state.usage())
+        _count_end(state, state.finish, self._metrics.engine(state.engine_id))
+        state.collector.put(delta, state.finish, index=state.index)
+
+    def process(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        engine: str = "",
+        timestamp: float = 0.0,
+        tokens: Sequence[NewTokens] = (),
+    ) -> list[str]:
+        """Take one step's outputs; returns the ids of requests that the engine need not go on with.
+
+        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
+        tokens and nothing else, which come before the others.
+        """
+        to_abort: list[str] = []
+        metrics, step = self._metrics.engine(engine), EngineSteps(timestamp)
+        for request_id, token_ids in tokens:
+            state = self._states.get(request_id)
+            if state is None:
+                continue  # ended
+            state.engine_id = engine
+            try:
+                ended_here = self._advance_tokens(state, token_ids, metrics, step)
+            except Exception as e:  # as below
+                self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
+                ended_here = True
+            if ended_here:
+                to_abort.append(request_id)
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None:
+                continue  # ended
+            state.engine_id = engine
+            try:
+                ended_here = self._advance(state, output, metrics, step)
+            except Exception as e:  # one request's defect must not end the others of the step
+                self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
+                ended_here = True
+            if ended_here and output.finish_reason is None:
+                to_abort.append(state.request_id)
+        try:
+            metrics.step(step)
+        except Exception as e:
+            incident(e, request="", doing="counting a step")
+        return to_abort
+
+    def moved(self, request_ids: Iterable[str]) -> None:
+        """These requests go on on another engine."""
+        for request_id in request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                state.moved()
+
+    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
+        """End these requests, where they have not ended yet."""
+        for request_id in request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                self._fail(state, error)
+
+    def fail_all(self, error: RequestFailed) -> list[str]:
+        """End every request; returns their ids."""
+        request_ids = list(self._states)
+        self.fail(request_ids, error)
+        return request_ids
+
+    def _advance_tokens(
+        self, state: RequestState, token_ids: list[int], metrics: EngineMetrics, step: EngineSteps
+    ) -> bool:
+        """As ``_advance``, for an output that is new tokens and nothing else. Hot: once per output."""
+        logprobs = state.logprobs.read(None, len(token_ids))  # raises where they are wanted
+        _count_tokens(state, len(token_ids), metrics, step)
+        delta = state.text.add(token_ids, logprobs=logprobs)
+        if not delta.stop:
+            state.collector.put(delta, index=state.index)
+            return False
+        self._finish(state, Finish(FinishReason.STOP, delta.stop, state.usage()), metrics)
+        state.collector.put(delta, state.finish, index=state.index)
+        return True
+
+    def _finish(self, state: RequestState, finish: Finish, metrics: EngineMetrics) -> None:
+        del self._states[state.request_id]
+        state.finish = finish
+        _count_end(state, finish, metrics)
+
+    def _advance(
+        self, state: RequestState, output: EngineCoreOutput, metrics: EngineMetrics, step: EngineSteps
+    ) -> bool:
+        """Give one output to its request. Returns whether the request has ended."""
+        if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._fail(state, _failure(output))
+            return True
+        token_ids = output.new_token_ids
+        logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
+        prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
+        if output.num_nans_in_logits:
+            metrics.nans(output.num_nans_in_logits)
+            _report_nans(state, output.num_nans_in_logits)
+        if output.prefill_stats is not None:
+            state.num_cached = output.prefill_stats.num_cached_tokens
+        if output.events:
+            state.take_events(output.events)
+        if token_ids:
+            _count_tokens(state, len(token_ids), metrics, step)
+        delta = state.text.add(
+            token_ids,
+            logprobs=logprobs,
+            ended=output.finish_reason is not None,
+            stop_token=output.finish_reason is FinishReason.STOP,
+        )
+        if delta.stop:
+            finish = Finish(FinishReason.STOP, delta.stop, state.usage())
+        elif output.finish_reason is not None:
+            finish = Finish(output.finish_reason, output.stop_reason, state.usage())
+        else:
+            state.collector.put(delta, index=state.index, prompt_logprobs=prompt_logprobs)
+            return False
+        self._finish(state, finish, metrics)
+        state.collector.put(delta, finish, index=state.index, prompt_logprobs=prompt_logprobs)
+        return True
+
+    def _fail(self, state: RequestState, error: RequestFailed) -> None:
+        self._states.pop(state.request_id, None)
+        state.collector.fail(error)
+
+
+def _report_nans(state: RequestState, count: int) -> None:
+    if state.num_nans == 0:
+        get_logger().warning("NaN logits: the tokens of this request mean nothing", request=state.external_id)
+    state.num_nans += count
+
+
+def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step: EngineSteps) -> None:
+    """Hot: once per output. What can be counted per step is left to its end."""
+    now = step.timestamp
+    if state.last_token_time:
+        gap = now - state.last_token_time
+        step.gaps[gap] = step.gaps.get(gap, 0) + 1
+    elif state.num_received:  # on another engine before
+        state.first_token_time = now
+    else:
+        state.first_token_after = time.monotonic() - state.started
+        state.first_token_time = now
+        metrics.first_token(state.first_token_after, state.num_prompt)
+    state.last_token_time = now
+    state.num_received += count
+    step.num_tokens += count
+
+
+def _count_end(state: RequestState, finish: Finish, metrics: EngineMetrics) -> None:
+    if state.scheduled_time:
+        metrics.scheduled(state.scheduled_time - state.queued_time)
+    if state.num_received:
+        whole = state.scheduled_time and not state.decoded
+        prefill = state.first_token_time - state.scheduled_time if whole else None
+        decode = state.decoded + state.last_token_time - state.first_token_time
+        metrics.generated(prefill=prefill, decode=decode)
+    metrics.finished(
+        state.started,
+        finish.reason,
+        prompt=state.num_prompt,
+        generated=finish.usage.completion_tokens,
+        max_tokens=state.max_tokens,
+    )
+
+
+def _failure(output: EngineCoreOutput) -> RequestFailed:
+    if output.error is not None:
+        return output.error.to_exception()
+    if output.finish_reason is FinishReason.ABORT:
+        # Requests that the client ended are not followed any more: the engine did this, on its way out.
+        return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
+    return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")

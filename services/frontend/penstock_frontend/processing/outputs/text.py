@@ -1,0 +1,159 @@
+"""The output of one request as text and tokens: what may be shown, what must be held back, where it is cut."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.outputs.stop_strings import StopMatcher
+
+
+class TextDelta(NamedTuple):
+    """What became final: text and the tokens that carry it. ``stop``: the stop string that ended the output, or ``""``.
+
+    ``logprobs`` has one position per token; None without tokens, or when log-probabilities were not asked for.
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    stop: str = ""
+    logprobs: Logprobs | None = None
+
+
+class OutputText:
+    """Turns new tokens into what a client may see of them.
+
+    Text is released once no stop string can swallow it any more, a token once all of its text is released. So the pieces
+    of a stream joined together are the text of the whole output. A stop string cuts both: of the tokens those remain
+    whose text ends before the cut, or all up to the one that completed the stop string when it is included.
+    Log-probabilities go with their tokens.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_ends",
+        "_include_stop",
+        "_length",
+        "_logprobs",
+        "_min_tokens",
+        "_released",
+        "_stops",
+        "_text",
+        "_tokens",
+        "num_tokens",
+    )
+
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer | None,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Without a detokenizer there is no text, and tokens are released at once."""
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._text = ""  # held back
+        self._tokens: deque[int] = deque()  # held back
+        self._logprobs: Logprobs | None = None  # of the held tokens, and of those that are still to be looked at
+        self._ends: deque[int] = deque()  # where the text of the held tokens ends, as far as it is settled
+        self._length = 0  # of all text so far
+        self._released = 0  # of it
+        self.num_tokens = 0
+        """Output tokens so far, those of a stop string included."""
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logprobs: Logprobs | None = None,
+        ended: bool = False,
+        stop_token: bool = False,
+    ) -> TextDelta:
+        """Take the next tokens and their log-probabilities, which are kept and must not be changed afterwards.
+
+        ``ended``: there are no more; ``stop_token``: the last of them stopped the output.
+
+        The token that stopped an output is one of its tokens; its text is shown only with ``include_stop``.
+        Tokens after a stop string are dropped.
+        """
+        if self._detokenizer is None:
+            self.num_tokens += len(token_ids)
+            return TextDelta(token_ids=token_ids, logprobs=logprobs)
+        detokenizer = self._detokenizer
+        if len(token_ids) == 1 and not ended and logprobs is None and self._nothing_held():
+            return self._add_one(token_ids, detokenizer)
+        self._keep(logprobs)
+        silent = stop_token and not self._include_stop
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            self._tokens.append(token_id)
+            text = "" if silent and index == last else detokenizer.push(token_id)
+            if (stop := self._grow(text, settled=not detokenizer.pending)) is not None:
+                return stop
+        if not ended:
+            return self._release(self._length - (self._stops.partial if self._stops else 0))
+        if (stop := self._grow(detokenizer.flush(), settled=True)) is not None:
+            return stop
+        return self._release(self._length)
+
+    def _nothing_held(self) -> bool:
+        return self._stops is None and not self._tokens and self._logprobs is None
+
+    def _add_one(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
+        """What most outputs are, with less work: a token whose text is released with it, unless its character goes on."""
+        text = detokenizer.push(token_ids[0])
+        self.num_tokens += 1
+        if detokenizer.pending:
+            self._tokens.extend(token_ids)
+            self._grow(text, settled=False)
+            return self._release(self._length)
+        self._length += len(text)
+        self._released = self._length
+        return TextDelta(text, token_ids)
+
+    def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
+        """Take in new text; the cut if a stop string is complete. ``settled``: every token's text is there."""
+        before = self._length
+        self._text += text
+        self._length += len(text)
+        if settled:
+            self._ends.extend([self._length] * (len(self._tokens) - len(self._ends)))
+        if self._stops is None or self.num_tokens <= self._min_tokens:
+            return None
+        match = self._stops.feed(text)
+        if match is None:
+            return None
+        end = before + match.end
+        if self._include_stop:
+            self._ends = deque([end] * len(self._tokens))
+            return self._release(end)._replace(stop=match.stop)
+        return self._release(end - len(match.stop))._replace(stop=match.stop)
+
+    def _release(self, upto: int) -> TextDelta:
+        count = upto - self._released
+        text, self._text = self._text[:count], self._text[count:]
+        self._released = upto
+        tokens = []
+        while self._ends and self._ends[0] <= upto:
+            self._ends.popleft()
+            tokens.append(self._tokens.popleft())
+        return TextDelta(text, tokens, logprobs=self._take_logprobs(len(tokens)))
+
+    def _keep(self, logprobs: Logprobs | None) -> None:
+        if self._logprobs is None:
+            self._logprobs = logprobs
+        elif logprobs is not None:
+            self._logprobs.extend(logprobs)
+
+    def _take_logprobs(self, count: int) -> Logprobs | None:
+        held = self._logprobs
+        if held is None or count == 0:
+            return None
+        self._logprobs = held.slice(count, len(held)) if len(held) > count else None
+        return held.slice(0, count) if len(held) > count else held

@@ -1,0 +1,184 @@
+"""Pooling requests on their way in: inputs and pairs to token ids, one engine request per input."""
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.config import LimitsConfig, ModelConfig
+from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer, resolve
+
+Prompt = str | Sequence[int]
+"""Text, or token ids used as they are."""
+
+POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
+"""Capabilities of engines that pool."""
+
+
+class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs to pool, each on its own. ``fields`` names them for errors, as ``inputs[0].text``.
+
+    ``seconds`` has the second text of every pair for a model that reads pairs. ``deadline``: seconds since the Unix epoch.
+    """
+
+    inputs: Sequence[Prompt]
+    fields: Sequence[str]
+    params: PoolingParams
+    seconds: Sequence[str] = ()
+    model: str = ""
+    request_id: str = ""
+    data_parallel_rank: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    trace_context: dict[str, str] = {}
+    deadline: float | None = None
+
+
+class PoolingResult(msgspec.Struct, frozen=True):
+    """The engine's output for every input, in order, and the tokens of all of them."""
+
+    outputs: Sequence[EngineCoreOutput]
+    prompt_tokens: int
+
+
+class PoolingInputs:
+    """Validates and tokenizes. Every error names the input, the value and the limit."""
+
+    def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: LimitsConfig) -> None:
+        self._tokenizer = tokenizer
+        self._inputs = inputs
+        self._limits = limits
+        self._serial = itertools.count(1)
+
+    def check_count(self, count: int, *, field: str) -> None:
+        """Raise InvalidArgument for a call without inputs, or with too many."""
+        if count == 0:
+            raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
+        if count > self._limits.max_pooling_inputs:
+            raise InvalidArgument(
+                f"{field} has {count} entries; limits.max_pooling_inputs is {self._limits.max_pooling_inputs}",
+                field=field,
+            )
+
+    async def process(
+        self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
+    ) -> list[EngineCoreRequest]:
+        """Everything that can be said without an engine: one request per input. ``limits``: of the engines where they are
+        known: texts far beyond them are refused before they are tokenized.
+        """
+        self._inputs.check_model(request.model)
+        self._inputs.check_tenant(request.tenant)
+        self._inputs.check_trace_context(request.trace_context)
+        arrival_time = time.time()
+        for index in range(len(request.inputs)):
+            self._check_input(request, index, limits)
+        tokenized = await (self._pairs(request) if request.seconds else self._singles(request))
+        return [
+            EngineCoreRequest(
+                # Unique even where a client uses an id again.
+                request_id=f"{request_id}-p{next(self._serial):x}",
+                external_request_id=request_id,
+                prompt_token_ids=ids,
+                pooling_params=request.params,
+                second_text_start=second_text_start,
+                arrival_time=arrival_time,
+                data_parallel_rank=request.data_parallel_rank,
+                priority=request.priority,
+                deadline=request.deadline,
+                trace_context=request.trace_context,
+                tenant=request.tenant,
+                tenant_weight=self._inputs.fairness.weight_of(request.tenant),
+            )
+            for ids, second_text_start in tokenized
+        ]
+
+    def check(
+        self,
+        request: PoolingRequest,
+        core_requests: Sequence[EngineCoreRequest],
+        limits: ModelLimits,
+        capabilities: Sequence[str],
+    ) -> None:
+        """What depends on the engines: the task, the prompts' lengths and token ids."""
+        check_task(request.params.task, capabilities)
+        for core_request, field in zip(core_requests, request.fields, strict=True):
+            prompt = core_request.prompt_token_ids
+            check_token_ids(prompt, limits.vocab_size, field=field)
+            if len(prompt) > limits.max_model_len:
+                raise InvalidArgument(
+                    f"{field} is {len(prompt)} tokens; max_model_len is {limits.max_model_len}",
+                    field=field,
+                    reason="PROMPT_TOO_LONG",
+                )
+
+    def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
+        prompt, field = request.inputs[index], request.fields[index]
+        if not prompt:
+            raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
+        self._inputs.check_length(prompt, field=field)
+        if limits is not None and isinstance(prompt, str):
+            check_size(prompt, limits.max_model_len, field=field)
+        if request.seconds:
+            if not isinstance(prompt, str):
+                raise InvalidArgument(f"{field}: a pair is read as texts, not as token ids", field=field)
+            self._inputs.check_length(request.seconds[index], field=field)
+
+    async def _singles(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
+        """Token ids of the inputs. All texts go to one thread at once: a task for each would hold the loop up."""
+        texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
+        of_texts = iter(await self._tokenizer.encode_all(texts, add_special_tokens=True) if texts else ())
+        ids = [next(of_texts) if isinstance(prompt, str) else list(prompt) for prompt in request.inputs]
+        for each, field in zip(ids, request.fields, strict=True):
+            if not each:
+                raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
+        return [(each, None) for each in ids]
+
+    async def _pairs(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
+        """Token ids of the pairs, and where the second text of each begins."""
+        pairs = zip(request.inputs, request.seconds, strict=True)
+        encoded = await self._tokenizer.encode_pairs([(str(first), second) for first, second in pairs])
+        return [(pair.ids, pair.second_text_start) for pair in encoded]
+
+
+def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, unless an engine serves ``task``."""
+    word = task.name.lower()
+    if word not in capabilities:
+        raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
+
+
+def check_generates(capabilities: Sequence[str]) -> None:
+    """Raise InvalidArgument, naming what is served, for engines that pool and do not generate."""
+    if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
+        raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
+
+
+def _wrong_model(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="model", reason=WRONG_MODEL_KIND)
+
+
+def served(capabilities: Sequence[str]) -> str:
+    """What clients can ask for, as text."""
+    return ", ".join(word for word in capabilities if word in ("generate", *POOLING_WORDS)) or "nothing now"
+
+
+def load_labels(config: ModelConfig) -> list[str]:
+    """Names of the model's classes in order, as its config.json has them; empty where it has none. Raises ConfigError."""
+    file = resolve(config) / "config.json"
+    if not file.is_file():
+        return []
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+        named = {int(index): str(label) for index, label in data.get("id2label", {}).items()}
+    except (OSError, ValueError, AttributeError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from None
+    return [named.get(index, "") for index in range(max(named, default=-1) + 1)]

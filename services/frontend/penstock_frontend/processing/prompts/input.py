@@ -1,0 +1,251 @@
+"""From what a client asks to what an engine computes: defaults, tokenization, validation."""
+
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, NotFound, Unimplemented, nearest
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.config import FairnessConfig, LimitsConfig
+from penstock_frontend.ports import ModelLimits
+from penstock_frontend.processing.chat.reasoning import Reasoning
+from penstock_frontend.processing.prompts import sampling
+from penstock_frontend.processing.prompts.mixed_prompt import Assembled, MixedPrompt, assemble
+from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer
+
+MAX_CHARS_PER_TOKEN = 64
+"""A text with more characters for each token that fits is refused unread."""
+
+
+class InputProcessor:
+    """Validates and tokenizes. Every error names the field, the value and the limit."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generation_config: Mapping[str, Any],
+        *,
+        model_name: str,
+        limits: LimitsConfig,
+        fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
+        reasoning: Reasoning | None = None,
+    ) -> None:
+        """``reasoning``: behind it constraints hold. Raises ConfigError when the model's own defaults are out of range."""
+        self._tokenizer = tokenizer
+        self._defaults = sampling.model_defaults(generation_config)
+        self._model_name = model_name
+        self._limits = limits
+        self.reasoning = reasoning
+        self.fairness = fairness
+        self._serial = itertools.count(1)
+
+    def check_model(self, name: str, *, field: str = "model") -> None:
+        """Raise NotFound unless ``name`` is the served model, or empty."""
+        if name and name != self._model_name:
+            hint = nearest(name, [self._model_name])
+            raise NotFound(f"{field} is {name!r}; known: {self._model_name}{hint}", field=field)
+
+    def request_id(self, given: str) -> str:
+        """The request's id for its client: the given one or a random one."""
+        size = len(given.encode())
+        if size > self._limits.max_request_id_bytes:
+            raise InvalidArgument(
+                f"request_id has {size} bytes; the limit is {self._limits.max_request_id_bytes}", field="request_id"
+            )
+        return given or uuid.uuid4().hex
+
+    def check_tenant(self, tenant: str) -> None:
+        """Raise InvalidArgument when a tenant's name is too long."""
+        size = len(tenant.encode())
+        if size > self._limits.max_tenant_bytes:
+            raise InvalidArgument(
+                f"routing.tenant has {size} bytes; the limit is {self._limits.max_tenant_bytes}", field="routing.tenant"
+            )
+
+    def check_trace_context(self, trace_context: Mapping[str, str]) -> None:
+        """Raise InvalidArgument when what every engine request carries along is too large."""
+        size = sum(len(name.encode()) + len(value.encode()) for name, value in trace_context.items())
+        if size > self._limits.max_trace_context_bytes:
+            raise InvalidArgument(
+                f"routing.trace_context has {size} bytes; limits.max_trace_context_bytes is "
+                f"{self._limits.max_trace_context_bytes}",
+                field="routing.trace_context",
+            )
+
+    async def process(
+        self, request: GenerateRequest, request_id: str, limits: ModelLimits | None = None
+    ) -> EngineCoreRequest:
+        """Everything that can be said without an engine. ``request_id``: as from ``request_id()``. ``limits``: of the engines
+        where they are known: a prompt far beyond them is refused before it is tokenized.
+        """
+        self.check_model(request.model)
+        self.check_tenant(request.tenant)
+        self.check_trace_context(request.trace_context)
+        params = sampling.resolve(request.sampling, self._defaults, self._limits)
+        salt_size = len(request.cache_salt.encode())
+        if salt_size > self._limits.max_cache_salt_bytes:
+            raise InvalidArgument(
+                f"cache_salt has {salt_size} bytes; the limit is {self._limits.max_cache_salt_bytes}",
+                field="cache_salt",
+            )
+        if params.bad_words:
+            params = await self._with_bad_words(params)
+        arrival_time = time.time()
+        if limits is not None:
+            _check_early(request.prompt, limits.max_model_len, truncated=params.truncate_prompt_tokens is not None)
+            _check_parts(request.prompt, limits)
+        prompt = await self._prompt(request, limits, truncated=params.truncate_prompt_tokens is not None)
+        if params.truncate_prompt_tokens is not None:
+            prompt = prompt.last(params.truncate_prompt_tokens)
+        reasoning = self.reasoning if params.structured_output is not None else None
+        return EngineCoreRequest(
+            # Unique even where a client uses an id again.
+            request_id=f"{request_id}-{next(self._serial):x}",
+            external_request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            prompt_embeds=prompt.embeds,
+            sampling_params=params,
+            arrival_time=arrival_time,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
+            priority=request.priority,
+            deadline=request.deadline,
+            trace_context=request.trace_context,
+            tenant=request.tenant,
+            tenant_weight=self.fairness.weight_of(request.tenant),
+            reasoning_ended=reasoning.parser.ended_by(request.prompt)
+            if reasoning is not None and isinstance(request.prompt, str)
+            else None,
+            reasoning_parser_kwargs=reasoning.tokens if reasoning is not None else None,
+        )
+
+    def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
+        """What depends on the engines: the prompt's length and its token ids."""
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        if request.prompt_embeds is not None:
+            check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
+        check_token_ids(prompt, limits.vocab_size, field="token_ids.ids")
+        sampling.check_vocabulary(params, limits.vocab_size)
+        if len(prompt) >= limits.max_model_len:
+            raise _too_long(len(prompt), limits.max_model_len)
+        room_left = limits.max_model_len - len(prompt)
+        if params.min_tokens > room_left:
+            raise InvalidArgument(
+                f"sampling_params.min_tokens is {params.min_tokens}; a prompt of {len(prompt)} tokens leaves room for "
+                f"{room_left}",
+                field="sampling_params.min_tokens",
+            )
+
+    def check_length(self, prompt: str | Sequence[int], *, field: str) -> None:
+        """Raise InvalidArgument when a text or list of token ids is too long to be worth looking at."""
+        if len(prompt) > self._limits.max_prompt_length:
+            what = "characters" if isinstance(prompt, str) else "ids"
+            raise InvalidArgument(
+                f"{field} has {len(prompt)} {what}; the limit is {self._limits.max_prompt_length}", field=field
+            )
+
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The same with the token ids of the bad words, each alone and behind a space."""
+        tokenized = await self._tokenizer.encode_all([form for word in params.bad_words for form in (word, f" {word}")])
+        for index, token_ids in enumerate(tokenized):
+            if not token_ids:
+                field = f"sampling_params.bad_words[{index // 2}]"
+                raise InvalidArgument(f"{field} is {params.bad_words[index // 2]!r}, which has no tokens", field=field)
+        unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
+        return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
+
+    async def _prompt(self, request: GenerateRequest, limits: ModelLimits | None, *, truncated: bool) -> Assembled:
+        prompt = request.prompt
+        if isinstance(prompt, MixedPrompt):
+            longest, what = self._limits.max_prompt_length, "limits.max_prompt_length"
+            if limits is not None and not truncated and limits.max_model_len < longest:
+                longest, what = limits.max_model_len, "max_model_len"
+            return await self._mixed(prompt, longest, what, add_special_tokens=request.add_special_tokens)
+        field = "text" if isinstance(prompt, str) else "token_ids.ids"
+        if not prompt:
+            raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)
+        self.check_length(prompt, field=field)
+        if isinstance(prompt, str):
+            ids = (await self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise InvalidArgument(f"{field} has no tokens: there is no prompt", field=field)
+        return Assembled(ids, None)
+
+    async def _mixed(self, prompt: MixedPrompt, longest: int, what: str, *, add_special_tokens: bool) -> Assembled:
+        if not prompt.parts:
+            raise InvalidArgument("mixed.parts is empty: there is no prompt", field="mixed.parts")
+        for part, field in zip(prompt.parts, prompt.fields, strict=True):
+            if not isinstance(part, PromptEmbeds):
+                self.check_length(part, field=field)
+
+        async def encode(text: str, is_first: bool) -> list[int]:
+            return (await self._tokenizer.encode(text, add_special_tokens=add_special_tokens and is_first)).ids
+
+        return await assemble(prompt, encode, max_positions=longest, what=what)
+
+
+def check_size(text: str, max_model_len: int, *, field: str) -> None:
+    """Raise InvalidArgument for a text that is far too long for the model however it is tokenized, which may take seconds."""
+    longest = max_model_len * MAX_CHARS_PER_TOKEN
+    if len(text) > longest:
+        raise InvalidArgument(
+            f"{field} has {len(text)} characters; for max_model_len {max_model_len}, at {MAX_CHARS_PER_TOKEN} characters "
+            f"a token, the limit is {longest}",
+            field=field,
+            reason="PROMPT_TOO_LONG",
+        )
+
+
+def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, *, truncated: bool) -> None:
+    """What can be said of a prompt's length before it is tokenized, or copied."""
+    if isinstance(prompt, str):
+        check_size(prompt, max_model_len, field="text")
+    elif not truncated and not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
+        raise _too_long(len(prompt), max_model_len)
+
+
+def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits) -> None:
+    """What can be said of a mixed prompt's parts before they are put together."""
+    if isinstance(prompt, MixedPrompt):
+        for part, field in zip(prompt.parts, prompt.fields, strict=True):
+            if isinstance(part, PromptEmbeds):
+                check_hidden_size(part, limits.hidden_size, field=field)
+            elif isinstance(part, str):
+                check_size(part, limits.max_model_len, field=field)
+
+
+def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: str) -> None:
+    """Raise InvalidArgument for vectors of another length than the engines', Unimplemented where they take none."""
+    if hidden_size == 0:
+        raise Unimplemented(f"{field} has vectors, which the engines do not take in place of tokens", field=field)
+    if hidden_size is not None and embeds.hidden_size != hidden_size:
+        raise InvalidArgument(
+            f"{field} has vectors of {embeds.hidden_size} numbers; the model's have {hidden_size}", field=field
+        )
+
+
+def _too_long(num_tokens: int, max_model_len: int) -> InvalidArgument:
+    room = " and leaves no room for output" if num_tokens == max_model_len else ""
+    return InvalidArgument(
+        f"prompt is {num_tokens} tokens; max_model_len is {max_model_len}{room}",
+        field="prompt",
+        reason="PROMPT_TOO_LONG",
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
+    """Raise InvalidArgument naming the first id that is not in the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise InvalidArgument(
+            f"{field}[{index}] is {token_ids[index]}; it must be below the vocabulary size, {vocab_size}", field=field
+        )

@@ -1,0 +1,266 @@
+"""The model's tokenizer, on the ``tokenizers`` library alone: importing transformers costs seconds."""
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import tokenizers
+
+from penstock_common.errors import ConfigError, Unimplemented
+from penstock_frontend.config import ModelConfig
+from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
+_WEIGHT_INDEXES = ("*.index.json",)
+
+
+_LONG_TEXT = 64 * 1024
+"""Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and others do not wait."""
+
+
+class TokenizerPanicError(Exception):
+    """The library has met a defect of its own. What it raises then is no Exception, which nobody is prepared for."""
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as e:
+        raise _without_panic(e) from e
+
+
+def _without_panic(error: BaseException) -> BaseException:
+    return TokenizerPanicError(str(error)) if type(error).__name__ == "PanicException" else error
+
+
+class Encoded(NamedTuple):
+    """Token ids, and the tokens as the vocabulary writes them where they were asked for."""
+
+    ids: list[int]
+    tokens: Sequence[str] = ()
+
+
+class EncodedPair(NamedTuple):
+    """Token ids of two texts in one prompt. ``second_text_start``: first token of the second type, None without one."""
+
+    ids: list[int]
+    second_text_start: int | None
+
+
+class Tokenizer:
+    """Text to tokens in a small thread pool, off the event loop; tokens to text in the caller's thread.
+
+    Special tokens around a text (begin of sequence) are those that the post-processor in tokenizer.json adds.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, num_threads: int = 1) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._byte_level = ByteLevelDecoder(backend, self._decode) if is_byte_level(backend) else None
+        self._texts: dict[int, str] = {}
+        self._anchor = self._find_anchor()
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, with_tokens: bool = False) -> Encoded:
+        """Tokenize ``text``. Without ``with_tokens`` there are only ids."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool_for(len(text)), self._encode, text, add_special_tokens, with_tokens
+        )
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[EncodedPair]:
+        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair."""
+
+        def encode() -> list[EncodedPair]:
+            return [self._encode_pair(text, second) for text, second in pairs]
+
+        pool = self._pool_for(sum(len(text) + len(second) for text, second in pairs))
+        return await asyncio.get_running_loop().run_in_executor(pool, encode)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
+        if self._byte_level is None:
+            return self._decode(token_ids)
+        try:
+            return self._byte_level.decode(token_ids)
+        except OddTokenError:
+            return self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        try:  # hot: a context manager would cost as much as a short text
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+        except Exception:
+            raise
+        except BaseException as e:
+            raise _without_panic(e) from e
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is this text; None where there is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
+
+    def is_special(self, text: str) -> bool:
+        """Whether ``text`` is a special token, which is left out of outputs unless they are asked to show it."""
+        return self._backend.token_to_id(text) in self.special_ids
+
+    def text_of(self, token_id: int) -> str:
+        """What a token adds to a text behind another token: its leading space, which decoding it alone may lose, is there.
+
+        U+FFFD for a part of a character, the name of a special token, ``""`` for an id without a token.
+        """
+        text = self._texts.get(token_id)
+        if text is None:
+            before, joined = self.decode(self._anchor), self.decode([*self._anchor, token_id])
+            text = joined.removeprefix(before) if joined.startswith(before) else self.decode([token_id])
+            self._texts[token_id] = text
+        return text
+
+    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        """Token ids of each text, ``add_special_tokens`` around it."""
+
+        def encode() -> list[list[int]]:
+            with _no_panic():
+                return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+
+        pool = self._pool_for(sum(map(len, texts)))
+        return await asyncio.get_running_loop().run_in_executor(pool, encode)
+
+    async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of a whole sequence, decoded off the event loop."""
+
+        def decode() -> str:
+            return self.decode(
+                [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool_for(len(token_ids)), decode)
+
+    async def in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``function`` returns, called in a thread of the pool: for work on texts that would hold the loop up."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, functools.partial(function, *args, **kwargs)
+        )
+
+    def close(self) -> None:
+        """End the thread pools; texts not begun yet are dropped."""
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _find_anchor(self) -> list[int]:
+        """A token to put before others: a letter or digit of its own, so that nothing joins with it; or no token."""
+        for token in "0123456789abcdefghijklmnopqrstuvwxyz":
+            token_id = self._backend.token_to_id(token)
+            if token_id is not None and self.decode([token_id]) == token:
+                return [token_id]
+        return []
+
+    def _pool_for(self, size: int) -> ThreadPoolExecutor:
+        return self._pool if size <= _LONG_TEXT else self._long_pool
+
+    def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
+        with _no_panic():
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
+        return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
+
+    def _encode_pair(self, text: str, second: str) -> EncodedPair:
+        with _no_panic():
+            encoding = self._backend.encode(text, second)
+        types = encoding.type_ids
+        start = types.index(1) if 1 in types else len(types)
+        if any(types[:start]) or set(types[start:]) - {1}:
+            raise Unimplemented("the tokenizer gives the texts of a pair types that the engine does not know")
+        return EncodedPair(encoding.ids, start if start < len(types) else None)
+
+
+class ModelFiles(NamedTuple):
+    """What the frontend reads of a model: ``tokenizer``, and ``generation_config.json`` as a dict (empty without one)."""
+
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+
+
+def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
+    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError naming what is missing."""
+    folder = resolve(config)
+    backend = _load_backend(folder, config.path)
+    return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
+
+
+def resolve(config: ModelConfig) -> Path:
+    """The local directory of the model; a hub id is downloaded, weights left out. Raises ConfigError."""
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
+        raise ConfigError(f"model.path is {config.path!r}: there is no such directory")
+    import huggingface_hub  # imported here: costs time and is needed for hub ids alone
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                config.path,
+                revision=config.revision or None,
+                allow_patterns=list(_FILES),
+                ignore_patterns=list(_WEIGHT_INDEXES),
+            )
+        )
+    except Exception as e:  # its failures have no common base: HTTP, offline, validation
+        raise ConfigError(
+            f"model.path is {config.path!r}: no such directory, and the hub says: {_first_line(e)}"
+        ) from e
+
+
+def _load_backend(folder: Path, path: str) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return _convert_tokenizer(folder, path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as e:  # tokenizers raises nothing narrower
+        raise ConfigError(f"model.path is {path!r}: its tokenizer.json cannot be read: {_first_line(e)}") from e
+
+
+def _convert_tokenizer(folder: Path, path: str) -> tokenizers.Tokenizer:
+    problem = f"model.path is {path!r}: it has no tokenizer.json, and none can be made from what it has"
+    try:
+        from transformers import AutoTokenizer  # slow to import, and only needed to convert other formats
+
+        backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
+    except Exception as e:  # whatever the model's tokenizer class raises
+        raise ConfigError(f"{problem}: {_first_line(e)}") from e
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ConfigError(problem)
+    return backend
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty when there is no file. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold an object")
+    return data
