@@ -28,7 +28,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from penstock_common.config import LogConfig, ServerConfig
+from penstock_common.config.sections import LogConfig, ServerConfig
 from penstock_common.observability.logging import configure
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.logprobs import Logprobs

@@ -6,7 +6,7 @@ import pytest
 
 from charts import lint
 from penstock_common import config as common_config
-from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_frontend.config import FrontendConfig
 from tests.chart.rendering import HUB, SERVICES, release
 from tests.chart.test_config import load

@@ -7,7 +7,7 @@ from charts.lint import ChartError
 from penstock.coordinator.v1 import service_pb2 as coordinator_api
 from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.server import LIVENESS, STARTUP
 from penstock_coordinator.app import Coordinator

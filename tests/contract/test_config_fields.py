@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock_common.config import fields, load
+from penstock_common.config.loader import fields, load
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig

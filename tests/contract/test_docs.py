@@ -22,7 +22,7 @@ from penstock.admin.v1 import service_pb2 as admin_service
 from penstock.coordinator.v1 import service_pb2 as coordinator_service
 from penstock.enginecore.v1 import service_pb2 as engine_service
 from penstock.inference.v1 import service_pb2 as inference_service
-from penstock_common.config import ENV_PREFIX, fields
+from penstock_common.config.loader import ENV_PREFIX, fields
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.api.openai.document import document

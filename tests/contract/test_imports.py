@@ -95,7 +95,7 @@ def test_opentelemetry_is_imported_in_one_module_alone(package: str) -> None:
 def test_services_that_make_no_traces_do_not_load_opentelemetry() -> None:
     check = (
         "import sys, penstock_frontend.app, penstock_enginecore.app, penstock_coordinator.app\n"
-        "from penstock_common.config import ServerConfig, TracingConfig\n"
+        "from penstock_common.config.sections import ServerConfig, TracingConfig\n"
         "from penstock_common.observability.tracer import make_tracer\n"
         "from penstock_coordinator.app import Coordinator\n"
         "from penstock_coordinator.config import CoordinatorConfig\n"

@@ -2,7 +2,7 @@
 
 from penstock.coordinator.v1 import service_pb2 as coordinator_pb
 from penstock.enginecore.v1 import service_pb2 as engine_pb
-from penstock_common.config import PeersConfig
+from penstock_common.config.sections import PeersConfig
 from penstock_coordinator.rpc.servicer import allowed as coordinators
 from penstock_enginecore.rpc.io_thread import _allowed as engines
 

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_common.rpc.credentials import ClientCredentials
 
 DAY = dt.timedelta(days=1)

@@ -9,7 +9,7 @@ import grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.types.cluster import ClusterView, DrainCommand, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats

@@ -23,7 +23,7 @@ import msgspec
 from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig, TlsConfig
+from penstock_common.config.sections import ServerConfig, TlsConfig
 from penstock_common.rpc.columns import fill_columns
 from penstock_common.rpc.revision import COLUMNS_SINCE, PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer

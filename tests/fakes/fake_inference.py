@@ -17,7 +17,7 @@ import grpc
 
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.rpc.server import RpcServer
 

@@ -13,7 +13,7 @@ from penstock.admin.v1 import service_pb2_grpc as admin_grpc
 from penstock.common.v1 import sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error

@@ -20,7 +20,7 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_frontend.config import HttpConfig
 from tests.fakes.certificates import Authority, Files, Identity
 from tests.fakes.cluster_members import HELLO, address_of, register, running

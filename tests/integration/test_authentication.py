@@ -18,7 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.config import LogConfig
+from penstock_common.config.sections import LogConfig
 from penstock_frontend.config import AuthConfig, HttpConfig
 from tests.fakes.certificates import replace
 from tests.fakes.fake_engine import FakeEngine

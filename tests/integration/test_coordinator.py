@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import EngineState
 from penstock_common.types.outputs import SchedulerStats

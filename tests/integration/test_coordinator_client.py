@@ -7,7 +7,7 @@ import pytest
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import DrainCommand
 from penstock_common.types.outputs import SchedulerStats

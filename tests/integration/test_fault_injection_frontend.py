@@ -20,7 +20,8 @@ from penstock_frontend.api.openai.chat import ChatCompletions
 from penstock_frontend.api.openai.completion_choices import ChoiceWriter
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.vllm import convert as vllm_convert
-from penstock_frontend.engine.journal import Journal, JournalEntry
+from penstock_frontend.engine.journal import Journal
+from penstock_frontend.engine.journal_entry import JournalEntry
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import EngineMetrics, FrontendMetrics
 from penstock_frontend.observe import ObservedRequest, RequestObserver

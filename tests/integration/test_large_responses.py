@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.frontend_server import FrontendServer, failure, make_request
 from tests.fakes.patience import PATIENCE

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from penstock.coordinator.v1 import messages_pb2 as coordinator_pb
 from penstock.coordinator.v1 import service_pb2_grpc as coordinator_grpc
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.config import LogConfig, ServerConfig
+from penstock_common.config.sections import LogConfig, ServerConfig
 from penstock_common.observability.logging import REQUEST_LOGGER, get_logger
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig

@@ -12,7 +12,7 @@ import httpx
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_frontend.config import AuthConfig, HttpConfig
 from tests.fakes.certificates import Authority, Identity, replace
 from tests.fakes.cluster_members import Engine as EngineMember

@@ -13,7 +13,7 @@ from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2, sampling_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.config import LogConfig
+from penstock_common.config.sections import LogConfig
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.tensors.sizes import Limits

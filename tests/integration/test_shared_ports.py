@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_common.config import MetricsConfig, ServerConfig
+from penstock_common.config.sections import MetricsConfig, ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import HttpConfig
 from tests.fakes.fake_engine import FakeEngine

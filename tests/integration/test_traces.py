@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.config import TracingConfig
+from penstock_common.config.sections import TracingConfig
 from penstock_enginecore.config import ModelConfig
 from penstock_frontend.config import HttpConfig
 from tests.fakes.engine_harness import make_config

@@ -10,7 +10,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from penstock_common.config import MetricsConfig
+from penstock_common.config.sections import MetricsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.listening import warn_of_plaintext
 from penstock_common.observability.logging import get_logger

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from penstock_common.config import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process

@@ -1,6 +1,6 @@
 """Configuration of the coordinator.
 
-Every value is validated when the struct is built; unknown keys are refused by the loader in ``penstock_common.config``.
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``.
 """
 
 from collections.abc import Mapping
@@ -8,15 +8,8 @@ from typing import ClassVar
 
 import msgspec
 
-from penstock_common.config import (
-    ENGINES_DECIDE,
-    LogConfig,
-    MetricsConfig,
-    PeersConfig,
-    ServerConfig,
-    TracingConfig,
-    check_range,
-)
+from penstock_common.config.checks import ENGINES_DECIDE, check_range
+from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

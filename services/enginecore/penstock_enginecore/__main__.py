@@ -4,7 +4,7 @@ import os
 import sys
 from functools import partial
 
-from penstock_common.config import from_command_line
+from penstock_common.config.loader import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig

@@ -1,6 +1,6 @@
 """Configuration of an engine process.
 
-Every value is validated when the struct is built; unknown keys are refused by the loader in ``penstock_common.config``.
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``.
 Flags and environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
 ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
 """
@@ -11,18 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from penstock_common.config import (
-    ByteSize,
+from penstock_common.config.checks import ByteSize, check_choice, check_range, model_name, require
+from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
     MetricsConfig,
     PeersConfig,
     ServerConfig,
     TracingConfig,
-    check_choice,
-    check_range,
-    model_name,
-    require,
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

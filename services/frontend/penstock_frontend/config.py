@@ -1,6 +1,6 @@
 """Configuration of a frontend process.
 
-Every value is validated when the struct is built; unknown keys are refused by the loader in ``penstock_common.config``.
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``.
 Flags and environment names derive from the field names: ``limits.max_requests`` is ``--limits.max-requests`` and
 ``PENSTOCK_LIMITS__MAX_REQUESTS``.
 """
@@ -11,9 +11,16 @@ from typing import ClassVar
 
 import msgspec
 
-from penstock_common.config import (
+from penstock_common.config.checks import (
     ENGINES_DECIDE,
     ByteSize,
+    check_choice,
+    check_range,
+    check_reuse_port,
+    model_name,
+    require,
+)
+from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
     MetricsConfig,
@@ -21,11 +28,6 @@ from penstock_common.config import (
     ServerConfig,
     TlsConfig,
     TracingConfig,
-    check_choice,
-    check_range,
-    check_reuse_port,
-    model_name,
-    require,
 )
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT

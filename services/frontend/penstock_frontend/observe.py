@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from penstock_common.config import LogConfig
+from penstock_common.config.sections import LogConfig
 from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock_common import checkpoint
 from penstock_common.checkpoint import looks_like_a_path
-from penstock_common.config import check_range, require
+from penstock_common.config.checks import check_range, require
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.memory import Memory
 from penstock_local.cache_memory import check_cache_memory

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from penstock_common import config as common_config
+from penstock_common.config import loader
 from penstock_common.errors import ConfigError, nearest
 
 FLAG = "--set"
@@ -62,7 +62,7 @@ def named(name: str) -> list[str]:
     return [
         f"{service}.{key}"
         for service, struct in _structs().items()
-        for key, _ in common_config.fields(struct)
+        for key, _ in loader.fields(struct)
         if f".{key}".endswith(f".{end}") and not _is_own(key)
     ]
 
@@ -88,9 +88,9 @@ def _check_key(text: str, service: str, key: str) -> None:
         raise ConfigError(
             f"{FLAG} {text}: no such service {service!r}; known: {', '.join(structs)}{nearest(service, structs)}"
         )
-    keys = [name for name, _ in common_config.fields(structs[service])]
+    keys = [name for name, _ in loader.fields(structs[service])]
     if key not in keys:
-        hint = common_config.hint(key, keys, common_config.removed(structs[service]))
+        hint = loader.hint(key, keys, loader.removed(structs[service]))
         raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{hint}")
     if _is_own(key):
         raise ConfigError(f"{FLAG} {text}: penstock serve decides {service}.{key} itself")

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock_common.config import check_range
+from penstock_common.config.checks import check_range
 from penstock_common.errors import PenstockError, RequestFailed
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_local.console import fail

@@ -15,7 +15,7 @@ import yaml
 
 from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.server import RpcServer
 

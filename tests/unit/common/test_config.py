@@ -6,16 +6,9 @@ from typing import Literal
 import msgspec
 import pytest
 
-from penstock_common.config import (
-    ByteSize,
-    ServerConfig,
-    check_range,
-    dump,
-    fields,
-    from_command_line,
-    load,
-    parse_bytes,
-)
+from penstock_common.config.checks import ByteSize, check_range, parse_bytes
+from penstock_common.config.loader import dump, fields, from_command_line, load
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 
 

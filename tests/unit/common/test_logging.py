@@ -13,7 +13,7 @@ from tests.fakes.patience import PATIENCE
 PROGRAM = """
 import logging, sys, threading
 import structlog
-from penstock_common.config import LogConfig
+from penstock_common.config.sections import LogConfig
 from penstock_common.observability.logging import REQUEST_LOGGER, configure, get_logger
 configure(LogConfig(format=sys.argv[1], requests=sys.argv[2] == "yes"), service="frontend")
 structlog.contextvars.bind_contextvars(request="r1")
@@ -83,7 +83,7 @@ def test_text_is_a_line_per_event_for_people() -> None:
 
 HOSTILE = """
 import logging
-from penstock_common.config import LogConfig
+from penstock_common.config.sections import LogConfig
 from penstock_common.observability.logging import configure, configure_library, get_logger
 {configure}
 hostile = "".join(map(chr, [27, 0x9B, 7, 8, 13, 10, 0, 127, 0x85, 0x2028, 0x2029, 0x202E, 0x2066, 0x200F, 0x61C, 0xD800]))

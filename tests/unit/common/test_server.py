@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.interceptor import ErrorInterceptor
@@ -171,7 +171,7 @@ _PEER_WITH_A_MESSAGE = """
 import asyncio, struct
 from penstock_common.rpc.interceptor import ErrorInterceptor
 from penstock_common.rpc.server import RpcServer
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 
 async def main():
     server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[])

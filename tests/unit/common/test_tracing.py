@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_common.config import LogConfig, TracingConfig
+from penstock_common.config.sections import LogConfig, TracingConfig
 from penstock_common.errors import ConfigError
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.observability.tracing import is_sampled, trace_headers

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock_common.config import fields, from_command_line, load
+from penstock_common.config.loader import fields, from_command_line, load
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_frontend.config import FrontendConfig

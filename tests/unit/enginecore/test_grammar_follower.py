@@ -12,7 +12,8 @@ import xgrammar
 from penstock_common.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.children import Children
-from penstock_enginecore.structured_output.follower import CompiledConstraint, GrammarFollower
+from penstock_enginecore.structured_output.followed import CompiledConstraint
+from penstock_enginecore.structured_output.follower import GrammarFollower
 from penstock_enginecore.structured_output.messages import Masks, Result
 from tests.fakes.followed import TIMEOUT, Followed, allowed
 

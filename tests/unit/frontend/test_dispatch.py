@@ -17,7 +17,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.dispatch import Dispatch
-from penstock_frontend.engine.journal import EngineFaultError, JournalEntry
+from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntry
 from penstock_frontend.engine.router import Candidate, Router
 from tests.fakes import virtual_time
 

@@ -6,7 +6,8 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.engine.drain import Drain
-from penstock_frontend.engine.journal import Journal, JournalEntry
+from penstock_frontend.engine.journal import Journal
+from penstock_frontend.engine.journal_entry import JournalEntry
 
 NOW = 100.0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.config import load
+from penstock_common.config.loader import load
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import FrontendConfig, ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import load_model_files

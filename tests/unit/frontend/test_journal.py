@@ -3,7 +3,8 @@
 import time
 
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.journal import Journal, JournalEntry
+from penstock_frontend.engine.journal import Journal
+from penstock_frontend.engine.journal_entry import JournalEntry
 
 
 def empty() -> Journal:

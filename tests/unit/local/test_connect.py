@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.rpc.server import RpcServer
 from penstock_local.rpc.connect import ADMIN, connect

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.common.v1 import sampling_pb2
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import build_parser, main
 from penstock_local.generate import GenerateOptions, generate

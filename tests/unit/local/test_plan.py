@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from penstock_common.config import load
+from penstock_common.config.loader import load
 from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory
 from penstock_coordinator.config import CoordinatorConfig

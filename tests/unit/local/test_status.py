@@ -9,7 +9,7 @@ import pytest
 
 from penstock.admin.v1 import messages_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import main

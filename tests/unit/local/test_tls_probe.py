@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.server import RpcServer
 from penstock_local.rpc.admin import AdminClient
 from penstock_local.rpc.client import InferenceClient, ServerUnreachableError, TlsMismatchError

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import structlog
 
-from penstock_common.config import LogConfig
+from penstock_common.config.sections import LogConfig
 
 REQUEST_LOGGER = "penstock.requests"
 """Logger of the lines that ``log.requests`` switches on."""

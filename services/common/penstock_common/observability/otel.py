@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from penstock_common.config import TracingConfig
+from penstock_common.config.sections import TracingConfig
 from penstock_common.observability.metrics import service_version
 from penstock_common.observability.tracing import Attributes, Headers
 

@@ -1,6 +1,6 @@
 """The tracer of a process: nothing of OpenTelemetry is imported until an endpoint is configured."""
 
-from penstock_common.config import TracingConfig
+from penstock_common.config.sections import TracingConfig
 from penstock_common.observability.tracing import Tracer
 
 

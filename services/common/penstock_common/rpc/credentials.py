@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_common.security.tls import TlsMaterial, watched_material
 
 _ADVICE = {

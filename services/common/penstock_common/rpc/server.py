@@ -12,7 +12,7 @@ import grpc_reflection.v1alpha.reflection as reflection
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock_common.config import ServerConfig
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.listening import warn_of_plaintext
 from penstock_common.rpc.credentials import server_credentials

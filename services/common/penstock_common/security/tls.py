@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock_common.config import ClientTlsConfig, TlsConfig
+from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.security.watched import WatchedFiles, read_bytes
 

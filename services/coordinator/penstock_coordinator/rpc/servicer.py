@@ -9,7 +9,7 @@ import grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
-from penstock_common.config import PeersConfig
+from penstock_common.config.sections import PeersConfig
 from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto

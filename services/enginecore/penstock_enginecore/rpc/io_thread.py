@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
-from penstock_common.config import PeersConfig
+from penstock_common.config.sections import PeersConfig
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry
 from penstock_common.observability.tracer import make_tracer

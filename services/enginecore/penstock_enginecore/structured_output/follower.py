@@ -15,9 +15,10 @@ import numpy as np
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_enginecore.config import StructuredOutputConfig
-from penstock_enginecore.core.structured_output.base import Grammar, Mask, allows, bitmask_words
+from penstock_enginecore.core.structured_output.base import Grammar, bitmask_words
 from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output.children import Children, Forked
+from penstock_enginecore.structured_output.followed import NO_MASK, CompiledConstraint, FollowedGrammar
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Advance,
@@ -34,78 +35,17 @@ from penstock_enginecore.structured_output.process import TOO_COSTLY, over_budge
 
 _PATIENCE = 0.25
 """Part of a token's budget that a step waits for a mask, and above which it does not wait for the next one."""
+
 _MAX_TOKENS = 2000
 """Tokens per message."""
+
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
+
 _STRIKES = 2
+
 _JOIN_TIMEOUT = 10.0
-_UNUSED = np.zeros(0, np.int32)
 
 logger = logging.getLogger(__name__)
-
-
-class CompiledConstraint:
-    """A compiled grammar, serialized, and what to call its constraint in errors."""
-
-    def __init__(self, number: int, field: str, text: bytes) -> None:
-        self.number = number
-        self.field = field
-        self.text = text
-
-
-class FollowedGrammar:
-    """See ``Grammar``. ``number`` names it to the process, ``compiled`` is what it follows. A mask says itself what may come, so
-    the busy loop takes a token in without asking the process.
-    """
-
-    def __init__(
-        self,
-        follower: "GrammarFollower",
-        number: int,
-        compiled: CompiledConstraint,
-        tokens: Sequence[int],
-        changed: Callable[[], None],
-    ) -> None:
-        self._follower = follower
-        self.number = number
-        self.compiled = compiled
-        self.tokens = list(tokens)
-        self.changed = changed
-        self.begun: Future[Grammar] = Future()
-        self.mask: Mask = _UNUSED
-        self.ready = False
-        self.failure: RequestFailed | None = None
-        self.terminated = False
-        self.late = False
-        self.cost = 0.0
-        self.strikes = 0
-
-    def accept(self, token_id: int) -> bool:
-        """Take in an output token. The one that ends the output needs no mask behind it."""
-        if self.terminated or not self.ready or not allows(self.mask, token_id):
-            return False
-        if token_id in self._follower.eos_token_ids:
-            self.terminated, self.mask = True, np.zeros_like(self.mask)
-        else:
-            self._follower.advance(self, token_id)
-        return True
-
-    @property
-    def prompt(self) -> bool:
-        """Whether a step may wait for the mask."""
-        return self.cost <= self._follower.patience
-
-    def wanted(self) -> bool:
-        """Whether a step may take the request in."""
-        return self.prompt or self.missed()
-
-    def missed(self) -> bool:
-        """Whether the mask has come after all; else ``changed`` is called once it has."""
-        return self._follower.missed(self)
-
-    def close(self) -> None:
-        """Let the process forget the request."""
-        self._follower.forget(self)
 
 
 class GrammarFollower:
@@ -198,7 +138,7 @@ class GrammarFollower:
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
         """Take in a token that the mask allows."""
         with self._changed:
-            grammar.ready, grammar.mask = False, _UNUSED
+            grammar.ready, grammar.mask = False, NO_MASK
             grammar.tokens.append(token_id)
             self._tokens.append((grammar.number, token_id))
 
@@ -292,7 +232,7 @@ class GrammarFollower:
         rows = np.frombuffer(masks.rows, np.int32).reshape(-1, self._words)
         row, told = 0, []
         for result in masks.results:
-            mask = _UNUSED
+            mask = NO_MASK
             if result.kind == "mask":
                 mask, row = rows[row], row + 1
             grammar = self._living.get(result.number)

@@ -10,7 +10,7 @@ from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
-from penstock_frontend.engine.journal import EngineFaultError
+from penstock_frontend.engine.journal_entry import EngineFaultError
 from penstock_frontend.engine.watchdog import Watchdog, wedged
 from penstock_frontend.rpc.engine_session import EngineSession
 

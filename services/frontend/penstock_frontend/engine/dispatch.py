@@ -14,7 +14,8 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.drain import Drain
 from penstock_frontend.engine.held import HeldRequests
-from penstock_frontend.engine.journal import Journal, JournalEntry, Refusal
+from penstock_frontend.engine.journal import Journal, Refusal
+from penstock_frontend.engine.journal_entry import JournalEntry
 from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router
 from penstock_frontend.ports import OutputHandler

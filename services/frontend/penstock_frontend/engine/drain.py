@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from penstock_frontend.engine.journal import JournalEntry
+from penstock_frontend.engine.journal_entry import JournalEntry
 
 _MARGIN = 1.0
 """Seconds before the deadline at which everything goes."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from penstock_frontend.engine.journal import JournalEntry
+from penstock_frontend.engine.journal_entry import JournalEntry
 
 
 class HeldRequests:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config import check_range
+from penstock_common.config.checks import check_range
 from penstock_common.errors import ConfigError
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS, DEFAULT_INPUT_LEN = 8, 100, "128"

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config import parse_bytes
+from penstock_common.config.checks import parse_bytes
 from penstock_common.errors import ConfigError, nearest
 from penstock_enginecore.config import (
     CacheConfig,

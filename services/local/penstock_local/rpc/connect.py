@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from penstock_common.config import ClientTlsConfig
+from penstock_common.config.sections import ClientTlsConfig
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials
 

@@ -10,7 +10,8 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
 from penstock_enginecore.core.structured_output.charset import literal
 from penstock_enginecore.core.structured_output.json_grammar import Rules
-from penstock_enginecore.core.structured_output.json_schema import parse, schema_grammar
+from penstock_enginecore.core.structured_output.json_schema import schema_grammar
+from penstock_enginecore.core.structured_output.json_text import parse
 from penstock_enginecore.core.structured_output.json_types import SchemaError, shown
 from penstock_enginecore.core.structured_output.regex import RegexError, whole
 

@@ -5,17 +5,15 @@ ignored. Narrower than the schema it may be: properties come in the schema's ord
 no others unless ``additionalProperties`` says so, numbers and blanks are bounded in length.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from penstock_common.nesting import nests_deeper
 from penstock_common.types.sampling import JsonWhitespace
 from penstock_enginecore.core.structured_output import number
 from penstock_enginecore.core.structured_output.formats import FORMATS
 from penstock_enginecore.core.structured_output.json_grammar import Rules, json_literal, other_strings
+from penstock_enginecore.core.structured_output.json_keywords import bound, count, in_order, mapping, required_names
 from penstock_enginecore.core.structured_output.json_types import (
     KEYWORDS,
     TYPES,
@@ -25,49 +23,16 @@ from penstock_enginecore.core.structured_output.json_types import (
     shown,
 )
 from penstock_enginecore.core.structured_output.layout import Layout, Level, deeper
-from penstock_enginecore.core.structured_output.regex import MAX_REPEAT, RegexError, in_json_string
+from penstock_enginecore.core.structured_output.regex import RegexError, in_json_string
 
 MAX_DEPTH = 64
 """How deeply schemas may nest."""
-MAX_NESTING = 256
-"""How deeply the JSON text of a schema may nest, values of ``const`` and ``enum`` included."""
-MAX_EXPONENT = 300
-"""Largest power of ten of a number."""
+
 MAX_REFS = 1000
 """How many different places ``$ref`` may point to."""
+
 MAX_KEY = 256
 """Characters of a property's name."""
-
-
-def parse(text: str) -> Any:
-    """The JSON value in ``text``, fractions as Decimal. Raises SchemaError."""
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
-    try:
-        value = json.loads(text, parse_float=_fraction, parse_constant=refuse)
-    except RecursionError:
-        raise _too_deep() from None
-    except ValueError as e:
-        raise SchemaError("", f"is not valid JSON: {e}") from None
-    if nests_deeper(value, MAX_NESTING):
-        raise _too_deep()
-    return value
-
-
-def _too_deep() -> SchemaError:
-    return SchemaError("", f"nests more than {MAX_NESTING} deep")
-
-
-def _fraction(text: str) -> Decimal:
-    try:
-        value = Decimal(text)
-    except InvalidOperation:  # its exponent does not fit
-        raise ValueError(f"the number {text[:40]} is out of range") from None
-    if abs(value.adjusted()) > MAX_EXPONENT:
-        raise ValueError(f"the number {text[:40]} is out of range")
-    return value
 
 
 def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> str:
@@ -168,8 +133,8 @@ class _Converter:
     def bounded(self, keywords: Schema, path: str, name: str, write: Callable[..., str]) -> str:
         if "multipleOf" in keywords and name == "number":
             raise SchemaError(f"{path}/multipleOf", "is not supported")
-        low, above = _bound(keywords, "minimum", "exclusiveMinimum", path, max)
-        high, below = _bound(keywords, "maximum", "exclusiveMaximum", path, min)
+        low, above = bound(keywords, "minimum", "exclusiveMinimum", path, max)
+        high, below = bound(keywords, "maximum", "exclusiveMaximum", path, min)
         if low is None and high is None:
             return name
         try:
@@ -179,7 +144,7 @@ class _Converter:
 
     def string(self, keywords: Schema, path: str, _depth: int) -> str:
         given = [name for name in ("pattern", "format") if name in keywords]
-        low, high = _count(keywords, "minLength", path), _count(keywords, "maxLength", path)
+        low, high = count(keywords, "minLength", path), count(keywords, "maxLength", path)
         sized = low > 0 or high is not None
         if len(given) + sized > 1:
             names = " and ".join([*given, *(k for k in ("minLength", "maxLength") if k in keywords)])
@@ -188,7 +153,7 @@ class _Converter:
             return self.matching(keywords[given[0]], f"{path}/{given[0]}")
         if not sized:
             return "string"
-        _in_order(low, high, "Length", path)
+        in_order(low, high, "Length", path)
         return self.rules.add(f'"\\"" char{{{low},{"" if high is None else high}}} "\\""')
 
     def matching(self, pattern: Any, path: str) -> str:
@@ -212,8 +177,8 @@ class _Converter:
 
     def array(self, keywords: Schema, path: str, depth: int) -> str:
         items = keywords.get("items", True)
-        low, high = _count(keywords, "minItems", path), _count(keywords, "maxItems", path)
-        _in_order(low, high, "Items", path)
+        low, high = count(keywords, "minItems", path), count(keywords, "maxItems", path)
+        in_order(low, high, "Items", path)
         prefix = keywords.get("prefixItems", [])
         if isinstance(items, list):
             raise SchemaError(
@@ -239,9 +204,9 @@ class _Converter:
         return self.rules.add(f'"[" {blanks.opened} {_sequence(places, rest, low, high, blanks)}"]"')
 
     def object(self, keywords: Schema, path: str, depth: int) -> str:
-        properties = dict(_mapping(keywords, "properties", path))
+        properties = dict(mapping(keywords, "properties", path))
         more = keywords.get("additionalProperties", "properties" not in keywords)
-        for name in _names(keywords, path):
+        for name in required_names(keywords, path):
             if name not in properties:
                 if keywords.get("additionalProperties") is False:
                     raise SchemaError(f"{path}/required", f"names {shown(name)}, which additionalProperties forbids")
@@ -281,8 +246,8 @@ class _Converter:
 
     def check_counts(self, keywords: Schema, declared: int, more: Any, path: str) -> None:
         """Refuse counts that the members of an object do not keep by themselves."""
-        low, high = _count(keywords, "minProperties", path), _count(keywords, "maxProperties", path)
-        if low > len(_names(keywords, path)):
+        low, high = count(keywords, "minProperties", path), count(keywords, "maxProperties", path)
+        if low > len(required_names(keywords, path)):
             raise SchemaError(
                 f"{path}/minProperties", f"is {low}; it is only honoured up to the number of required properties"
             )
@@ -307,7 +272,7 @@ class _Converter:
 
     def pattern_object(self, keywords: Schema, properties: dict[str, Any], path: str, depth: int) -> str:
         """One pattern alone: keys that match it, and no others."""
-        patterns = _mapping(keywords, "patternProperties", path)
+        patterns = mapping(keywords, "patternProperties", path)
         if len(patterns) != 1 or properties or keywords.get("additionalProperties", False) is not False:
             raise SchemaError(
                 f"{path}/patternProperties", "is only supported with one pattern, no properties and no additional ones"
@@ -318,9 +283,9 @@ class _Converter:
 
     def map(self, key: str, value: Any, keywords: Schema, path: str, depth: int) -> str:
         """Any number of members with such keys and values. The same key may come twice, so no least number is kept."""
-        if _count(keywords, "minProperties", path):
+        if count(keywords, "minProperties", path):
             raise SchemaError(f"{path}/minProperties", "is not supported without required properties")
-        high = _count(keywords, "maxProperties", path)
+        high = count(keywords, "maxProperties", path)
         with self.inside() as blanks:
             if value is False or high == 0:
                 return self.rules.add(f'"{{" {blanks.opened} "}}"')
@@ -332,6 +297,7 @@ class _Converter:
 
 
 _Convert = Callable[[_Converter, Schema, str, int], str]
+
 _COMBINED: dict[str, _Convert] = {
     "$ref": _Converter.ref,
     "const": _Converter.values,
@@ -340,6 +306,7 @@ _COMBINED: dict[str, _Convert] = {
     "oneOf": _Converter.any_of,
     "allOf": _Converter.any_of,
 }
+
 _TYPED: dict[str, _Convert] = {kind: getattr(_Converter, kind) for kind in TYPES}
 
 
@@ -361,55 +328,6 @@ def _sequence(places: list[str], rest: str, low: int, high: int | None, blanks: 
         )
         expression = expression if i < low else f"({expression})? "
     return expression
-
-
-def _bound(
-    keywords: Schema, name: str, exclusive: str, path: str, pick: Callable[[Decimal, Decimal], Decimal]
-) -> tuple[Decimal | None, bool]:
-    bounds = {}
-    for keyword in (name, exclusive):
-        if keyword in keywords:
-            value = keywords[keyword]
-            if isinstance(value, bool) or not isinstance(value, int | Decimal) or len(str(int(value))) > 30:
-                raise SchemaError(f"{path}/{keyword}", "must be a number of at most 30 digits")
-            bounds[keyword] = Decimal(value)
-    if not bounds:
-        return None, False
-    both = [*bounds.values()]
-    bound = pick(both[0], both[-1])
-    return bound, bounds.get(exclusive) == bound
-
-
-def _count(keywords: Schema, name: str, path: str) -> Any:
-    """The count, 0 for an unset least one, None for an unset greatest one."""
-    value = keywords.get(name, 0 if name.startswith("min") else None)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | Decimal) or value != int(value) or value < 0:
-        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a whole number of at least 0")
-    if value > MAX_REPEAT:
-        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; the limit is {MAX_REPEAT}")
-    return int(value)
-
-
-def _in_order(low: int, high: int | None, what: str, path: str) -> None:
-    if high is not None and low > high:
-        raise SchemaError(path, f"has min{what} {low} above max{what} {high}")
-
-
-def _mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
-    value = keywords.get(name, {})
-    if not isinstance(value, dict):
-        raise SchemaError(f"{path}/{name}", "must be an object")
-    return value
-
-
-def _names(keywords: Schema, path: str) -> list[str]:
-    """The required names, each once."""
-    names = keywords.get("required", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SchemaError(f"{path}/required", "must be a list of strings")
-    return list(dict.fromkeys(names))
 
 
 def _escaped(name: str) -> str:

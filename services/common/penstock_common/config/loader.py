@@ -8,207 +8,24 @@ key ``max_num_seqs`` under ``scheduler`` in the file, ``PENSTOCK_SCHEDULER__MAX_
 import argparse
 import os
 import re
-import socket
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import yaml
 
+from penstock_common.config.checks import (
+    ByteSize,
+    parse_bytes,
+)
 from penstock_common.errors import ConfigError, nearest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 ENV_PREFIX = "PENSTOCK_"
-
-ByteSize = Annotated[int, msgspec.Meta(extra={"kind": "bytes"})]
-"""A number of bytes. Files, flags and environment may say ``512MiB``, ``2GB`` or a plain integer."""
-
-ENGINES_DECIDE = "set wedged_after of the engines, which alone decide and tell"
-"""What is there instead of the settings ``wedged_after`` of coordinator and frontend."""
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
-
-
-def parse_bytes(text: str | int, *, key: str = "size") -> int:
-    """Bytes in ``text``. K, M, G, T and KiB.. count in 1024s, KB.. in 1000s. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or e.g. 512MiB, 4GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def require(key: str, value: str) -> None:
-    """Raise ConfigError when a value that must be given is empty."""
-    if not value:
-        raise ConfigError(f"{key} is required")
-
-
-def check_range(key: str, value: float | None, *, low: float | None = None, high: float | None = None) -> None:
-    """Raise ConfigError unless ``low <= value <= high``. None passes: it means unset."""
-    if value is None:
-        return
-    below = low is not None and not value >= low
-    above = high is not None and not value <= high
-    if below or above:
-        limit = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
-        raise ConfigError(f"{key} is {value}; it must be {limit}")
-
-
-def check_choice(key: str, value: str, known: Sequence[str]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise ConfigError(f"{key} is {value!r}; known: {', '.join(known)}{nearest(value, known)}")
-
-
-def model_name(path: str, served_model_name: str) -> str:
-    """The name clients use: the served name, or the last part of the path. Engines and frontends must agree on it."""
-    return served_model_name or path.rstrip("/").rsplit("/", 1)[-1]
-
-
-class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of a listener; off while ``certificate`` is empty. Paths of PEM files, which are read anew when they change.
-
-    ``certificate``: the listener's own, with the intermediate ones after it, and its ``key``. ``ca``: clients must show a
-    certificate that one of these authorities issued; empty: clients need none.
-    """
-
-    certificate: str = ""
-    key: str = ""
-    ca: str = ""
-
-    def __post_init__(self) -> None:
-        _check_pair(self.certificate, self.key)
-        if self.ca and not self.certificate:
-            raise ConfigError(f"tls.ca is {self.ca!r}; it asks clients for certificates, which needs tls.certificate")
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the listener speaks TLS, and nothing else."""
-        return bool(self.certificate)
-
-
-class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of connections to another service; off while ``ca`` is empty. Paths of PEM files, which are read anew when they
-    change.
-
-    ``ca``: authorities that may have issued the server's certificate. ``certificate`` and ``key``: what this service shows of
-    itself. ``server_name``: the name that the server's certificate must have; empty: the host that is connected to.
-    """
-
-    ca: str = ""
-    certificate: str = ""
-    key: str = ""
-    server_name: str = ""
-
-    def __post_init__(self) -> None:
-        _check_pair(self.certificate, self.key)
-        if (self.certificate or self.server_name) and not self.ca:
-            raise ConfigError("tls.ca is required: without it the server's certificate cannot be checked")
-
-    @property
-    def enabled(self) -> bool:
-        """Whether to connect with TLS."""
-        return bool(self.ca)
-
-
-def _check_pair(certificate: str, key: str) -> None:
-    if certificate and not key:
-        raise ConfigError("tls.key is required: tls.certificate is set")
-    if key and not certificate:
-        raise ConfigError("tls.certificate is required: tls.key is set")
-
-
-class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is who, where listeners ask for certificates: the DNS names and URIs of subjects (SAN) that make a peer a frontend, an
-    engine or an operator. Certificates' other names and their common names count for nothing.
-    """
-
-    frontends: tuple[str, ...] = ("penstock-frontend",)
-    engines: tuple[str, ...] = ("penstock-enginecore",)
-    operators: tuple[str, ...] = ("penstock-operator",)
-
-
-def check_reuse_port(field: str, wanted: bool) -> None:
-    """Raise ConfigError where ports are to be shared and the system cannot."""
-    if wanted and not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError(f"{field} is true; this system has no SO_REUSEPORT, so a port is for one process alone")
-
-
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A gRPC listener. ``max_message_bytes`` bounds a message, ``max_concurrent_streams`` the calls of a connection.
-
-    ``health_port``: another port of the same host with ``grpc.health.v1`` alone, without TLS, for probes that know none;
-    -1 for none. ``reuse_port``: other processes that say so too may listen on ``port`` beside this one, and the system shares the
-    connections out; otherwise a port that is taken is refused.
-    """
-
-    host: str = "0.0.0.0"
-    port: int = 0
-    max_message_bytes: ByteSize = 64 * 1024 * 1024
-    max_concurrent_streams: int = 10_000
-    health_port: int = -1
-    reuse_port: bool = False
-    tls: TlsConfig = TlsConfig()
-
-    def __post_init__(self) -> None:
-        require("server.host", self.host)
-        check_reuse_port("server.reuse_port", self.reuse_port)
-        check_range("server.port", self.port, low=0, high=65_535)
-        check_range("server.health_port", self.health_port, low=-1, high=65_535)
-        check_range("server.max_message_bytes", self.max_message_bytes, low=64 * 1024, high=2**31 - 1)
-        check_range("server.max_concurrent_streams", self.max_concurrent_streams, low=1)
-
-
-class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Prometheus endpoint ``/metrics``. Port -1 switches it off."""
-
-    host: str = "0.0.0.0"
-    port: int = -1
-    tls: TlsConfig = TlsConfig()
-
-    def __post_init__(self) -> None:
-        check_range("metrics.port", self.port, low=-1, high=65_535)
-
-
-class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``format`` text is for people at a terminal, json for collectors.
-
-    ``requests``: a line for every request that ends, at level info; engines write one for those that fail. ``prompts``: that
-    line also has what users wrote and what the model answered. Both mean nothing to the coordinator.
-    """
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["text", "json"] = "text"
-    requests: bool = False
-    prompts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.prompts and not self.requests:
-            raise ConfigError("log.prompts is true; it adds to the lines of log.requests, which must be true as well")
-
-
-class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenTelemetry traces. ``endpoint``: where an OTLP collector listens for gRPC, ``host:port`` or a URL; empty: no traces.
-
-    ``sample_ratio``: fraction of the requests traced, of those that come without a trace context; the others follow their
-    caller's decision. ``service_name``: name of the service in traces; empty: penstock-frontend, penstock-enginecore or
-    penstock-coordinator.
-    """
-
-    endpoint: str = ""
-    sample_ratio: float = 1.0
-    service_name: str = ""
-
-    def __post_init__(self) -> None:
-        check_range("tracing.sample_ratio", self.sample_ratio, low=0.0, high=1.0)
-        if self.endpoint and not re.fullmatch(r"(https?://)?(\[[0-9a-fA-F:.]+\]|[^\s/:@]+):\d{1,5}/?", self.endpoint):
-            raise ConfigError(f"tracing.endpoint is {self.endpoint!r}; it must be host:port or http(s)://host:port")
 
 
 def load(

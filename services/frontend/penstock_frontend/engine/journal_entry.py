@@ -1,0 +1,189 @@
+"""One sequence in the journal: what was asked, what has come of it, from where it goes on. Does no I/O."""
+
+import msgspec
+
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
+
+
+class EngineFaultError(Exception):
+    """An engine broke the contract of its outputs. What it says can no longer be trusted."""
+
+
+class JournalEntry:
+    """One sequence from its first engine to its end.
+
+    ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
+    ``number``: stands for it and its attempt on that engine's session, 0 while it has none. ``admitted``: it has left an engine
+    that had taken it in. ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
+    ``began_at``: when that was for the first time, on the journal's clock, with ``num_tokens_then`` tokens.
+    ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
+    ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
+    ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
+    not sent to, and until when on the event loop's clock. ``variant``: of the engine that brought the last of its output, None
+    while there is none; ``engine_variant``: of the engine it is on.
+    """
+
+    __slots__ = (
+        "admitted",
+        "attempt",
+        "began_at",
+        "call",
+        "ended",
+        "engine",
+        "engine_variant",
+        "excluded",
+        "failed_steps",
+        "held_for",
+        "num_moves",
+        "num_prompt_logprobs",
+        "num_prompt_scored",
+        "num_tokens_then",
+        "number",
+        "prefilled",
+        "progressed",
+        "request",
+        "strikes",
+        "strikes_alone",
+        "token_ids",
+        "variant",
+    )
+
+    def __init__(self, request: EngineCoreRequest, call: str) -> None:
+        self.request = request
+        self.call = call
+        self.engine = ""
+        self.number = 0
+        self.attempt = request.attempt
+        self.admitted = False
+        self.token_ids = list(request.prior_output_token_ids)
+        self.num_prompt_logprobs = 0  # of all attempts together
+        self.num_prompt_scored = 0  # by the current attempt
+        self.prefilled = False
+        self.progressed = False
+        self.began_at: float | None = None
+        self.num_tokens_then = 0
+        self.ended = False
+        self.num_moves = 0
+        self.strikes = 0
+        self.strikes_alone = 0
+        self.failed_steps = 0
+        self.held_for = 0.0
+        self.excluded: dict[str, float] = {}
+        self.variant: str | None = None
+        self.engine_variant = ""
+
+    @property
+    def request_id(self) -> str:
+        """The id that engines know it by."""
+        return self.request.request_id
+
+    def to_send(self) -> EngineCoreRequest:
+        """The request for the current attempt. The choice of the rank is made: for the engine there is none.
+
+        Tokens that clients have are output to go on from, never prompt. The prompt's log-probabilities are not asked for again
+        when all are there: computing them needs the whole prompt, which the engine may have cached.
+        """
+        params = self.request.sampling_params
+        if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self.request,
+            attempt=self.attempt,
+            never_admitted=self.attempt > 0 and not self.admitted,
+            prior_output_token_ids=self.token_ids,
+            sampling_params=params,
+            data_parallel_rank=None,
+            request_number=self.number,
+        )
+
+    def take(self, output: EngineCoreOutput) -> bool:
+        """Write down an output of the current attempt, and cut off what came before. Returns whether anything is left of it.
+
+        Raises EngineFaultError when tokens are missing.
+        """
+        repeated = self._num_repeated(output.offset)
+        if output.new_prompt_logprobs is not None:
+            self._take_prompt_logprobs(output)
+        if output.prefill_stats is not None:
+            if self.prefilled:
+                output.prefill_stats = None  # the prompt counts once, as its first reader found it
+            self.prefilled = True
+        if repeated and output.new_token_ids:
+            _drop_first(output, repeated)
+            if not output.new_token_ids and output.finish_reason is None:
+                return False
+        if output.new_token_ids:
+            self.token_ids.extend(output.new_token_ids)
+            self._progress()
+        return True
+
+    def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
+        """Write down an output of the current attempt that is tokens and nothing else. Returns those that are new.
+
+        Raises EngineFaultError when tokens are missing. Hot: once per output.
+        """
+        if offset != len(self.token_ids):
+            token_ids = token_ids[self._num_repeated(offset) :]
+        if token_ids:
+            self.token_ids.extend(token_ids)
+            self._progress()
+        return token_ids
+
+    def _num_repeated(self, offset: int) -> int:
+        repeated = len(self.token_ids) - offset
+        if repeated < 0:
+            raise EngineFaultError(
+                f"output of request {self.request.external_request_id} goes on at token {offset}, not {len(self.token_ids)}"
+            )
+        return repeated
+
+    def _take_prompt_logprobs(self, output: EngineCoreOutput) -> None:
+        logprobs = output.new_prompt_logprobs
+        if logprobs is None:
+            return
+        if self.token_ids and output.offset < len(self.token_ids):
+            output.new_prompt_logprobs = None  # a repeated output: they go before the first token
+            return
+        known = self.num_prompt_logprobs - self.num_prompt_scored
+        self.num_prompt_scored += len(logprobs)
+        if known >= len(logprobs):
+            output.new_prompt_logprobs = None
+        elif known > 0:
+            output.new_prompt_logprobs = logprobs.slice(known, len(logprobs))
+        if self.num_prompt_scored > self.num_prompt_logprobs:
+            self.num_prompt_logprobs = self.num_prompt_scored
+            self._progress()
+
+    def _progress(self) -> None:
+        self.progressed = True
+        self.variant = self.engine_variant
+        self.held_for = 0.0
+
+    def begin(self, now: float) -> None:
+        """The current attempt has brought something for the first time."""
+        self.began_at = now
+        self.num_tokens_then = len(self.token_ids)
+
+    def seconds_per_token(self, now: float) -> float | None:
+        """Of the current attempt since it began; None before it has brought anything more."""
+        num_tokens = len(self.token_ids) - self.num_tokens_then
+        return None if self.began_at is None or not num_tokens else (now - self.began_at) / num_tokens
+
+    def leave(self) -> None:
+        """It has no engine any more; the next one is another attempt."""
+        self.engine = ""
+        self.attempt += 1
+        self.num_moves += 1
+        self.num_prompt_scored = 0
+        self.progressed = False
+        self.began_at = None
+
+
+def _drop_first(output: EngineCoreOutput, count: int) -> None:
+    """Cut the first tokens off an output, with what belongs to them."""
+    output.new_token_ids = output.new_token_ids[count:]
+    output.offset += count
+    if (logprobs := output.new_logprobs) is not None:
+        left = min(count, len(logprobs))
+        output.new_logprobs = logprobs.slice(left, len(logprobs)) if left < len(logprobs) else None
