@@ -203,7 +203,8 @@ class AsyncLLM:
                 await self._start(request, live)
             collector = live.states[0].collector
             while not live.done:
-                output = await _before(request.deadline, collector)
+                deadline = request.deadline
+                output = await (collector.get() if deadline is None else _before(deadline, collector))
                 live.observed.output(output, cumulative=collector.cumulative)
                 live.done = collector.finished
                 if live.done:
@@ -334,8 +335,8 @@ class AsyncLLM:
         live.prompt_token_ids, live.states = core_request.prompt_token_ids, states
 
 
-async def _before(deadline: float | None, collector: OutputCollector) -> RequestOutput:
-    if deadline is None:
+async def _before(deadline: float, collector: OutputCollector) -> RequestOutput:
+    if collector.ready:
         return await collector.get()
     try:
         async with asyncio.timeout(deadline - time.time()):

@@ -1,16 +1,17 @@
 """The event loop of processes that speak gRPC."""
 
-import asyncio
 import functools
 import socket
 from collections.abc import Callable
 from typing import Any
 
+import uvloop
+
 _MOST_BYTES = 64 * 1024
 
 
-class GrpcEventLoop(asyncio.SelectorEventLoop):
-    """asyncio's, which gRPC wakes once for many events rather than once for each.
+class GrpcEventLoop(uvloop.Loop):
+    """uvloop's, which gRPC wakes once for many events rather than once for each.
 
     A thread of gRPC's puts every event into a queue and then writes a byte to a socket. The reader that gRPC adds to the loop
     takes one byte and empties the queue, so all but the first byte of a burst wake the loop for nothing: a turn of it for every

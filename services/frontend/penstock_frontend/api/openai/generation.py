@@ -69,16 +69,14 @@ class Generation(Generic[O]):
     ) -> None:
         self._release()
 
-    async def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
+    def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
         """Outputs of all requests as they come. Raises the RequestFailed of the first that fails, in the client's terms.
 
         At most one output of each waits here for the client; the rest gathers in its collector.
         """
-        if len(self._sources) == 1:
-            async with aclosing(self._of(0)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
+        return self._of(0) if len(self._sources) == 1 else self._of_all()
+
+    async def _of_all(self) -> AsyncGenerator[PromptOutput[O], None]:
         queue: asyncio.Queue[PromptOutput[O] | Exception | None] = asyncio.Queue(maxsize=1)
         readers = [asyncio.create_task(self._read(index, queue)) for index in range(len(self._sources))]
         try:
