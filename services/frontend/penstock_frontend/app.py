@@ -16,6 +16,7 @@ from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
+from penstock_common.rpc.in_flight import MessagesInFlight
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
@@ -119,6 +120,7 @@ class Frontend:
             interceptors=_public_guards(authenticator),
             observer=calls,
             check_responses=True,
+            in_flight=MessagesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
         )
         self._admin = RpcServer(
             config.admin,

@@ -184,9 +184,12 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``max_prompt_length_in_flight``: characters, token ids and bytes of vectors of all prompts at once. ``max_tenant_requests``:
     sequences of one tenant at once, 0 for no limit. ``max_prompt_parts``: of one mixed prompt. ``max_content_parts``,
     ``max_tool_calls``: of one message. ``max_trace_context_bytes``: names and values of ``routing.trace_context``.
+    ``max_message_bytes_in_flight``: of the gRPC messages over 64 KiB of all calls at once, from when they have come until their
+    calls end; it takes about three times as much memory.
     """
 
     max_requests: int = 20_000
+    max_message_bytes_in_flight: ByteSize = 512 * 1024 * 1024
     max_prompt_length_in_flight: int = 256 * 1024 * 1024
     max_tenant_requests: int = 0
     max_session_requests: int = 1024

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from penstock_common.errors import RequestFailed, ResourceExhausted, Unimplemented
 from penstock_common.observability.incidents import incident
+from penstock_common.rpc.in_flight import Held, MessagesInFlight
 from penstock_common.rpc.status import abort
 from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
 
@@ -44,10 +45,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     (health, reflection) as well, whose calls no observer sees.
     """
 
-    def __init__(self, observer: CallObserver | None = None, *, max_response_bytes: int | None = None) -> None:
-        """``max_response_bytes``: a call with a larger message ends as RESOURCE_EXHAUSTED; None: its servicer sees to that."""
+    def __init__(
+        self,
+        observer: CallObserver | None = None,
+        *,
+        max_response_bytes: int | None = None,
+        in_flight: MessagesInFlight | None = None,
+    ) -> None:
+        """``max_response_bytes``: a call with a larger message ends as RESOURCE_EXHAUSTED; None: its servicer sees to that.
+        ``in_flight``: where the messages of calls are counted; None: nowhere.
+        """
         self._observer = observer or Unobserved()
         self._max_response_bytes = max_response_bytes
+        self._in_flight = in_flight
 
     async def intercept_service(
         self,
@@ -59,7 +69,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if handler is None:
             return None
-        codecs = (reader(handler.request_deserializer), handler.response_serializer)
+        codecs = (reader(handler.request_deserializer, self._in_flight), handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, "unary"), *codecs)
         if handler.stream_unary:
@@ -95,7 +105,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             check_response_size(response, self._max_response_bytes)
 
     def _single(self, behaviour: Any, method: str, kind: str) -> Any:
-        async def call(request: Any, context: Context) -> Any:
+        async def call(given: Any, context: Context) -> Any:
+            request = _message(given)
             ended, code = self._started(method, kind, request, context), ""
             try:
                 response = await behaviour(_readable(request, kind), context)
@@ -115,7 +126,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _stream(self, behaviour: Any, method: str, kind: str) -> Any:
-        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def call(given: Any, context: Context) -> AsyncIterator[Any]:
+            request = _message(given)
             ended, code = self._started(method, kind, request, context), ""
             try:
                 async for response in behaviour(_readable(request, kind), context):
@@ -143,8 +155,13 @@ def check_response_size(response: Message, limit: int) -> None:
         )
 
 
+def _message(given: Any) -> Any:
+    """What was given, out of what counts it: that lives as long as the call."""
+    return given.message if isinstance(given, Held) else given
+
+
 def _readable(request: Any, kind: str) -> Any:
-    """The message, or the messages. Raises InvalidArgument, now or later."""
+    """The message, or the messages. Raises what ``checked`` does, now or later."""
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 
 

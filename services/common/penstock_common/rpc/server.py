@@ -16,6 +16,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.listening import warn_of_plaintext
 from penstock_common.rpc.credentials import server_credentials
+from penstock_common.rpc.in_flight import MessagesInFlight
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
 
@@ -85,15 +86,18 @@ class RpcServer:
         keepalive: Keepalive = CLIENTS,
         loads: bool = False,
         check_responses: bool = False,
+        in_flight: MessagesInFlight | None = None,
     ) -> None:
-        """``check_responses``: a call whose response is too large to be sent ends with an error that says so."""
+        """``check_responses``: a call whose response is too large to be sent ends with an error that says so. ``in_flight``:
+        counts the messages of calls, and refuses what is too much.
+        """
         self._config = config
         self._field = field
         self._loads = loads
         self._service_names = tuple(service_names)
         self._calls = RunningCalls()
         limit = config.max_message_bytes if check_responses else None
-        errors = ErrorInterceptor(observer, max_response_bytes=limit)
+        errors = ErrorInterceptor(observer, max_response_bytes=limit, in_flight=in_flight)
         self.server = grpc.aio.server(
             interceptors=[self._calls, errors, *interceptors],
             options=server_options(config, keepalive),

@@ -1,9 +1,10 @@
-"""Messages that cannot be read, as errors of their senders: gRPC itself would call them UNKNOWN, with a traceback."""
+"""Messages that cannot be taken, as errors of their calls: gRPC itself would call them UNKNOWN, with a traceback."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_common.rpc.in_flight import Held, MessagesInFlight
 
 REASON = "UNREADABLE_MESSAGE"
 
@@ -14,33 +15,49 @@ class Unreadable(NamedTuple):
     why: str
 
 
-def reader(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """A deserializer that does not raise: it returns Unreadable instead."""
+class Refused(NamedTuple):
+    """Stands for a message that was not decoded."""
+
+    why: ResourceExhausted
+
+
+def reader(
+    deserialize: Callable[[bytes], Any] | None, in_flight: MessagesInFlight | None = None
+) -> Callable[[bytes], Any] | None:
+    """A deserializer that does not raise: it returns Unreadable or Refused instead. ``in_flight``: where large messages are
+    counted; these come as Held.
+    """
     if deserialize is None:
         return None
 
     def read(data: bytes) -> Any:
+        if in_flight is not None and (refusal := in_flight.refusal(len(data))) is not None:
+            return Refused(refusal)
         try:
-            return deserialize(data)
+            message = deserialize(data)
         except Exception as e:
             return Unreadable(str(e))
+        return message if in_flight is None else in_flight.hold(message, len(data))
 
     return read
 
 
 def checked(message: Any) -> Any:
-    """The message. Raises InvalidArgument when it is Unreadable."""
+    """The message. Raises InvalidArgument when it is Unreadable, and why it was Refused."""
     if isinstance(message, Unreadable):
         raise InvalidArgument(f"the message cannot be read: {message.why}", reason=REASON)
-    return message
+    if isinstance(message, Refused):
+        raise message.why
+    return message.message if isinstance(message, Held) else message
 
 
 class CheckedMessages:
-    """A stream's messages. The first that cannot be read raises InvalidArgument."""
+    """A stream's messages, each counted until the next is asked for. The first that cannot be taken raises: see ``checked``."""
 
     def __init__(self, messages: AsyncIterable[Any]) -> None:
         self._messages = messages
         self._iterator: AsyncIterator[Any] | None = None
+        self._last: Any = None
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -48,4 +65,7 @@ class CheckedMessages:
     async def __anext__(self) -> Any:
         if self._iterator is None:  # gRPC complains of an iterator that was made and never asked
             self._iterator = aiter(self._messages)
-        return checked(await anext(self._iterator))
+        if isinstance(self._last, Held):
+            self._last.release()  # gRPC's own iterator lets go of it later
+        self._last = await anext(self._iterator)
+        return checked(self._last)
