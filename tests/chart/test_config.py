@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from charts import lint, values_table
-from penstock_common import config as common_config
+from penstock_common.config import loader
+from penstock_common.config.sections import ServerConfig, TracingConfig
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
@@ -37,7 +38,7 @@ SET_BY_CHART |= {
 # has its ports to itself, and a frontend's metrics are at its HTTP port.
 ANYWHERE = {f"metrics.tls.{key}" for key in ("certificate", "key", "ca")} | {"server.reuse_port"}
 NOT_OFFERED = {
-    "frontend": {f"admin.{key}" for key, _ in common_config.fields(common_config.ServerConfig)}
+    "frontend": {f"admin.{key}" for key, _ in loader.fields(ServerConfig)}
     | {"engines", "frontend_id", "http.reuse_port"}
     | ANYWHERE,
     "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | ANYWHERE,
@@ -50,7 +51,7 @@ def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
     file = folder / "config.yaml"
     file.write_text(rendered.config_text(component), encoding="utf-8")
     environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
-    return common_config.load(STRUCTS[component], file=file, environ=environ)
+    return loader.load(STRUCTS[component], file=file, environ=environ)
 
 
 @pytest.mark.parametrize("name", sorted(VALUE_SETS))
@@ -83,7 +84,7 @@ def test_traces_go_to_the_collector_under_the_releases_name(component: str, tmp_
 
 @pytest.mark.parametrize("component", SERVICES)
 def test_without_a_collector_there_are_no_traces(component: str, tmp_path: Path):
-    assert load(release(HUB), component, tmp_path).tracing == common_config.TracingConfig()
+    assert load(release(HUB), component, tmp_path).tracing == TracingConfig()
 
 
 @pytest.mark.parametrize("collected", [True, False])
@@ -117,7 +118,7 @@ def test_values_offer_each_setting_of_the_service_and_no_other(component: str):
     schema = json.loads((lint.CHART / "values.schema.json").read_text())
     part = schema["properties"][component]["properties"]["config"]
     offered = {".".join(path) for path in values_table.leaves(schema, part)}
-    known = dict(common_config.fields(STRUCTS[component])).keys()
+    known = dict(loader.fields(STRUCTS[component])).keys()
     assert offered - known == set(), "values.schema.json offers settings that the service does not have"
     missing = known - offered - SET_BY_CHART - NOT_OFFERED[component]
     assert missing == set(), f"values.schema.json lacks settings of the service; add them under {component}.config"
@@ -130,7 +131,7 @@ def test_the_services_own_defaults_are_valid_values(component: str):
         part = schema["properties"][component]["properties"]["config"]
         for key in path:
             part = values_table.resolve(schema, part["properties"][key])
-        field = dict(common_config.fields(STRUCTS[component]))[".".join(path)]
+        field = dict(loader.fields(STRUCTS[component]))[".".join(path)]
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
         if default is not None:  # unset: not among the values
             jsonschema.validate(list(default) if isinstance(default, tuple) else default, part)  # YAML has lists only
@@ -152,4 +153,4 @@ def test_arguments_are_those_of_the_entry_point(component: str, tmp_path: Path):
     assert release(DEMO).volumes(component)["config"]["configMap"]["name"] == f"demo-penstock-{component}"
     missing = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match="No such file"):
-        common_config.from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)])
+        loader.from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)])
