@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from penstock_frontend.api.http.server import server as http
+from penstock_frontend.api.http import server as http
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.openai_server import OpenAIServer, openai_server
 from tests.fakes.patience import PATIENCE
