@@ -149,12 +149,12 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Constrained decoding. ``compile_timeout``: seconds a constraint may take to compile. ``compile_memory``: bytes it may
-    take in the compiling process, on top of what that process needs itself. ``max_constraint_bytes``: size of a constraint's
-    text. ``cache_size``: how many compiled constraints are kept, of up to some 16 MB each at 128 000 tokens. ``token_budget``:
-    seconds of processor time that following a constraint may take for one token of one request; a step waits a quarter of it
-    at most. ``follow_memory``: bytes that all constraints that are followed may take together. ``enable_in_reasoning``:
-    constraints hold from the first token on, also where a model would reason first.
+    """Constrained decoding. ``compile_timeout``: seconds of processor time a constraint may take to compile, six times as many by
+    the clock. ``compile_memory``: bytes it may take in the compiling process, on top of what that process needs itself.
+    ``max_constraint_bytes``: size of a constraint's text. ``cache_size``: how many compiled constraints are kept, of up to some
+    16 MB each at 128 000 tokens. ``token_budget``: seconds of processor time that following a constraint may take for one token
+    of one request; a step waits a quarter of it at most. ``follow_memory``: bytes that all constraints that are followed may
+    take together. ``enable_in_reasoning``: constraints hold from the first token on, also where a model would reason first.
     """
 
     backend: Literal["xgrammar"] = "xgrammar"

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import re
+import signal
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -246,6 +248,23 @@ def test_too_much_time_ends_one_constraint_and_no_other():
             break
         finally:
             with_little_time.shutdown()
+
+
+def test_a_process_that_has_to_wait_for_a_core_does_not_use_up_its_time():
+    seconds = 1.0
+    waiting = backend_with(compile_timeout=seconds)
+    try:
+        waiting.warm_up().result(TIMEOUT)
+        pid = waiting.compiler_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        future = waiting.compile(StructuredOutput(regex="ab"))
+        time.sleep(1.5 * seconds)
+        os.kill(pid, signal.SIGCONT)
+        assert future.exception(TIMEOUT) is None
+        assert waiting.compiler_pid == pid
+    finally:
+        waiting.shutdown()
 
 
 def test_too_much_memory_ends_one_constraint_and_no_other(capfd: pytest.CaptureFixture[str]):

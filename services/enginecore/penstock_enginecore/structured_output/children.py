@@ -15,6 +15,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock_common.errors import Internal, Unavailable
@@ -35,6 +36,8 @@ from penstock_enginecore.structured_output.messages import (
 FORKING = "penstock_enginecore.structured_output.forking"
 START_TIMEOUT = 120.0
 """Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Forked:
@@ -60,6 +63,16 @@ class Forked:
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
+
+    def cpu_seconds(self) -> float:
+        """What it has computed, in all its threads; 0 once it is gone."""
+        try:
+            fields = (
+                Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            )
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / _TICKS
 
     def kill(self) -> None:
         """End it. Idempotent."""

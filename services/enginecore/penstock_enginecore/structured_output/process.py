@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,6 +21,10 @@ TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory."""
 _JOIN_TIMEOUT = 10.0
+_LOOK = 0.1
+"""Seconds between two looks at what a process has computed."""
+_STARVED = 6
+"""Times its limit that a constraint may take by the clock, where other processes have the cores."""
 _LAST_MOMENT = 0.2
 """Seconds that a process has to end by itself, which gives it an exit code of its own."""
 
@@ -57,7 +62,7 @@ class CompileProcess:
         job = compiler.Job(constraint, self._config.max_constraint_bytes, self._config.token_budget)
         try:
             connection.send_bytes(msgspec.msgpack.encode(job))
-            reply = self._receive(connection, self._config.compile_timeout)
+            reply = self._compiled(connection, self._config.compile_timeout)
         except (EOFError, OSError):
             code = self._stop()
             self._raise_if_closed()
@@ -119,6 +124,17 @@ class CompileProcess:
             self._raise_if_closed()
             raise Internal(f"the process that compiles constraints did not start (exit code {code})", field=FIELD)
         return ours
+
+    def _compiled(self, connection: "Connection[Any, Any]", limit: float) -> compiler.Reply | None:
+        """The reply; None once the process has computed for ``limit`` seconds, or waited for a core for many times that."""
+        process, until = self._process, time.monotonic() + _STARVED * limit
+        before = process.cpu_seconds() if process is not None else 0.0
+        while (left := until - time.monotonic()) > 0:
+            if connection.poll(min(left, _LOOK)):
+                return self._receive(connection, left)
+            if process is None or process.cpu_seconds() - before >= limit:
+                return None
+        return None
 
     def _receive(self, connection: "Connection[Any, Any]", timeout: float) -> compiler.Reply | None:
         """The next reply; None after ``timeout`` seconds. Raises EOFError when the process has ended."""
