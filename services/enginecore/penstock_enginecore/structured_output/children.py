@@ -51,7 +51,8 @@ class Forked:
         self._lock = threading.Lock()
         self._code: int | None = None
         for descriptor in (pidfd, pipe):
-            weakref.finalize(self, os.close, descriptor)
+            # Not at the interpreter's exit, whose own finalizers may still end the process.
+            weakref.finalize(self, os.close, descriptor).atexit = False
 
     def poll(self) -> int | None:
         """The exit code, None while it runs."""
