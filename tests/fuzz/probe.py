@@ -13,10 +13,12 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from penstock_common.rpc.loop import GrpcEventLoop
 
 FILE = "FUZZ_PROBE"
 _BEAT = 0.002
@@ -133,13 +135,22 @@ def _calls(frame: FrameType | None, count: int) -> list[tuple[str, int, str]]:
 def install(file: Path) -> None:
     """Watch the first loop that this process runs."""
     probe = Probe(file)
-    run_forever = asyncio.BaseEventLoop.run_forever
+    kinds: tuple[type[asyncio.AbstractEventLoop], ...] = (
+        asyncio.BaseEventLoop,
+        GrpcEventLoop,
+    )  # whose base is uvloop's
+    for kind in kinds:
+        kind.run_forever = _watched(kind.run_forever, probe)  # type: ignore[method-assign]
 
-    def watched(self: asyncio.BaseEventLoop) -> None:
+
+def _watched(
+    run_forever: Callable[[asyncio.AbstractEventLoop], None], probe: Probe
+) -> Callable[[asyncio.AbstractEventLoop], None]:
+    def watched(self: asyncio.AbstractEventLoop) -> None:
         probe.watch(self)
         run_forever(self)
 
-    asyncio.BaseEventLoop.run_forever = watched  # type: ignore[method-assign]
+    return watched
 
 
 if __name__ == "__main__":
