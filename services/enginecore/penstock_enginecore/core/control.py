@@ -1,6 +1,5 @@
 """What operators can do with a running engine: pause, sleep, reset, profile, look."""
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
@@ -18,8 +17,6 @@ from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.utility import UtilityRegistry, utility
-
-logger = logging.getLogger(__name__)
 
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
@@ -56,7 +53,7 @@ class Controllable(Protocol):
         """Whether nothing is scheduled."""
 
     def finish_batches(self) -> bool:
-        """Wait for the steps that were started. Returns whether there were any."""
+        """Take in the results of every step that was started. Returns False when one failed."""
 
     def abort_all(self, error: RequestError) -> None:
         """End every request."""

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -136,19 +137,15 @@ class Children:
     def compiler(self, tokenizer: bytes) -> Compiler:
         """A process that compiles for this vocabulary, serialized: see ``compiler.main``. Raises Internal when there is none."""
         ours, theirs = multiprocessing.Pipe()
-        with theirs, contextlib.ExitStack() as unless_there:
-            unless_there.callback(ours.close)
+        with theirs, _closed_unless_done(ours):
             process = self._fork(Compile(self._config.compile_memory), theirs.fileno(), tokenizer)
-            unless_there.pop_all()
         return Compiler(process, ours)
 
     def follower(self, tokenizer: bytes, settings: Settings) -> Follower:
         """One that follows: see ``following.main``. Raises Internal when there is none."""
         ours, theirs = packet_pair()
-        with theirs, contextlib.ExitStack() as unless_there:
-            unless_there.callback(ours.close)
+        with theirs, _closed_unless_done(ours):
             process = self._fork(Follow(settings), theirs.fileno(), tokenizer)
-            unless_there.pop_all()
         return Follower(process, ours)
 
     def close(self) -> None:
@@ -212,3 +209,12 @@ class Children:
             process = self._process
         process.kill()
         return Internal(f"the process that {does} constraints did not start (exit code {process.wait()})", field=FIELD)
+
+
+@contextlib.contextmanager
+def _closed_unless_done(end: "Connection[Any, Any] | socket.socket") -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        end.close()
+        raise
