@@ -25,11 +25,11 @@ import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from tests.benchmarks.raw_streams import GrpcStreams, HttpStreams, StreamError, Streams
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.oracle_engine import outputs
-from tests.fakes.ports import free_port
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.engines.oracle_engine import outputs
+from tests.fakes.models.small_tokenizers import save_model
+from tests.fakes.network.ports import free_port
 from tests.fakes.processes import Service
-from tests.fakes.small_tokenizers import save_model
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 MAX_MODEL_LEN = 65_536

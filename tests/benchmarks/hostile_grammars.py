@@ -24,7 +24,7 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorCo
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
-from tests.fakes.hostile_constraints import HOSTILE
+from tests.fakes.models.hostile_constraints import HOSTILE
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}, "minItems": 900}

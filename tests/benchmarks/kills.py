@@ -23,7 +23,7 @@ from tests.benchmarks import kills_peer
 from tests.chaos.killing import Run, undisturbed, with_kills
 from tests.chaos.requests import Request, long_ones
 from tests.chaos.summary import Summary, paired, quantile, summarize, table
-from tests.fakes.cluster import Cluster
+from tests.fakes.systems.cluster import Cluster
 
 DEMO_MODEL = Path("examples/demo_model/penstock-tiny")
 KV_CACHE_MEMORY = "512MiB"

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from tests.benchmarks.peers import Server
-from tests.fakes.ports import free_port
+from tests.fakes.network.ports import free_port
 
 PROMPT_LEN, VOCAB = 16, 2000
 KILL_AFTER = 3.0

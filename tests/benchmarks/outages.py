@@ -19,7 +19,7 @@ from tests.benchmarks.kills import DEMO_MODEL, KV_CACHE_MEMORY
 from tests.chaos import outages
 from tests.chaos.outages import Known
 from tests.chaos.summary import Summary, table
-from tests.fakes.cluster import Cluster
+from tests.fakes.systems.cluster import Cluster
 
 LEASE_SECONDS = 5
 FROZEN_SECONDS = 15

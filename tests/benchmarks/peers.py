@@ -35,7 +35,7 @@ from tests.benchmarks import load
 from tests.benchmarks.load import Load
 from tests.benchmarks.make_model import SIZES, make_model
 from tests.benchmarks.vllm_grpc_target import VllmEngineClient
-from tests.fakes.ports import free_port
+from tests.fakes.network.ports import free_port
 
 START_TIMEOUT = 600.0
 RUN_TIMEOUT = 600.0

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock_common.rpc.channel import make_channel
 from tests.benchmarks.processes import engine, frontend
 from tests.benchmarks.public_target import PublicClient
-from tests.fakes.ports import free_port
+from tests.fakes.network.ports import free_port
 
 START_TIMEOUT = 120.0
 _POLL = 0.1

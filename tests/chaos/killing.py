@@ -12,8 +12,8 @@ import msgspec
 from tests.chaos.client import Address, Client, send_all
 from tests.chaos.outcome import Outcome
 from tests.chaos.requests import Request
-from tests.fakes.cluster import Cluster
 from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Cluster
 
 Order = Literal["in turn", "random"]
 RESTART_AFTER = 1.0

@@ -13,8 +13,8 @@ from tests.chaos.killing import address
 from tests.chaos.outcome import Outcome
 from tests.chaos.requests import Request, long_ones
 from tests.chaos.summary import Summary
-from tests.fakes.cluster import Cluster
 from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Cluster
 
 Log = Callable[[str], object]
 Known = Sequence[tuple[Request, Outcome]]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from tests.fakes.cluster import Cluster
+from tests.fakes.systems.cluster import Cluster
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
 

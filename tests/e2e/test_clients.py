@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from penstock.inference.v1 import messages_pb2, service_pb2_grpc
-from tests.fakes import node
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fake_inference import BUSY, FLAKY, HOLD, FakeInference
-from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.node import needs_node
+from tests.fakes.clients import node
+from tests.fakes.clients.node import needs_node
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.fake_inference import BUSY, FLAKY, HOLD, FakeInference
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.patience import PATIENCE, deadlines
-from tests.fakes.small_tokenizers import byte_level, save_model
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
 PYTHON = [sys.executable, str(CLIENTS / "python/generate.py")]

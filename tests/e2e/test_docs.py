@@ -17,7 +17,7 @@ from penstock_local.ports import free_ports
 from tests.documents.pages import ROOT, Block, blocks
 from tests.documents.shell import Command as Written
 from tests.documents.shell import commands
-from tests.fakes.command import PATIENCE, Command, eventually
+from tests.fakes.clients.command import PATIENCE, Command, eventually
 
 README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
 SECURITY = "docs/security.md"

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.ports import free_port
 from tests.fakes.processes import Service
 
 SMG = os.environ.get("PENSTOCK_SMG") or shutil.which("smg")

@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.fakes import node
-from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.clients import node
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "examples/demo_model/penstock-tiny"
@@ -30,7 +30,7 @@ def demo_engine() -> Iterator[str]:
     from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
     from penstock_enginecore.executor.uniproc import UniprocExecutor
     from penstock_enginecore.structured_output.factory import make_grammar_backend
-    from tests.fakes.engine_server import EngineServer
+    from tests.fakes.engines.engine_server import EngineServer
 
     config = EngineCoreConfig(
         model=ModelConfig(path=str(DEMO_MODEL), served_model_name="model", device="cpu"),

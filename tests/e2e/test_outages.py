@@ -9,7 +9,7 @@ from tests.chaos import outages
 from tests.chaos.outages import Known
 from tests.chaos.summary import Summary
 from tests.e2e.conftest import DEMO_MODEL
-from tests.fakes.cluster import Cluster
+from tests.fakes.systems.cluster import Cluster
 
 STREAMS, TOKENS = 16, 120
 pytestmark = pytest.mark.asyncio(loop_scope="module")

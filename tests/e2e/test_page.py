@@ -9,12 +9,12 @@ import pytest_asyncio
 
 from penstock_common.types.cluster import EngineState
 from penstock_frontend.config import AuthConfig, HttpConfig, ModelConfig
-from tests.fakes.browser import CHROMIUM, Browser, Tab
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.page_server import CUT, HOLD, THOUGHT, PageServer
+from tests.fakes.clients.browser import CHROMIUM, Browser, Tab
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.frontends.page_server import CUT, HOLD, THOUGHT, PageServer
+from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level, save_model
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from penstock_local.ports import free_ports
-from tests.fakes.command import PENSTOCK, Command, listening
+from tests.fakes.clients.command import PENSTOCK, Command, listening
 from tests.fakes.patience import PATIENCE
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock_local.ports import free_ports
-from tests.fakes.command import PENSTOCK, Command, environment, eventually, listening
+from tests.fakes.clients.command import PENSTOCK, Command, environment, eventually, listening
 from tests.fakes.patience import PATIENCE
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"

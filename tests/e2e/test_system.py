@@ -9,7 +9,7 @@ import pytest
 from penstock.common.v1 import finish_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from tests.e2e.conftest import DEMO_MODEL
-from tests.fakes.cluster import Answer, Cluster, read
+from tests.fakes.systems.cluster import Answer, Cluster, read
 
 PROMPTS = [
     "Once upon a time there was a fox",

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.rpc.channel import make_channel
+from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.ports import free_port
 
 START_TIMEOUT = PATIENCE
 

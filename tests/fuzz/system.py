@@ -19,7 +19,7 @@ from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
-from tests.fakes.ports import free_port
+from tests.fakes.network.ports import free_port
 from tests.fakes.processes import Service
 from tests.fuzz import probe
 from tests.fuzz.variants import NAME, Variant

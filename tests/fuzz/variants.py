@@ -44,7 +44,7 @@ def _demo(folder: Path) -> None:
 
 
 def _windowed(folder: Path) -> None:
-    from tests.fakes.tiny_models import save_tiny_model  # torch, which only this needs
+    from tests.fakes.models.tiny_models import save_tiny_model  # torch, which only this needs
 
     disable_progress_bar()
     longest = {"max_position_embeddings": 2048, "sliding_window": _WINDOW}
@@ -56,7 +56,7 @@ def _windowed(folder: Path) -> None:
 
 
 def _pooling(folder: Path) -> None:
-    from tests.fakes.pooling_models import save_pooling_model
+    from tests.fakes.models.pooling_models import save_pooling_model
 
     disable_progress_bar()
     small = {"intermediate_size": 64, "num_hidden_layers": 1, "initializer_range": 0.05}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.small_tokenizers import byte_level, save_model
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.models.small_tokenizers import byte_level, save_model
 
 VOCAB = byte_level().get_vocab_size()
 

@@ -20,10 +20,10 @@ from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config.sections import LogConfig
 from penstock_frontend.config import AuthConfig, HttpConfig
-from tests.fakes.certificates import replace
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, failure, make_request
-from tests.fakes.issuer import Issuer, write_key_set
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, failure, make_request
+from tests.fakes.network.certificates import replace
+from tests.fakes.network.issuer import Issuer, write_key_set
 
 ALICE, GATEWAY, ONCALL = "sk-alice-0123456789", "sk-gateway-0123456789", "sk-oncall-0123456789"
 KEYS = f"""

@@ -12,11 +12,11 @@ from penstock.common.v1 import finish_pb2, sampling_pb2, structured_output_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import ConfigError, InvalidArgument, NotFound, Unimplemented
 from penstock_frontend.config import ModelConfig
-from tests.fakes.chat_templates import LLAMA, save_chat_model
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.models.chat_templates import LLAMA, save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 HI = pb.ChatMessage(role="user", content="hi")

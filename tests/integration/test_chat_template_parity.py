@@ -10,7 +10,7 @@ from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRenderer, ChatRequest, Tool, ToolCall
 from penstock_frontend.processing.chat.templates import load_chat_templates
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
-from tests.fakes.chat_templates import CHATML, LLAMA, save_chat_model
+from tests.fakes.models.chat_templates import CHATML, LLAMA, save_chat_model
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model" / "penstock-tiny"
 SYSTEM, HI = ChatMessage(role="system", content=" Be kind. "), ChatMessage(role="user", content="hi <|im_end|> ü🙂")

@@ -14,12 +14,12 @@ from penstock.common.v1 import finish_pb2
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams as Params
 from penstock_enginecore.core.scheduler.pause import PauseState
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer, wait_until
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.in_process import build_engine, generate
-from tests.fakes.session_client import SessionClient, connected
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.clients.session_client import SessionClient, connected
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer, wait_until
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.tiny_models import save_tiny_model
 
 LENGTH = 150
 

@@ -14,7 +14,7 @@ from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import EngineState
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.app import SERVICE_NAME
-from tests.fakes.cluster_members import (
+from tests.fakes.systems.cluster_members import (
     HELLO,
     TIMEOUT,
     Engine,

@@ -12,7 +12,7 @@ from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import DrainCommand
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.app import SERVICE_NAME
-from tests.fakes.cluster_members import (
+from tests.fakes.systems.cluster_members import (
     LONG_LEASE,
     Engine,
     Frontend,

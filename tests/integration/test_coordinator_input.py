@@ -8,7 +8,7 @@ import pytest
 from penstock.common.v1 import stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
-from tests.fakes.cluster_members import (
+from tests.fakes.systems.cluster_members import (
     HELLO,
     TIMEOUT,
     address_of,

@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
-from tests.fakes.cluster_members import register
+from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.ports import free_port
+from tests.fakes.systems.cluster_members import register
 
 TIMEOUT = PATIENCE
 

@@ -18,9 +18,9 @@ from penstock_common.rpc.outputs import vectors_from_proto
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.frontend_server import FrontendServer, failure
-from tests.fakes.pooling_models import MINILM, assert_close, save_pooling_model, tensor
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.frontends.frontend_server import FrontendServer, failure
+from tests.fakes.models.pooling_models import MINILM, assert_close, save_pooling_model, tensor
 
 TEXTS = [
     "A cat sits on the mat.",

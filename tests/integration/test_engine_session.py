@@ -20,10 +20,10 @@ from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import LIVENESS
 from penstock_common.rpc.status import from_rpc_error
 from penstock_enginecore.rpc.io_thread import SERVICE_NAME
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer, wait_until
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.fake_grammars import FakeGrammars
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer, wait_until
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.fake_grammars import FakeGrammars
 
 VOCAB = 1000
 

@@ -16,9 +16,9 @@ from penstock_enginecore.executor.input_batch import InputBatch
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pool_runner import PoolRunner
 from penstock_enginecore.executor.prompt_vectors import PromptVectors
-from tests.fakes.in_process import CLIENT, build_engine
-from tests.fakes.pooling_models import ENCODERS, save_pooling_model
-from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.engines.in_process import CLIENT, build_engine
+from tests.fakes.models.pooling_models import ENCODERS, save_pooling_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 POISON = 7
 """A token that no good prompt holds, and no output: its logit is forbidden."""

@@ -1,6 +1,6 @@
 """Every failure of an engine, at every step of a request, on every kind of stream: nothing is lost, nothing comes twice.
 
-A cell puts requests of every shape on one engine, which fails when so many tokens of each are out. See ``tests/fakes/matrix``.
+A cell (``tests/fakes/systems/matrix``) puts requests of all shapes on an engine, which fails when so many tokens of each are out.
 With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell has every shape with every output kind and n, with one token per step
 and with several; else each shape has one of these, another in the next cell.
 """
@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 
 from penstock_frontend.config import DetectionConfig
-from tests.fakes.matrix.failures import FAILURES, Failure
-from tests.fakes.matrix.report import Report
-from tests.fakes.matrix.rig import STEPS, WIDE_STEPS, Rig, Step
-from tests.fakes.matrix.shapes import KINDS, shapes
+from tests.fakes.models.small_tokenizers import save_model
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import save_model
+from tests.fakes.systems.matrix.failures import FAILURES, Failure
+from tests.fakes.systems.matrix.report import Report
+from tests.fakes.systems.matrix.rig import STEPS, WIDE_STEPS, Rig, Step
+from tests.fakes.systems.matrix.shapes import KINDS, shapes
 
 FULL = os.environ.get("PENSTOCK_MATRIX") == "full"
 VARIANTS = list(itertools.product(KINDS, (1, 3)))

@@ -17,10 +17,10 @@ from penstock_enginecore.core.scheduler.results import StepResults
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from penstock_enginecore.rpc import convert, servicer
 from penstock_enginecore.rpc.traces import EngineTraces
-from tests.fakes.engine_harness import assert_nothing_left, make_config
-from tests.fakes.engine_server import EngineServer, wait_until
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.session_client import SessionClient, connected
+from tests.fakes.clients.session_client import SessionClient, connected
+from tests.fakes.engines.engine_harness import assert_nothing_left, make_config
+from tests.fakes.engines.engine_server import EngineServer, wait_until
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
 
 LENGTH = 40
 BAD = "bad"

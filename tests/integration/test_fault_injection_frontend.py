@@ -32,13 +32,13 @@ from penstock_frontend.processing.pooling.inputs import PoolingInputs
 from penstock_frontend.processing.pooling.outputs import PooledOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.clients.vllm_client import VllmClient
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level
-from tests.fakes.vllm_client import VllmClient
 
 POISON = "poison"
 PANIC_TOKEN = 2**31

@@ -11,9 +11,9 @@ import pytest
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.common.v1 import control_pb2, finish_pb2
 from penstock_common.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, failure, until_states
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, until_states
+from tests.fakes.models.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 KEEP = control_pb2.PAUSE_MODE_KEEP

@@ -20,12 +20,12 @@ from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest
 from penstock_frontend.processing.pooling.inputs import PoolingRequest
 from penstock_frontend.processing.prompts.request import GenerateRequest
-from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 METADATA = (("x-penstock-tenant", "t"),)

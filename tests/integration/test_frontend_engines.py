@@ -20,8 +20,8 @@ from penstock_common.rpc.revision import PROTOCOL_REVISION
 from penstock_common.rpc.server import RpcServer
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
 from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig, HttpConfig
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import (
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import (
     LOOPBACK,
     FrontendServer,
     collect,
@@ -30,7 +30,7 @@ from tests.fakes.frontend_server import (
     make_request,
     until_states,
 )
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.models.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 

@@ -13,9 +13,9 @@ from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request
+from tests.fakes.models.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 

@@ -10,10 +10,10 @@ import pytest
 from penstock.common.v1 import finish_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request
+from tests.fakes.models.small_tokenizers import EOS, byte_level, save_model
 from tests.fakes.patience import deadlines
-from tests.fakes.small_tokenizers import EOS, byte_level, save_model
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()

@@ -18,11 +18,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.errors import ConfigError, Unavailable
 from penstock_frontend.config import HttpConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure, make_request
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.ports import free_port
-from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.common.v1 import logprobs_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
-from tests.fakes.fake_engine import FakeEngine, logprobs_of
-from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine, logprobs_of
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.models.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 DELTA, CUMULATIVE, FINAL = (

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.common.v1 import control_pb2
 from penstock_frontend.config import CoordinatorClientConfig, HttpConfig, ModelConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, until_states
-from tests.fakes.small_tokenizers import save_model
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, until_states
+from tests.fakes.models.small_tokenizers import save_model
 
 HTTP = HttpConfig(host="127.0.0.1", port=0)
 

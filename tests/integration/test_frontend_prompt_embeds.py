@@ -8,8 +8,8 @@ import pytest
 from penstock.common.v1 import tensor_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, failure
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, failure
 
 HIDDEN = 3
 

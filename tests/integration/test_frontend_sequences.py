@@ -12,10 +12,10 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import FrontendServer, collect, failure
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import deadlines
-from tests.fakes.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from penstock_common.errors import ResourceExhausted
-from tests.fakes.frontend_server import collect, eventually, failure
-from tests.fakes.small_system import MAX_WAITING, started
+from tests.fakes.frontends.frontend_server import collect, eventually, failure
+from tests.fakes.systems.small_system import MAX_WAITING, started
 
 
 async def test_a_client_hears_that_two_engines_are_full_and_when_to_come_again(model: Path) -> None:

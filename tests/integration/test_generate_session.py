@@ -11,8 +11,8 @@ import pytest
 from penstock.common.v1 import finish_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, eventually, make_request
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, eventually, make_request
 
 Output = pb.GenerateResponse | pb.SessionError
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock_frontend.api.http.pieces import Pieces
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 
 BODY = json.dumps({"prompt": "x", "stream": True, "max_tokens": 3}).encode()
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from penstock_frontend.api.http import server as http
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.patience import PATIENCE
 
 POST = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

@@ -11,9 +11,9 @@ import pytest
 from penstock.common.v1 import finish_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
-from tests.fakes.small_system import POISON, VOCAB, Gauges, System, gauges, started
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.systems.small_system import POISON, VOCAB, Gauges, System, gauges, started
 
 
 async def outcome(call: Any) -> str:

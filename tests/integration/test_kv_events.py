@@ -11,11 +11,11 @@ from penstock.common.v1 import events_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock_common.errors import OutOfRange, Unavailable, Unimplemented
 from penstock_frontend.engine.kv_events import FIRST_SEQUENCE
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, eventually, failure
+from tests.fakes.clients.vllm_client import VllmClient
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, eventually, failure
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level
-from tests.fakes.vllm_client import VllmClient
 
 VOCAB = byte_level().get_vocab_size()
 

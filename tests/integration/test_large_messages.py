@@ -15,13 +15,13 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.rpc.convert import add_request
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.large_outputs import PoolingExecutor, ScoringExecutor, pooled_bytes
-from tests.fakes.session_client import connected
-from tests.fakes.session_pair import Pair, paired
+from tests.fakes.clients.session_client import connected
+from tests.fakes.clients.session_pair import Pair, paired
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.large_outputs import PoolingExecutor, ScoringExecutor, pooled_bytes
 
 LIMIT = 128 * 1024
 VOCAB = 1000

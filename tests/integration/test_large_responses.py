@@ -4,8 +4,8 @@ from pathlib import Path
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config.sections import ServerConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, failure, make_request
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, failure, make_request
 from tests.fakes.patience import PATIENCE
 
 LISTENER = ServerConfig(host="127.0.0.1", port=0, max_message_bytes=64 * 1024)

@@ -9,12 +9,12 @@ import pytest_asyncio
 from penstock.common.v1 import sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import collect, failure
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import collect, failure
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

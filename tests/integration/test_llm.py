@@ -18,10 +18,10 @@ from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unava
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_local import LLM, FinishReason, SamplingParams, StructuredOutput
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.frontend_server import FrontendServer
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.models.pooling_models import MINILM
 from tests.fakes.patience import PATIENCE
-from tests.fakes.pooling_models import MINILM
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory": "32MiB", "max_num_seqs": 16}

@@ -18,10 +18,10 @@ from penstock_enginecore.models.attention_hook import use_context
 from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.support import ProbeContext
-from tests.fakes import in_process
-from tests.fakes.in_process import build_engine, generate
+from tests.fakes.engines import in_process
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
 from tests.fakes.patience import PATIENCE
-from tests.fakes.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
 
 PROMPTS = [torch.randint(1, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 5, 23)]
 NEW_TOKENS = 6

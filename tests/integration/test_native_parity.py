@@ -14,8 +14,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.native.decoder import KNOWN
-from tests.fakes.in_process import build_engine, generate
-from tests.fakes.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)

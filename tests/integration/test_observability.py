@@ -20,11 +20,11 @@ from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.metrics import EngineCollector
 from penstock_frontend.config import HttpConfig, LimitsConfig, ModelConfig
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fake_executor import FakeExecutor
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure
 
 SERVICE = "penstock.inference.v1.InferenceService"
 LOG = LogConfig(requests=True)

@@ -14,10 +14,10 @@ from penstock_frontend.api.openai.chat import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingRequest
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
-from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import openai_server
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import byte_level
 
 HI = {"role": "user", "content": "hi"}
 WEATHER = {"type": "function", "function": {"name": "weather"}}

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.common.v1 import structured_output_pb2 as pb
-from tests.fakes.chat_templates import save_chat_model
-from tests.fakes.fake_engine import FakeEngine, logprob_of
-from tests.fakes.openai_server import OpenAIServer, openai_server
-from tests.fakes.small_tokenizers import EOS, byte_level
+from tests.fakes.engines.fake_engine import FakeEngine, logprob_of
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
+from tests.fakes.models.small_tokenizers import EOS, byte_level
 
 TOKENIZER = byte_level()
 HI: Any = {"role": "user", "content": "hi"}

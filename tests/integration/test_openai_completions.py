@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from penstock.common.v1 import structured_output_pb2 as pb
-from tests.fakes.fake_engine import FakeEngine, logprob_of, token_at
-from tests.fakes.openai_server import OpenAIServer, openai_server
-from tests.fakes.small_tokenizers import EOS, byte_level
+from tests.fakes.engines.fake_engine import FakeEngine, logprob_of, token_at
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.small_tokenizers import EOS, byte_level
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()

@@ -12,9 +12,9 @@ import pytest
 from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import OpenAIServer, openai_server
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 VECTOR = [0.5, -0.25, 3.0]

@@ -11,10 +11,10 @@ import pytest_asyncio
 
 from penstock.common.v1 import finish_pb2
 from penstock_frontend.config import LimitsConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import deadlines
-from tests.fakes.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.common.v1 import finish_pb2
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import eventually
-from tests.fakes.openai_server import OpenAIServer, openai_server
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import eventually
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()

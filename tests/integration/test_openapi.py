@@ -9,8 +9,8 @@ import pytest
 from starlette.routing import Route
 
 from penstock_frontend.api.openai.document import document
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.openai_server import OpenAIServer, openai_server
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 
 
 @pytest.fixture

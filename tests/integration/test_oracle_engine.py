@@ -9,16 +9,16 @@ import pytest
 
 from penstock.common.v1 import finish_pb2, sampling_pb2
 from penstock_frontend.config import CoordinatorClientConfig, DetectionConfig
-from tests.fakes import cluster_members
-from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.matrix.rig import BUSY
-from tests.fakes.matrix.shapes import plain, shapes
-from tests.fakes.oracle_cluster import OracleCluster, wrong
-from tests.fakes.oracle_engine import outputs
-from tests.fakes.oracle_engine.control import ControlError
-from tests.fakes.oracle_engine.knobs import Action, Point
-from tests.fakes.oracle_process import OracleProcess
-from tests.fakes.session_client import SessionClient, connected
+from tests.fakes.clients.session_client import SessionClient, connected
+from tests.fakes.engines.oracle_engine import outputs
+from tests.fakes.engines.oracle_engine.control import ControlError
+from tests.fakes.engines.oracle_engine.knobs import Action, Point
+from tests.fakes.engines.oracle_process import OracleProcess
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.systems import cluster_members
+from tests.fakes.systems.matrix.rig import BUSY
+from tests.fakes.systems.matrix.shapes import plain, shapes
+from tests.fakes.systems.oracle_cluster import OracleCluster, wrong
 
 
 @pytest.fixture

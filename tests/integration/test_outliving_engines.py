@@ -11,12 +11,12 @@ import pytest
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded, RequestFailed, Unavailable
 from penstock_frontend.config import DetectionConfig, RetriesConfig
-from tests.fakes.frontend_server import eventually
-from tests.fakes.matrix.shapes import PROMPT, Shape, plain
-from tests.fakes.oracle_cluster import TIMEOUT, OracleCluster, wrong
-from tests.fakes.oracle_engine import outputs
-from tests.fakes.oracle_process import OracleProcess
+from tests.fakes.engines.oracle_engine import outputs
+from tests.fakes.engines.oracle_process import OracleProcess
+from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.patience import PATIENCE
+from tests.fakes.systems.matrix.shapes import PROMPT, Shape, plain
+from tests.fakes.systems.oracle_cluster import TIMEOUT, OracleCluster, wrong
 
 LENGTH = 30
 STEP: dict[str, Any] = {"step_seconds": 0.01}

@@ -9,8 +9,8 @@ import torch
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from tests.fakes.in_process import Run, build_engine, generate
-from tests.fakes.tiny_models import ARCHITECTURES, CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.engines.in_process import Run, build_engine, generate
+from tests.fakes.models.tiny_models import ARCHITECTURES, CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)

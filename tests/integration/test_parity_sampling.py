@@ -7,8 +7,8 @@ import torch
 
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from tests.fakes.in_process import build_engine, generate
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.tiny_models import save_tiny_model
 
 PROMPT = [5, 17, 250, 99, 3, 42]
 FILTERS = (

@@ -9,8 +9,8 @@ import torch
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from tests.fakes.in_process import Run, build_engine, generate
-from tests.fakes.tiny_models import SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.engines.in_process import Run, build_engine, generate
+from tests.fakes.models.tiny_models import SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4
 NEW_TOKENS = 60

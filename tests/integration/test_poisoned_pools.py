@@ -12,9 +12,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.model_runner import ModelRunner
-from tests.fakes.in_process import CLIENT, build_engine, generate
-from tests.fakes.poisoned_pool import PoisonedPool
-from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.engines.in_process import CLIENT, build_engine, generate
+from tests.fakes.engines.poisoned_pool import PoisonedPool
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 NEW_TOKENS = 24
 # Full and windowed layers of decoders that are one call, mixed kinds, soft caps, sinks, chunks, multi-head latent attention.

@@ -19,8 +19,8 @@ from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerO
 from penstock_enginecore.executor.pool_runner import PoolRunner
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.models.errors import ModelLoadError
-from tests.fakes.in_process import build_engine
-from tests.fakes.pooling_models import (
+from tests.fakes.engines.in_process import build_engine
+from tests.fakes.models.pooling_models import (
     DECODERS,
     ENCODERS,
     MAX_POSITIONS,
@@ -285,7 +285,7 @@ def test_a_pooling_request_ends_as_stop_and_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_a_generating_engine_refuses_to_embed(tmp_path: Path) -> None:
-    from tests.fakes.tiny_models import save_tiny_model
+    from tests.fakes.models.tiny_models import save_tiny_model
 
     save_tiny_model("llama", tmp_path)
     request = EngineCoreRequest(request_id="r", prompt_token_ids=[1], pooling_params=EMBED)

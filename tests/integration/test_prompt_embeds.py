@@ -11,9 +11,9 @@ from penstock.common.v1 import tensor_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.session_client import SessionClient, connected
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.clients.session_client import SessionClient, connected
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.models.tiny_models import save_tiny_model
 
 PROMPT = [5, 17, 250, 99, 3, 42, 8, 9, 10, 11, 12, 13]
 HIDDEN = 48

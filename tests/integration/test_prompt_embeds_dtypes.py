@@ -10,8 +10,8 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from tests.fakes.in_process import CLIENT, build_engine
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.engines.in_process import CLIENT, build_engine
+from tests.fakes.models.tiny_models import save_tiny_model
 
 PROMPT = [5, 17, 250, 99, 3, 42, 8, 9, 10, 11, 12, 13]
 HIDDEN = 64

@@ -16,11 +16,11 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, until_states
-from tests.fakes.openai_server import OpenAIServer, openai_server
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, until_states
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

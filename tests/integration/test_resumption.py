@@ -12,7 +12,7 @@ from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
-from tests.fakes.in_process import CLIENT, build_engine
+from tests.fakes.engines.in_process import CLIENT, build_engine
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_model" / "penstock-tiny"
 PROMPT = [5, 17, 42, 99, 7, 3, 250, 11, 64]

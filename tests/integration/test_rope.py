@@ -9,8 +9,8 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.models.rope import freeze_rotary
-from tests.fakes.in_process import build_engine, generate
-from tests.fakes.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 NEW_TOKENS = 12
 SHORT, LONG = 15, 90

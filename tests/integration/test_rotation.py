@@ -14,12 +14,12 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.config.sections import ServerConfig
 from penstock_frontend.config import AuthConfig, HttpConfig
-from tests.fakes.certificates import Authority, Identity, replace
-from tests.fakes.cluster_members import Engine as EngineMember
-from tests.fakes.cluster_members import address_of, running
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import FrontendServer, eventually, make_request
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, eventually, make_request
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.network.certificates import Authority, Identity, replace
+from tests.fakes.systems.cluster_members import Engine as EngineMember
+from tests.fakes.systems.cluster_members import address_of, running
 
 VOCAB = byte_level().get_vocab_size()
 STREAMS = 8

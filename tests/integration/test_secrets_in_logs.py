@@ -11,12 +11,12 @@ from penstock.common.v1 import sampling_pb2, structured_output_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.issuer import AUDIENCE, ISSUER, Issuer, write_key_set
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.models.small_tokenizers import byte_level, save_model
+from tests.fakes.network.issuer import AUDIENCE, ISSUER, Issuer, write_key_set
+from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.ports import free_port
 from tests.fakes.processes import Service
-from tests.fakes.small_tokenizers import byte_level, save_model
 
 KEY = "sk-Tausendschoen-0123456789"
 WRONG = "sk-Vergissmeinnicht-0123456789"

@@ -11,9 +11,9 @@ from penstock_common.errors import InvalidArgument
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_local import LLM
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.openai_server import OpenAIServer, openai_server
-from tests.fakes.vllm_client import VllmClient, completes
+from tests.fakes.clients.vllm_client import VllmClient, completes
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 PROMPT = [10, 11, 12]

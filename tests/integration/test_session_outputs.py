@@ -24,15 +24,15 @@ from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.rpc.sessions import FrontendSession, Sessions
-from tests.fakes.cluster_members import Frontend as Watcher
-from tests.fakes.cluster_members import address_of, alive, eventually, running
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.frontend_server import FrontendServer
-from tests.fakes.session_pair import paired
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.clients.session_pair import paired
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.systems.cluster_members import Frontend as Watcher
+from tests.fakes.systems.cluster_members import address_of, alive, eventually, running
 
 VOCAB = byte_level().get_vocab_size()
 

@@ -13,9 +13,9 @@ from penstock.inference.v1 import service_pb2_grpc
 from penstock_common.config.sections import MetricsConfig, ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import HttpConfig
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, make_request
-from tests.fakes.ports import free_port
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, make_request
+from tests.fakes.network.ports import free_port
 from tests.integration.test_frontend_lifecycle import get
 
 CONNECTIONS = 48

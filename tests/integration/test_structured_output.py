@@ -20,11 +20,11 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorCo
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.in_process import build_engine, generate
-from tests.fakes.random_schemas import random_schema
-from tests.fakes.session_client import connected
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.clients.session_client import connected
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.random_schemas import random_schema
+from tests.fakes.models.tiny_models import save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.certificates import Authority
-from tests.fakes.hops import HOPS, Sites
+from tests.fakes.network.certificates import Authority
+from tests.fakes.systems.hops import HOPS, Sites
 
 OPEN_TO_ALL = ("client to frontend", "client to frontend over HTTP")
 """There every certificate of the authority will do: what clients may is decided by their keys."""

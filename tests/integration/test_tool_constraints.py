@@ -18,7 +18,7 @@ from penstock_frontend.processing.parsers.base import ToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
-from tests.fakes.followed import follow_here
+from tests.fakes.engines.followed import follow_here
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 EOS = 1

@@ -13,12 +13,12 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.config.sections import TracingConfig
 from penstock_enginecore.config import ModelConfig
 from penstock_frontend.config import HttpConfig
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.fake_executor import FakeExecutor
-from tests.fakes.frontend_server import FrontendServer, collect, failure, make_request
-from tests.fakes.otlp_receiver import OtlpReceiver, ReceivedSpan
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.network.otlp_receiver import OtlpReceiver, ReceivedSpan
 
 VOCAB = byte_level().get_vocab_size()
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -10,9 +10,9 @@ import pytest
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2
 from penstock_common.types.cluster import ClusterView, EngineStatus
-from tests.fakes.fake_engine import FakeEngine, token_at
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, until_states
-from tests.fakes.small_tokenizers import byte_level
+from tests.fakes.engines.fake_engine import FakeEngine, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, until_states
+from tests.fakes.models.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
 SERVING = control_pb2.ENGINE_STATE_SERVING

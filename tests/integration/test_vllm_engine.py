@@ -10,11 +10,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock.common.v1.finish_pb2 import FINISH_REASON_LENGTH
 from penstock.inference.v1.messages_pb2 import RoutingHints
 from penstock_common.errors import Cancelled, InvalidArgument, Unavailable, Unimplemented
-from tests.fakes.fake_engine import FakeEngine, logprob_of, token_at
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.clients.vllm_client import PROMPT, VllmClient, chunks, completes, joined, make_request
+from tests.fakes.engines.fake_engine import FakeEngine, logprob_of, token_at
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.patience import PATIENCE
-from tests.fakes.small_tokenizers import byte_level, save_model
-from tests.fakes.vllm_client import PROMPT, VllmClient, chunks, completes, joined, make_request
 
 VOCAB = byte_level().get_vocab_size()
 LETTERS = {c: byte_level().token_to_id(c) for c in "abcdefg"}

@@ -18,10 +18,10 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock_common.errors import Cancelled, InvalidArgument, NotFound, Unavailable, Unimplemented
 from penstock_frontend.api.vllm import engine as vllm_engine
 from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.frontend_server import FrontendServer, collect, eventually, failure
-from tests.fakes.small_tokenizers import byte_level, save_model
-from tests.fakes.vllm_client import VllmClient
+from tests.fakes.clients.vllm_client import VllmClient
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure
+from tests.fakes.models.small_tokenizers import byte_level, save_model
 
 VOCAB = byte_level().get_vocab_size()
 NOWHERE = "127.0.0.1:1"

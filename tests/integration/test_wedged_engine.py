@@ -18,10 +18,10 @@ from penstock_common.types.cluster import EngineState
 from penstock_coordinator.app import Coordinator
 from penstock_enginecore.config import CoordinatorClientConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from tests.fakes.cluster_members import Frontend, address_of, alive, running
-from tests.fakes.engine_harness import make_config
-from tests.fakes.engine_server import EngineServer
-from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.systems.cluster_members import Frontend, address_of, alive, running
 
 
 class HangingExecutor(FakeExecutor):

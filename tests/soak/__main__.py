@@ -26,7 +26,7 @@ from tests.chaos.flow import catalogue
 from tests.chaos.killing import address
 from tests.chaos.outages import Known
 from tests.chaos.requests import short_ones
-from tests.fakes.cluster import Cluster
+from tests.fakes.systems.cluster import Cluster
 from tests.soak.havoc import Havoc
 from tests.soak.plot import plot
 from tests.soak.traffic import Traffic, known_kinds

@@ -6,8 +6,8 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 
-from tests.fakes.cluster import Cluster
 from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Cluster
 
 
 class Havoc:

@@ -12,7 +12,7 @@ from penstock_enginecore.core import extensions
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler import base as scheduler
 from penstock_enginecore.executor import factory
-from tests.fakes.engine_harness import OtherScheduler, make_config, make_engine
+from tests.fakes.engines.engine_harness import OtherScheduler, make_config, make_engine
 
 HERE = __name__
 called: list[str] = []
@@ -75,7 +75,7 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
         return control._engine.kv_cache_config.num_blocks * factor
 
     made: list[Any] = []
-    scheduler.register_scheduler("mine", "tests.fakes.engine_harness:OtherScheduler")
+    scheduler.register_scheduler("mine", "tests.fakes.engines.engine_harness:OtherScheduler")
     factory.register_executor("mine", f"{HERE}:made_executor")
     attention.register_backend("mine", lambda: made)  # type: ignore[arg-type, return-value]
     extensions.register_utility("num_blocks", num_blocks)

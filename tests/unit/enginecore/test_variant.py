@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.variant import Loaded, config_of, hash_of
-from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.models.tiny_models import save_tiny_model
 
 LOADED = Loaded(dtype="float32", task="generate", max_len=512, eos_token_ids=frozenset({4, 9}))
 

@@ -15,7 +15,7 @@ from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest
 from penstock_frontend.processing.pooling.inputs import PoolingRequest
 from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt
 from penstock_frontend.processing.prompts.request import GenerateRequest
-from tests.fakes.engine_harness import FakeClock
+from tests.fakes.engines.engine_harness import FakeClock
 
 
 def refused(action: Callable[[], Any]) -> ResourceExhausted:

@@ -17,7 +17,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from tests.fakes import small_tokenizers
+from tests.fakes.models import small_tokenizers
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())
 

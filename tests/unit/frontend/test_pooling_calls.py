@@ -21,7 +21,7 @@ from penstock_frontend.processing.pooling.inputs import PoolingInputs, PoolingRe
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState, SplitOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
-from tests.fakes import small_tokenizers
+from tests.fakes.models import small_tokenizers
 
 EMBED = PoolingParams(task=PoolingTask.EMBED)
 

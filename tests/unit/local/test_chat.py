@@ -9,10 +9,10 @@ import pytest
 
 from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument, Unimplemented
 from penstock_local.ports import free_ports
-from tests.fakes.command import PENSTOCK
-from tests.fakes.fake_inference import BUSY, HOLD, THINK, FakeInference
+from tests.fakes.clients.command import PENSTOCK
+from tests.fakes.clients.terminal import CTRL_C, CTRL_D, ENTER, Terminal
+from tests.fakes.frontends.fake_inference import BUSY, HOLD, THINK, FakeInference
 from tests.fakes.patience import PATIENCE
-from tests.fakes.terminal import CTRL_C, CTRL_D, ENTER, Terminal
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import build_parser, main
 from penstock_local.generate import GenerateOptions, generate
 from penstock_local.ports import free_ports
-from tests.fakes.command import PENSTOCK
+from tests.fakes.clients.command import PENSTOCK
 from tests.fakes.patience import PATIENCE, deadlines
-from tests.fakes.services.fake_service import FakeInference
+from tests.fakes.systems.services.fake_service import FakeInference
 
 
 class Server:

@@ -14,7 +14,7 @@ from penstock_common.errors import Unavailable
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import main
 from penstock_local.ports import free_ports
-from tests.fakes.terminal import CTRL_C, Terminal
+from tests.fakes.clients.terminal import CTRL_C, Terminal
 
 
 class FakeAdmin(service_pb2_grpc.AdminServiceServicer):

@@ -5,7 +5,7 @@ import pytest
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.sizes import STALE_AFTER
-from tests.fakes.engine_harness import FakeClock
+from tests.fakes.engines.engine_harness import FakeClock
 
 
 def failure(tensors: IncomingTensors, transfer_id: int, size: int = 4) -> RequestFailed:

@@ -4,7 +4,7 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import StructuredOutput
-from tests.fakes.engine_harness import (
+from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
     add,
@@ -15,8 +15,8 @@ from tests.fakes.engine_harness import (
     run_to_end,
     step,
 )
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.fake_grammars import FakeGrammars
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.fake_grammars import FakeGrammars
 
 VOCAB, EOS = 50, 7
 ASYNC = {"async_scheduling": True}

@@ -14,7 +14,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.engine_core import EngineDeadError
 from penstock_enginecore.core.signals import signals_handled
-from tests.fakes.engine_harness import (
+from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,
     Transcript,
@@ -23,7 +23,7 @@ from tests.fakes.engine_harness import (
     make_engine,
     make_request,
 )
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
 from tests.fakes.patience import PATIENCE
 
 TIMEOUT = PATIENCE
@@ -325,7 +325,7 @@ def test_draining_lets_requests_finish_and_refuses_new_ones():
 
 @pytest.mark.parametrize("drain_timeout", [0.0, 0.05])
 def test_what_is_left_at_the_drain_deadline_ends_as_abort(drain_timeout):
-    stuck = "tests.fakes.engine_harness:StuckScheduler"
+    stuck = "tests.fakes.engines.engine_harness:StuckScheduler"
     with running(drain_timeout=drain_timeout, scheduler=stuck) as rig:
         request = make_request()
         rig.loop.add(CLIENT, request)
@@ -349,7 +349,7 @@ def test_running_requests_end_as_abort_without_a_drain_timeout():
 
 
 def test_a_stuck_request_ends_at_its_deadline_though_nothing_else_happens():
-    with running(scheduler="tests.fakes.engine_harness:StuckScheduler") as rig:
+    with running(scheduler="tests.fakes.engines.engine_harness:StuckScheduler") as rig:
         request = make_request(deadline=time.time() + 0.05)
         rig.loop.add(CLIENT, request)
         rig.sink.wait_for_ends(request)

@@ -6,7 +6,7 @@ import pytest
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
-from tests.fakes.engine_harness import make_request
+from tests.fakes.engines.engine_harness import make_request
 
 LARGEST_THAT_ROUNDS_DOWN = {
     "float16": np.nextafter(np.float32(65520), np.float32(0)),

@@ -10,7 +10,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.engine_core import EngineCore, EngineDeadError
-from tests.fakes.engine_harness import (
+from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
     add,
@@ -22,7 +22,7 @@ from tests.fakes.engine_harness import (
     run_to_end,
     step,
 )
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
 
 
 def test_start_up_says_what_it_does():
@@ -149,7 +149,7 @@ def test_outputs_go_to_the_client_that_asked():
 
 
 def test_a_step_without_work_says_it_is_stalled():
-    engine = make_engine(scheduler="tests.fakes.engine_harness:StuckScheduler")
+    engine = make_engine(scheduler="tests.fakes.engines.engine_harness:StuckScheduler")
     add(engine, make_request())
     assert engine.step(lambda: None) == {}
     assert engine.stalled

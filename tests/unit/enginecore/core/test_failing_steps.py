@@ -9,7 +9,7 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ErrorDumpConfig
 from penstock_enginecore.core.engine_core import MAX_UNEXPLAINED_FAILURES, EngineDeadError
 from penstock_enginecore.core.scheduler.trial import GOOD_STEPS
-from tests.fakes.engine_harness import (
+from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
     add,
@@ -20,8 +20,8 @@ from tests.fakes.engine_harness import (
     run_to_end,
     step,
 )
-from tests.fakes.fake_executor import FakeExecutor, oracle_tokens
-from tests.fakes.fake_grammars import FakeGrammars
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
+from tests.fakes.engines.fake_grammars import FakeGrammars
 
 MODES = [
     {},

@@ -7,7 +7,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_enginecore.core.utility import UtilityRegistry, utility
-from tests.fakes.engine_harness import make_engine
+from tests.fakes.engines.engine_harness import make_engine
 
 
 class Owner:

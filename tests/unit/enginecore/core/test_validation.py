@@ -10,7 +10,7 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.validation import RequestLimits, validate_request
-from tests.fakes.engine_harness import make_request
+from tests.fakes.engines.engine_harness import make_request
 
 LIMITS = RequestLimits(max_model_len=20, vocab_size=100)
 

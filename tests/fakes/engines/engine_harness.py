@@ -1,0 +1,225 @@
+"""Builds engines over the fake executor, and says what their requests must give."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
+from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
+from tests.fakes.engines.fake_grammars import FakeGrammars
+
+CLIENT = "client"
+
+
+class FakeClock:
+    """A clock that moves when told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_config(
+    *,
+    num_blocks: int | None = 64,
+    block_size: int = 4,
+    prefix_caching: bool = True,
+    enable_kv_events: bool = False,
+    max_model_len: int | None = None,
+    drain_timeout: float = 30.0,
+    max_concurrent_batches: int = 1,
+    kind: str = "uniproc",
+    **scheduler: Any,
+) -> EngineCoreConfig:
+    """A small engine; further arguments go to SchedulerConfig."""
+    return EngineCoreConfig(
+        model=ModelConfig(path="fake", max_model_len=max_model_len),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=prefix_caching,
+            enable_kv_events=enable_kv_events,
+        ),
+        scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
+        executor=ExecutorConfig(kind=kind, max_concurrent_batches=max_concurrent_batches),
+        drain_timeout=drain_timeout,
+    )
+
+
+def make_engine(
+    executor: FakeExecutor | None = None,
+    clock: FakeClock | None = None,
+    grammars: FakeGrammars | None = None,
+    **config: Any,
+) -> EngineCore:
+    """A loaded engine. ``clock`` stands for both clocks."""
+    config_struct = make_config(**config)
+    executor = executor or FakeExecutor(block_size=config_struct.cache.block_size)
+    clocks = {"monotonic_clock": clock, "wall_clock": clock} if clock else {}
+    make_grammars = (lambda *_, **__: grammars) if grammars else None
+    return EngineCore(config_struct, executor, progress=lambda line: None, make_grammars=make_grammars, **clocks)
+
+
+_numbers = itertools.count()
+
+
+def make_request(
+    prompt: list[int] | int = 5,
+    *,
+    request_id: str = "",
+    prior: list[int] | None = None,
+    deadline: float | None = None,
+    cache_salt: str = "",
+    attempt: int = 0,
+    never_admitted: bool = False,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    tenant: str = "",
+    tenant_weight: float = 1.0,
+    **sampling: Any,
+) -> EngineCoreRequest:
+    """A seeded request. An integer prompt is a length; further arguments go to SamplingParams."""
+    return EngineCoreRequest(
+        request_id=request_id or f"r{next(_numbers)}",
+        prompt_token_ids=list(range(prompt)) if isinstance(prompt, int) else prompt,
+        sampling_params=SamplingParams(**{"seed": 0, "max_tokens": 8} | sampling),
+        prior_output_token_ids=prior or [],
+        deadline=deadline,
+        cache_salt=cache_salt,
+        attempt=attempt,
+        never_admitted=never_admitted,
+        priority=priority,
+        arrival_time=arrival_time,
+        tenant=tenant,
+        tenant_weight=tenant_weight,
+    )
+
+
+def expected_output(
+    request: EngineCoreRequest, *, max_model_len: int, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
+) -> tuple[list[int], FinishReason]:
+    """All output tokens of an undisturbed request, and why it ends. A constraint is one of FakeGrammars."""
+    params = request.sampling_params
+    grammar = None
+    if params.structured_output is not None:
+        grammars = FakeGrammars(vocab_size, *eos)
+        grammars.start(params.structured_output, [], lambda: None)
+        (grammar,) = grammars.started
+    tokens: list[int] = []
+    while True:
+        token = oracle_token(params.seed or 0, len(tokens), vocab_size)
+        if grammar is not None:
+            token = next(t % vocab_size for t in range(token, token + vocab_size) if grammar.allows(t % vocab_size))
+            grammar.accept(token)
+        tokens.append(token)
+        if len(tokens) >= params.min_tokens:
+            if tokens[-1] in eos and not params.ignore_eos:
+                return tokens, FinishReason.STOP
+            if tokens[-1] in params.stop_token_ids:
+                return tokens, FinishReason.STOP
+        if len(tokens) == params.max_tokens or len(tokens) + len(request.prompt_token_ids) == max_model_len:
+            return tokens, FinishReason.LENGTH
+        if grammar is not None and grammar.terminated:
+            return tokens, FinishReason.STOP
+        if (detection := params.repetition_detection) is not None:
+            for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
+                tail = tokens[-size * detection.min_count :]
+                if len(tail) == size * detection.min_count and tail == tail[:size] * detection.min_count:
+                    return tokens, FinishReason.REPETITION
+
+
+class OtherScheduler(DefaultScheduler):
+    """Plugged in by name."""
+
+
+class StuckScheduler(DefaultScheduler):
+    """Takes requests and starts none."""
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        pass
+
+
+class Transcript:
+    """What an engine said to one client. A gap, a repetition, or a word after the end is an AssertionError."""
+
+    def __init__(self) -> None:
+        self.prior: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, EngineCoreOutput] = {}
+        self.outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
+        self.frames: list[EngineCoreOutputs] = []
+
+    def add(self, frame: EngineCoreOutputs) -> None:
+        self.frames.append(frame)
+        for output in frame.outputs:
+            key = output.request_id
+            assert key not in self.ends, f"{key} has ended already"
+            assert output.offset == self.prior.get(key, 0) + len(self.tokens[key]), f"{key}: gap or repetition"
+            self.tokens[key].extend(output.new_token_ids)
+            self.outputs[key].append(output)
+            if output.finish_reason is not None:
+                self.ends[key] = output
+        ended = [output.request_id for output in frame.outputs if output.finish_reason is not None]
+        assert frame.finished_requests == ended
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        return self.ends[request_id].finish_reason
+
+
+def add(engine: EngineCore, *requests: EngineCoreRequest, client_id: str = CLIENT) -> None:
+    """Validate and queue."""
+    for request in requests:
+        engine.add(engine.preprocess(client_id, request))
+
+
+def step(engine: EngineCore, transcript: Transcript, drain_aborts: Callable[[], None] = lambda: None) -> None:
+    """One step; what it says goes to the transcript, whichever client it is for."""
+    for frame in engine.step(drain_aborts).values():
+        transcript.add(frame)
+
+
+def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Transcript | None = None) -> Transcript:
+    """Queue the requests and step until nothing is left."""
+    transcript = transcript or Transcript()
+    transcript.prior |= {request.request_id: len(request.prior_output_token_ids) for request in requests}
+    add(engine, *requests)
+    steps = 0
+    while engine.has_work:
+        step(engine, transcript)
+        steps += 1
+        assert steps < 10_000, "the engine makes no progress"
+    return transcript
+
+
+def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: EngineCoreRequest) -> None:
+    """Every request gave the tokens, and ended for the reason, of an undisturbed run."""
+    for request in requests:
+        tokens, reason = expected_output(
+            request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size, eos=engine_eos(engine)
+        )
+        assert request.prior_output_token_ids + transcript.tokens[request.request_id] == tokens
+        assert transcript.reason(request.request_id) == reason
+
+
+def engine_eos(engine: EngineCore) -> frozenset[int]:
+    """The executor's EOS tokens."""
+    return engine.executor.eos_token_ids
+
+
+def assert_nothing_left(engine: EngineCore) -> None:
+    """No request, no KV block and no worker state remains."""
+    pool = engine.scheduler.kv_cache.pool
+    assert not engine.has_work
+    assert not engine.has_requests
+    assert pool.num_free_blocks == pool.num_usable_blocks
+    assert all(block.ref_count == 0 for block in pool.blocks)
+    assert engine.executor.held_requests == set()

@@ -1,0 +1,55 @@
+"""Executors whose outputs are as large as a test wants them."""
+
+from typing import Any
+
+import msgspec
+
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.pooling import PoolingTask, Vectors
+from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from tests.fakes.engines.fake_executor import FakeExecutor
+
+
+def pooled_bytes(size: int) -> bytes:
+    """What every pooled result of so many bytes is: a prime period finds every displacement."""
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+class PoolingExecutor(FakeExecutor):
+    """Gives each request ``width`` numbers for each of its tokens."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__(**{"check_kv": False, **options})
+        self.width = width
+
+    @property
+    def pooling(self) -> PoolingLimits:
+        return PoolingLimits(tasks=frozenset({PoolingTask.TOKEN_EMBED}), embedding_size=self.width)
+
+    def _sample(self, step: SchedulerOutput, grammar: Any) -> ModelRunnerOutput:
+        pooled = {}
+        for key in step.num_scheduled_tokens:
+            state = self._states[key]
+            if state.num_computed_tokens == state.num_prompt_tokens:
+                size = state.num_prompt_tokens * self.width * 4
+                pooled[key] = Vectors((state.num_prompt_tokens, self.width), pooled_bytes(size))
+        return msgspec.structs.replace(super()._sample(step, grammar), pooled=pooled)
+
+
+class ScoringExecutor(FakeExecutor):
+    """Gives those that ask for the log-probabilities of their prompt as many entries for each position as they ask for."""
+
+    def _sample(self, step: SchedulerOutput, grammar: Any) -> ModelRunnerOutput:
+        scored = {}
+        for key, count in step.num_scheduled_tokens.items():
+            state = self._states[key]
+            if (likeliest := state.params.prompt_logprobs) is None:
+                continue
+            logprobs = scored[key] = Logprobs()
+            for position in range(state.num_computed_tokens - count, state.num_computed_tokens):
+                if position + 1 < state.num_prompt_tokens:
+                    token = state.token_ids[position + 1]
+                    entries = [token, *range(likeliest)]
+                    logprobs.add(entries, [-1.0] * len(entries), [entry + 1 for entry in entries])
+        return msgspec.structs.replace(super()._sample(step, grammar), prompt_logprobs=scored)

@@ -1,0 +1,75 @@
+"""An oracle engine as a process: what ``Service`` does, its knobs, and a cable that can be pulled."""
+
+import signal
+from typing import Any
+
+import msgspec
+
+from tests.fakes.engines.oracle_engine import control
+from tests.fakes.network.ports import free_port
+from tests.fakes.network.tcp_proxy import TcpProxy
+from tests.fakes.processes import Service
+
+
+class OracleProcess(Service):
+    """``reached_at``: the address that frontends are given, of a proxy before the engine once that was started."""
+
+    def __init__(self, engine_id: str, *, drain_timeout: float = 30.0, **knobs: Any) -> None:
+        """``knobs``: those of every start."""
+        self.engine_id = engine_id
+        self.control_port = free_port()
+        super().__init__(
+            "tests.fakes.engines.oracle_engine",
+            engine_id=engine_id,
+            control_port=self.control_port,
+            drain_timeout=drain_timeout,
+            knobs=msgspec.json.encode(knobs).decode(),
+        )
+        self.proxy = TcpProxy(self.port)
+
+    @property
+    def reached_at(self) -> str:
+        """host:port of the proxy."""
+        return f"127.0.0.1:{self.proxy.port}"
+
+    async def set(self, **knobs: Any) -> dict[str, Any]:
+        """Turn knobs; returns the engine's state."""
+        return await control.call(self.control_port, set=knobs)
+
+    async def until(self, **state: int) -> dict[str, Any]:
+        """Wait until the engine's state has at least these sizes; returns it. Raises ControlError after ``control.TIMEOUT``."""
+        return await control.call(self.control_port, until=state)
+
+    async def call(self, name: str) -> dict[str, Any]:
+        """``fail``, ``break`` or ``close``. See ``control.serve``."""
+        return await control.call(self.control_port, call=name)
+
+    async def state(self) -> dict[str, Any]:
+        """See ``OracleEngine.state``."""
+        return await control.call(self.control_port)
+
+    def stop_running(self) -> None:
+        """SIGSTOP."""
+        self.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.send_signal(signal.SIGCONT)
+
+    async def restart(self) -> None:
+        """A new incarnation on the same port, that serves."""
+        if self.alive:
+            await self.kill()
+        await self.start()
+        await self.serving()
+
+    async def __aenter__(self) -> "OracleProcess":
+        await self.proxy.start()
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        if self.alive:
+            await self.kill()
+        await self.proxy.close()
+        self.remove_log()

@@ -1,0 +1,55 @@
+"""The table of the matrix."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.fakes.systems.matrix.rig import CellResult
+
+WRONG = ("failed", "duplicated", "lost", "differing")
+
+
+class Report:
+    """A row per failure: how many streams there were per step, and how those of all steps went."""
+
+    def __init__(self) -> None:
+        self._cells: list[CellResult] = []
+
+    def add(self, cell: CellResult) -> None:
+        """A cell is done."""
+        self._cells.append(cell)
+
+    def table(self) -> str:
+        """As Markdown. A step's column has its streams, and behind a slash those that were wrong, if any."""
+        steps = list(dict.fromkeys(cell.step for cell in self._cells))
+        heads = ["failure", *steps, "cells", "streams", *WRONG, "neighbours", "disturbed"]
+        lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+        for name in dict.fromkeys(cell.failure for cell in self._cells):
+            lines.append(_row(name, [cell for cell in self._cells if cell.failure == name], steps))
+        lines.append(_row("**all**", self._cells, steps))
+        return "\n".join(lines)
+
+    def write(self, path: str) -> None:
+        """Into a file; nowhere without a path."""
+        if path and self._cells:
+            Path(path).write_text(self.table() + "\n", encoding="utf-8")
+
+
+def _row(name: str, cells: Sequence[CellResult], steps: Sequence[str]) -> str:
+    counts = Counter(verdict.kind for cell in cells for verdict in cell.streams)
+    beside = [verdict for cell in cells for verdict in cell.neighbours]
+    columns = [
+        *(_of_step([cell for cell in cells if cell.step == step]) for step in steps),
+        len(cells),
+        counts.total(),
+        *(counts[kind] for kind in WRONG),
+        len(beside),
+        sum(verdict.kind != "right" for verdict in beside),
+    ]
+    return f"| {name} | {' | '.join(map(str, columns))} |"
+
+
+def _of_step(cells: Sequence[CellResult]) -> str:
+    verdicts = [verdict for cell in cells for verdict in cell.streams]
+    wrong = sum(verdict.kind != "right" for verdict in verdicts)
+    return f"{len(verdicts)} / {wrong}" if wrong else str(len(verdicts))

@@ -1,0 +1,155 @@
+"""A whole system in a test's process: a coordinator, two engines over fake executors, a frontend, and every gauge they have."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_enginecore.config import CoordinatorClientConfig
+from penstock_enginecore.metrics import EngineCollector
+from penstock_frontend.config import CoordinatorClientConfig as FrontendCoordinatorConfig
+from penstock_frontend.config import ModelConfig
+from tests.fakes.engines.engine_harness import make_config
+from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.frontends.frontend_server import FrontendServer, eventually
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.systems.cluster_members import address_of, running
+
+VOCAB = byte_level().get_vocab_size()
+OF_THE_PROCESS = ("process_", "python_", "penstock:threads", "penstock:asyncio_tasks")
+"""All services of a test share a process, with the test."""
+PROMPT = pb.TokenIds(ids=range(5))
+POISON = 7
+"""No step with a prompt of so many tokens succeeds."""
+MAX_RUNNING = 2
+MAX_WAITING = 4
+"""Requests that each engine runs at once, and takes into its queue."""
+
+Gauges = dict[tuple[str, str], float]
+
+
+def gauges(registries: Iterable[tuple[str, CollectorRegistry]]) -> Gauges:
+    """Every gauge by its service, name and labels."""
+    return {
+        (service, f"{sample.name}{sorted(sample.labels.items())}"): sample.value
+        for service, registry in registries
+        for metric in registry.collect()
+        if metric.type == "gauge" and not metric.name.startswith(OF_THE_PROCESS)
+        for sample in metric.samples
+    }
+
+
+class Engine(EngineServer):
+    """Computes only while ``open`` is set. A step with a prompt of ``POISON`` tokens fails."""
+
+    def __init__(self, engine_id: str, coordinator: str) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        executor = FakeExecutor(
+            vocab_size=VOCAB, fails=lambda step: any(new.num_prompt_tokens == POISON for new in step.new_requests)
+        )
+        executor.on_execute = self.open.wait  # type: ignore[assignment]  # whatever it returns
+        config = msgspec.structs.replace(
+            make_config(num_blocks=64, max_num_seqs=MAX_RUNNING, max_waiting_requests=MAX_WAITING),
+            engine_id=engine_id,
+            coordinator=CoordinatorClientConfig(address=coordinator, stats_interval=0.02, reconnect_max=0.05),
+        )
+        super().__init__(config, executor)
+
+    def load(self) -> "Engine":
+        super().load()
+        loop, ready = self.busy_loop, self.io._servicer._ready
+        assert ready is not None
+        self.io.registry.register(EngineCollector(loop.stats, loop.state, loop.step_tokens, ready))
+        return self
+
+    @property
+    def num_calls(self) -> int:
+        """What has come in and waits for the step to end."""
+        return self.busy_loop._queues._input.qsize()
+
+    def break_sessions(self) -> None:
+        """Every frontend loses it, and may come back."""
+        self.io._loop.call_soon_threadsafe(self.io.sessions.close_all)
+
+
+class System:
+    """A coordinator, two engines over fake executors and a frontend, with every gauge they have."""
+
+    def __init__(self, frontend: FrontendServer, engines: list[Engine], coordinator: CollectorRegistry) -> None:
+        self.frontend = frontend
+        self.engines = engines
+        self._registries = [
+            ("frontend", frontend.frontend._metrics.registry),
+            ("coordinator", coordinator),
+            *((engine.config.engine_id, engine.io.registry) for engine in engines),
+        ]
+
+    @property
+    def gauges(self) -> Gauges:
+        return gauges(self._registries)
+
+    @property
+    def busy(self) -> int:
+        """Requests that run on engines."""
+        return sum(engine.busy_loop.stats().num_running_reqs for engine in self.engines)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queues of engines."""
+        return sum(engine.busy_loop.stats().num_waiting_reqs for engine in self.engines)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that engines have begun."""
+        return sum(engine.executor.num_steps for engine in self.engines)  # type: ignore[attr-defined]
+
+    def generate(self, **fields: Any) -> Any:
+        return self.frontend.generate(**({"token_ids": PROMPT, "max_tokens": 8, "ignore_eos": True} | fields))
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Engines take requests inside, and start none."""
+        engines = self.frontend.frontend._engines
+        await engines.call_utility("pause", ["keep", False])
+        try:
+            yield
+        finally:
+            await engines.call_utility("resume")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Engines do not finish a step inside."""
+        for engine in self.engines:
+            engine.open.clear()
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.open.set()
+
+
+@contextlib.asynccontextmanager
+async def started(model: Path) -> AsyncIterator[System]:
+    async with running() as coordinator, contextlib.AsyncExitStack() as stack:
+        engines = [Engine(f"engine-{number}", address_of(coordinator)) for number in range(2)]
+        for engine in engines:
+            await asyncio.to_thread(lambda engine=engine: engine.start().load())  # type: ignore[misc]
+            stack.push_async_callback(asyncio.to_thread, engine.stop)
+            stack.callback(engine.open.set)
+        frontend = await stack.enter_async_context(
+            FrontendServer(
+                model,
+                model=ModelConfig(path=str(model), served_model_name="fake"),
+                coordinator=FrontendCoordinatorConfig(address=address_of(coordinator), reconnect_max=0.05),
+            )
+        )
+        await eventually(lambda: frontend.frontend._engines.num_engines == len(engines))
+        yield System(frontend, engines, coordinator.registry)

@@ -1,0 +1,109 @@
+"""Block hashes: what they cover, and that they are the same everywhere."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_enginecore.core.kv_cache.block_hash import DIGEST_SIZE, BlockHasher
+from penstock_enginecore.core.request import Request
+from tests.fakes.engines.engine_harness import make_request
+
+
+def hashes(prompt, *, block_size=4, cache_salt="", num_tokens=None):
+    request = Request(make_request(prompt, cache_salt=cache_salt), client_id="c", max_model_len=1000)
+    BlockHasher(block_size).extend(request, len(prompt) if num_tokens is None else num_tokens)
+    return request.block_hashes
+
+
+def test_only_full_blocks_are_hashed_with_128_bits():
+    assert [len(h) for h in hashes(list(range(11)))] == [DIGEST_SIZE] * 2
+
+
+def test_equal_prefixes_have_equal_hashes_and_what_follows_a_difference_differs():
+    a = hashes([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    b = hashes([1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 11, 12])
+    assert a[0] == b[0]
+    assert a[1] != b[1]
+    assert a[2] != b[2]
+
+
+def test_the_same_tokens_at_another_place_differ():
+    first, second = hashes([1, 2, 3, 4] * 2)
+    assert first != second
+
+
+def test_a_salt_changes_every_block():
+    plain, salted = hashes(list(range(8))), hashes(list(range(8)), cache_salt="tenant")
+    assert not set(plain) & set(salted)
+    assert salted == hashes(list(range(8)), cache_salt="tenant")
+
+
+def test_block_sizes_do_not_mix():
+    assert hashes([1, 2, 3, 4], block_size=4) != hashes([1, 2, 3, 4], block_size=2)[1:]
+    assert hashes([1, 2], block_size=2)[0] not in hashes([1, 2, 3, 4], block_size=4)
+
+
+def test_hashing_step_by_step_equals_hashing_at_once():
+    tokens = list(range(50))
+    request = Request(make_request(tokens), client_id="c", max_model_len=1000)
+    hasher = BlockHasher(4)
+    for count in range(len(tokens) + 1):
+        hasher.extend(request, count)
+        assert len(request.block_hashes) == count // 4
+    assert request.block_hashes == hashes(tokens)
+
+
+def test_another_process_computes_the_same_hashes():
+    script = (
+        "from penstock_enginecore.core.kv_cache.block_hash import BlockHasher\n"
+        "from penstock_enginecore.core.request import Request\n"
+        "from penstock_common.types.request import EngineCoreRequest\n"
+        "from penstock_common.types.sampling import SamplingParams\n"
+        "r = EngineCoreRequest(request_id='x', prompt_token_ids=list(range(9)), sampling_params=SamplingParams(),\n"
+        "                      cache_salt='s')\n"
+        "r = Request(r, client_id='c', max_model_len=99)\n"
+        "BlockHasher(4).extend(r, 9)\n"
+        "print(b''.join(r.block_hashes).hex())"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == b"".join(hashes(list(range(9)), cache_salt="s")).hex()
+
+
+def embedded(data: bytes = bytes(range(24)), is_token: bytes = b"") -> Request:
+    num_tokens = len(is_token) or len(data) // 2
+    embeds = PromptEmbeds(
+        dtype="float16", num_tokens=num_tokens, hidden_size=1, data=bytearray(data), is_token=is_token
+    )
+    made = msgspec.structs.replace(make_request([0] * num_tokens), prompt_embeds=embeds)
+    return Request(made, client_id="c", max_model_len=1000)
+
+
+def hashed(request: Request) -> list[bytes]:
+    BlockHasher(4).extend(request, request.num_tokens)
+    return request.block_hashes
+
+
+def test_the_vectors_of_a_shared_prompt_are_hashed_once():
+    first = hashed(embedded())
+    shared = embedded()
+    second = Request(
+        msgspec.structs.replace(make_request([0] * 12), prompt_embeds=shared.prompt_embeds),
+        client_id="c",
+        max_model_len=1000,
+    )
+    assert hashed(shared) == first
+    shared.prompt_embeds.data[:] = bytes(24)  # nobody looks at them again
+    assert hashed(second) == first
+
+
+def test_each_block_of_a_mixed_prompt_covers_its_own_vectors_and_their_places():
+    mask = bytes([0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1])
+    base = hashed(embedded(bytes(range(8)), mask))
+    changed = hashed(embedded(bytes(range(6)) + b"xx", mask))
+    moved = hashed(embedded(bytes(range(8)), bytes([1, 0, *mask[2:]])))
+    assert [a == b for a, b in zip(base, changed, strict=True)] == [True, True, False]
+    assert base[0] != moved[0]

@@ -1,0 +1,270 @@
+"""Random lives of an engine: whatever happens, no block is lost or owned twice, and every request ends once, as it should."""
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from penstock_common.types.outputs import FinishReason
+from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_enginecore.core.scheduler.pause import PauseState
+from tests.fakes.engines.engine_harness import (
+    CLIENT,
+    FakeClock,
+    Transcript,
+    add,
+    assert_nothing_left,
+    expected_output,
+    make_engine,
+    make_request,
+    run_to_end,
+    step,
+)
+from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.engines.fake_grammars import FakeGrammars
+
+VOCAB = 50
+EOS = frozenset({7})
+
+
+def poisoned(scheduled):
+    """A step fails that computes token n, or one behind it, of a request poison-n-..."""
+    return any(
+        key.startswith("poison") and count >= int(key.split("-")[1])
+        for key, count in scheduled.num_tokens_after.items()
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Adds, aborts, steps, pauses, resets and passing time on pools of a few blocks, with one or several steps in flight, and
+    requests that steps fail of. The fake executor checks each step's contract.
+    """
+
+    requests = Bundle("requests")
+
+    @initialize(
+        num_blocks=st.integers(4, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 5),
+        threshold=st.sampled_from([0, 0, 3]),
+        watermark=st.sampled_from([0.0, 0.25]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        chunked=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([(None, None), (None, 1), (6, None, None), (5, 5), (3, 9), (1, 1)]),
+        fails_late=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        async_scheduling=st.booleans(),
+        max_concurrent_batches=st.integers(1, 3),
+    )
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        budget,
+        max_num_seqs,
+        threshold,
+        watermark,
+        prefix_caching,
+        chunked,
+        windows,
+        fails_late,
+        **config,
+    ):
+        self.clock = FakeClock()
+        self.budget = budget if chunked else 64
+        self.max_num_seqs = max_num_seqs
+        executor = FakeExecutor(
+            vocab_size=VOCAB,
+            eos_token_ids=EOS,
+            block_size=block_size,
+            model_max_len=48,
+            available_memory=0,
+            unhurried=True,
+            windows=windows,
+            fails=poisoned,
+            fails_late=fails_late,
+        )
+        self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
+        self.engine = make_engine(
+            executor,
+            self.clock,
+            self.grammars,
+            num_blocks=1 + (num_blocks - 1) * len(set(windows)),
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            max_num_batched_tokens=self.budget,
+            max_num_seqs=max_num_seqs,
+            long_prefill_token_threshold=threshold,
+            watermark=watermark,
+            enable_chunked_prefill=chunked,
+            **config,
+        )
+        self.transcript = Transcript()
+        self.added = {}
+        self.aborted = set()
+
+    @rule(
+        target=requests,
+        prompt_length=st.integers(1, 20),
+        family=st.integers(0, 2),
+        seed=st.integers(0, 5),
+        max_tokens=st.one_of(st.none(), st.integers(1, 20)),
+        min_tokens=st.integers(0, 1),
+        ignore_eos=st.booleans(),
+        num_prior=st.sampled_from([0, 0, 0, 3]),
+        salt=st.sampled_from(["", "", "salt"]),
+        life=st.one_of(st.none(), st.floats(0.5, 20)),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        attempt=st.sampled_from([0, 0, 1]),
+        tenant_weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
+        constraint=st.sampled_from([None, None, "even", "odd:4"]),
+        repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
+        poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
+    )
+    def add_request(
+        self,
+        prompt_length,
+        family,
+        num_prior,
+        salt,
+        life,
+        priority,
+        constraint,
+        repetition,
+        ignore_eos,
+        poison,
+        **sampling,
+    ):
+        # Few families of prompts, so that prefixes are shared.
+        prompt_length = min(prompt_length, self.engine.max_model_len - 1)
+        request = make_request(
+            [(family * 3 + i * (1 + family)) % VOCAB for i in range(prompt_length)],
+            request_id=f"poison-{poison}-{len(self.added)}" if poison else "",
+            cache_salt=salt,
+            deadline=None if life is None else self.clock.now + life,
+            priority=priority,
+            ignore_eos=ignore_eos,
+            structured_output=constraint and StructuredOutput(regex=constraint),
+            repetition_detection=repetition,
+            **sampling,
+        )
+        tokens, _ = self.expected(request)
+        if num_prior < len(tokens):
+            request = msgspec.structs.replace(request, prior_output_token_ids=tokens[:num_prior])
+        self.added[request.request_id] = request
+        self.transcript.prior[request.request_id] = len(request.prior_output_token_ids)
+        add(self.engine, request)
+        return request.request_id
+
+    def expected(self, request):
+        return expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB, eos=EOS)
+
+    @rule(request_id=consumes(requests))
+    def abort(self, request_id):
+        self.aborted.update(self.engine.abort(CLIENT, [request_id]))
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.step()
+
+    @rule(request_id=consumes(requests))
+    def abort_during_a_step(self, request_id):
+        self.step(lambda: self.abort(request_id))
+
+    @rule()
+    def constraints_are_compiled(self):
+        self.grammars.compile_all()
+
+    @rule(slow=st.booleans(), prompt=st.booleans())
+    def masks_change_their_pace(self, slow, prompt):
+        for grammar in self.grammars.started:
+            grammar.slow, grammar.prompt = slow, prompt
+
+    @rule()
+    def masks_arrive(self):
+        for grammar in self.grammars.started:
+            grammar.arrive()
+
+    @rule(preempt_running=st.booleans())
+    def reset(self, preempt_running):
+        self.engine.finish_batches()
+        was_running = self.engine.scheduler.stats().num_running_reqs > 0
+        assert self.engine.control.reset_prefix_cache(preempt_running) == (preempt_running or not was_running)
+
+    @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear_cache=st.booleans())
+    def pause(self, mode, clear_cache):
+        done = self.engine.control.pause(mode, clear_cache)
+        assert done.done() == (self.engine.scheduler.pause_state is PauseState.PAUSED)
+
+    @rule(level=st.integers(0, 2), mode=st.sampled_from(["abort", "wait", "keep"]))
+    def sleep(self, level, mode):
+        self.engine.control.sleep(level, mode)
+
+    @rule()
+    def wake_up(self):
+        self.engine.control.wake_up()
+
+    @rule()
+    def resume(self):
+        if not self.engine.control.is_sleeping():
+            self.engine.control.resume()
+
+    @rule(seconds=st.floats(0.1, 5))
+    def time_passes(self, seconds):
+        self.clock.now += seconds
+
+    def step(self, drain_aborts=lambda: None):
+        step(self.engine, self.transcript, drain_aborts)
+        for scheduled in self.engine.executor.steps:
+            assert scheduled.total_num_scheduled_tokens <= self.budget
+            assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
+        self.engine.executor.steps.clear()
+
+    @invariant()
+    def no_block_is_lost_or_freed_early(self):
+        if not hasattr(self, "engine"):
+            return
+        manager = self.engine.scheduler.kv_cache
+        references = {}
+        for tables in manager._blocks.values():
+            for block in (block for table in tables for block in table if block is not manager.pool.null_block):
+                references[block.block_id] = references.get(block.block_id, 0) + 1
+        assert [block.ref_count for block in manager.pool.blocks] == [
+            references.get(block.block_id, 0) for block in manager.pool.blocks
+        ]
+        assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks - len(references)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.control.wake_up()
+        self.engine.control.resume()
+        self.grammars.compile_all()
+        self.masks_arrive()
+        self.masks_change_their_pace(slow=False, prompt=True)
+        run_to_end(self.engine, transcript=self.transcript)
+        assert_nothing_left(self.engine)
+        assert set(self.transcript.ends) == set(self.added)
+        for request_id, request in self.added.items():
+            tokens, reason = self.expected(request)
+            got = [*request.prior_output_token_ids, *self.transcript.tokens[request_id]]
+            end = self.transcript.ends[request_id]
+            if end.finish_reason is FinishReason.ABORT and end.error is not None:
+                assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
+            elif end.error is not None and request_id.startswith("poison"):
+                assert (end.finish_reason, end.error.reason) == (FinishReason.ERROR, "STEP_FAILED")
+            elif request_id in self.aborted:
+                assert end.finish_reason is FinishReason.ABORT
+            else:
+                assert end.finish_reason is reason
+                assert got == tokens
+            assert got[: len(tokens)] == tokens[: len(got)]
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestRandomLives = EngineMachine.TestCase

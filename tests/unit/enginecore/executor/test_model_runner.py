@@ -1,0 +1,185 @@
+"""The model runner and its executor around a tiny checkpoint, driven by hand-written scheduler outputs."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.attention.base import AttentionBackend
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
+from penstock_enginecore.core.scheduler.output import (
+    CachedRequestData,
+    GrammarBitmask,
+    NewRequestData,
+    SchedulerOutput,
+)
+from penstock_enginecore.executor import model_runner
+from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.models.loader import load_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.patience import PATIENCE
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("gemma3")
+    save_tiny_model("gemma3", directory)
+    return directory
+
+
+def make_executor(path: Path, num_groups: int = 1) -> UniprocExecutor:
+    config = EngineCoreConfig(
+        model=ModelConfig(path=str(path), device="cpu"),
+        cache=CacheConfig(block_size=4, kv_cache_memory=12345),
+        executor=ExecutorConfig(num_threads=1),
+    )
+    executor = UniprocExecutor(config)
+    executor.load_model(lambda line: None)
+    names = tuple(executor.kv_cache_specs())
+    groups = (names,) if num_groups == 1 else tuple((name,) for name in names)
+    executor.initialize_kv_cache(
+        KVCacheConfig(
+            num_blocks=40,
+            block_size=4,
+            groups=tuple(KVCacheGroup(layer_names=group) for group in groups),
+            max_model_len=64,
+        )
+    )
+    return executor
+
+
+def prefill(request_id: str, token_ids: list[int], block_ids: tuple[list[int], ...], scheduled: int) -> SchedulerOutput:
+    new = NewRequestData(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        block_ids=block_ids,
+        sampling_params=GREEDY,
+    )
+    return SchedulerOutput(new_requests=[new], num_scheduled_tokens={request_id: scheduled})
+
+
+def known(request_id: str, computed: int, scheduled: int) -> SchedulerOutput:
+    cached = CachedRequestData(request_ids=[request_id], num_computed_tokens=[computed], new_block_ids=[None])
+    return SchedulerOutput(cached_requests=cached, num_scheduled_tokens={request_id: scheduled})
+
+
+def step(executor: UniprocExecutor, output: SchedulerOutput) -> list[list[int]]:
+    executor.execute_model(output)
+    return executor.sample_tokens().result(timeout=PATIENCE).sampled_token_ids
+
+
+def decode(executor: UniprocExecutor, block_ids: tuple[list[int], ...]) -> list[int]:
+    tokens = step(executor, prefill("a", list(range(5, 20)), block_ids, 15))[0]
+    for computed in range(15, 20):
+        tokens += step(executor, known("a", computed, 1))[0]
+    return tokens
+
+
+def test_a_chunk_of_a_prompt_samples_nothing(path: Path) -> None:
+    whole = step(make_executor(path), prefill("a", list(range(5, 20)), ([1, 2, 3, 4],), 15))
+    executor = make_executor(path)
+    assert step(executor, prefill("a", list(range(5, 20)), ([1, 2, 3, 4],), 10)) == [[]]
+    assert step(executor, known("a", 10, 5)) == whole
+
+
+def test_groups_of_layers_have_block_tables_of_their_own(path: Path) -> None:
+    together = decode(make_executor(path), ([1, 2, 3, 4, 5],))
+    apart = decode(make_executor(path, num_groups=2), ([1, 2, 3, 4, 5], [30, 7, 22, 9, 11]))
+    assert apart == together
+
+
+def test_layers_of_different_groups_share_memory(path: Path) -> None:
+    apart = make_executor(path, num_groups=2)._worker.runner._layers.values()
+    together = make_executor(path)._worker.runner._layers.values()
+    assert len({layer.cache.keys.data_ptr() for layer in apart}) == 1
+    assert len({layer.cache.keys.data_ptr() for layer in together}) == len(together)
+
+
+def test_layers_of_different_heads_share_memory_as_wide_as_the_wider(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(path)
+    runner = executor._worker.runner
+    narrow, wide = runner._specs
+    spec = msgspec.structs.replace(runner._specs[wide], num_kv_heads=3)
+    monkeypatch.setitem(runner._specs, wide, spec)
+    groups = tuple(KVCacheGroup(layer_names=(name,)) for name in (narrow, wide))
+    executor.initialize_kv_cache(KVCacheConfig(num_blocks=4, block_size=4, groups=groups, max_model_len=8))
+    small, large = (layer.cache for layer in runner._layers.values())
+    slots = torch.tensor([5, 9])
+    for cache, heads in ((large, 3), (small, 2)):
+        keys = torch.randn(2, heads, spec.head_size)
+        cache.write(slots, keys, keys + 1)
+        read = cache.gather(slots)
+        assert torch.equal(read[0], keys)
+        assert torch.equal(read[1], keys + 1)
+    assert small.keys.data_ptr() == large.keys.data_ptr()
+
+
+def test_a_grammar_decides_among_the_tokens_of_the_request_it_names(path: Path) -> None:
+    executor = make_executor(path)
+    both = prefill("a", [5, 6], ([1],), 2)
+    other = prefill("b", [5, 6], ([2],), 2)
+    executor.execute_model(
+        SchedulerOutput(
+            new_requests=both.new_requests + other.new_requests,
+            num_scheduled_tokens=both.num_scheduled_tokens | other.num_scheduled_tokens,
+        )
+    )
+    words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
+    words[0, 3] = 1 << 9
+    (free,), (constrained,) = (
+        executor.sample_tokens(GrammarBitmask(["b"], words)).result(timeout=PATIENCE).sampled_token_ids
+    )
+    assert constrained == 3 * 32 + 9
+    assert free != constrained
+
+
+def test_a_step_without_tokens_only_forgets(path: Path) -> None:
+    executor = make_executor(path)
+    step(executor, prefill("a", [5, 6], ([1],), 2))
+    assert step(executor, SchedulerOutput(finished_request_ids=["a"])) == []
+    assert step(executor, prefill("a", [5, 6], ([2],), 2)) != []
+
+
+def test_the_configured_pool_size_wins(path: Path) -> None:
+    assert make_executor(path).available_kv_cache_memory() == 12345
+
+
+def test_the_profiling_step_runs_the_largest_shapes_and_leaves_no_trace(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(ModelConfig(path=str(path)), torch.device("cpu"), lambda line: None)
+    seen = []
+
+    class Spy(AttentionBackend):
+        def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+            seen.append((len(query), list(rest[1].metadata.seq_lens)))
+            return create_backend("cpu", torch.device("cpu")).attend(query, key, value, *rest)
+
+    monkeypatch.setattr(model_runner, "native_attention", lambda *_: Spy())
+    runner = model_runner.ModelRunner(model, torch.device("cpu"), "auto")
+    specs = runner.kv_cache_specs(block_size=4)
+    runner.profile(num_tokens=1100, num_seqs=20)
+    assert seen == [(1100, [512, 512, 76])] * len(specs)
+
+
+def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
+    executor = UniprocExecutor(EngineCoreConfig(model=ModelConfig(path=str(path), device="cpu")))
+    with pytest.raises(RuntimeError, match="load_model has not been called"):
+        executor.execute_model(SchedulerOutput())
+    executor.load_model(lambda line: None)
+    executor.execute_model(SchedulerOutput())
+    with pytest.raises(RuntimeError, match="initialize_kv_cache must come before"):
+        executor.sample_tokens().result(timeout=PATIENCE)
+    executor.shutdown()
+    executor.shutdown()

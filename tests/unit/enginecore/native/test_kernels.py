@@ -1,0 +1,321 @@
+"""The kernels of every instruction set that this machine runs, against torch and the reference."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.native import library as library_module
+from penstock_enginecore.native.attention import NativeAttention
+from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
+from penstock_enginecore.native.linear import PackedLinear, PackedLinears
+from penstock_enginecore.native.sampler import NativeSampler
+from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
+from penstock_enginecore.sample.sampler import SamplingInputs, sample
+from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step, random_lengths
+
+
+def _runnable() -> list[str]:
+    found = []
+    for isa in ("avx512", "avx2", "baseline"):
+        try:
+            open_library(isa, 1)
+        except KernelsError:
+            continue
+        found.append(isa)
+    return found
+
+
+ISAS = _runnable()
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    return open_library(request.param, 2)
+
+
+def test_the_kernels_are_built() -> None:
+    assert "baseline" in ISAS, "install the package where a C++ compiler is"
+    assert open_library("auto", 1).isa == ISAS[0]
+
+
+def linear(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+        return PackedLinear(library, layer)(x)
+
+
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (32, 16), (33, 40), (130, 65), (256, 1024)])
+def test_a_packed_product_equals_torchs_for_any_shape(
+    library: NativeLibrary, n: int, k: int, kept_as: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(n)
+    weight, bias = torch.randn(n, k, generator=generator).to(kept_as).float(), torch.randn(n, generator=generator)
+    for rows in (1, 2, 5, 6, 7, 12, 13, 31, 100, 203):
+        x = torch.randn(rows, k, generator=generator)
+        for b in (None, bias):
+            exact = F.linear(x.double(), weight.double(), None if b is None else b.double()).float()
+            torch.testing.assert_close(linear(library, x, weight, b), exact, rtol=1e-5, atol=1e-5 * k**0.5)
+
+
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def test_a_rows_product_is_the_same_whatever_is_computed_beside_it(
+    library: NativeLibrary, kept_as: torch.dtype
+) -> None:
+    weight, x = torch.randn(70, 1024).to(kept_as).float(), torch.randn(64, 1024)
+    whole = linear(library, x, weight, None)
+    for start, end in ((0, 1), (3, 5), (10, 23), (1, 64)):
+        assert torch.equal(linear(library, x[start:end], weight, None), whole[start:end])
+
+
+def test_a_packed_layer_keeps_leading_dimensions_and_refuses_what_it_cannot_take(library: NativeLibrary) -> None:
+    layer = PackedLinear(library, torch.nn.Linear(8, 3))
+    assert layer(torch.randn(2, 0, 8)).shape == (2, 0, 3)
+    assert layer(torch.randn(2, 5, 8).transpose(0, 1)).shape == (5, 2, 3)
+    with pytest.raises(TypeError, match=r"takes float32 \[..., 8\], not torch.float64"):
+        layer(torch.randn(2, 8, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"\[2, 7\]"):
+        layer(torch.randn(2, 7))
+
+
+def test_shared_layers_are_packed_once_and_come_back_when_it_is_undone(library: NativeLibrary) -> None:
+    shared = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(shared, torch.nn.ReLU(), shared, torch.nn.Linear(4, 2, dtype=torch.bfloat16))
+    packed = PackedLinears(model, library)
+    assert packed.num_layers == 1
+    assert model[0] is model[2]
+    assert isinstance(model[0], PackedLinear)
+    assert packed.num_bytes >= 4 * (16 + 4)
+    packed.undo()
+    assert model[0] is shared
+    assert model[2] is shared
+
+
+def native(library: NativeLibrary) -> NativeAttention:
+    return NativeAttention(library, create_backend("cpu", CPU))
+
+
+def keep(step: Step, backend: NativeAttention) -> KVCache:
+    """The step's cache in the kernels' layout: every token that has a slot is written, the rest stays NaN."""
+    cache = replace(
+        step.cache,
+        keys=torch.full_like(step.cache.keys, torch.nan),
+        values=torch.full_like(step.cache.values, torch.nan),
+    )
+    slots = np.concatenate(
+        [step.metadata.slots(i, 0, int(length)) for i, length in enumerate(step.metadata.seq_lens)]
+    ).astype(np.int64)
+    keys, values = step.cache.gather(torch.from_numpy(slots))
+    backend.write(cache, StepPlan(replace(step.metadata, slot_mapping=slots), CPU), keys, values)
+    return cache
+
+
+def attend(library: NativeLibrary, step: Step, params: AttentionParams) -> torch.Tensor:
+    backend = native(library)
+    cache = keep(step, backend)
+    assert backend.takes(cache, step.metadata.block_size)
+    return backend.attend(step.query, step.key, step.value, cache, StepPlan(step.metadata, CPU), params)
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_attention_equals_the_reference_on_mixed_steps(
+    library: NativeLibrary, params: AttentionParams, block_size: int
+) -> None:
+    for seed in range(4):
+        step = make_step(*random_lengths(seed), block_size=block_size, seed=seed)
+        torch.testing.assert_close(attend(library, step, params), step.run("reference", params), rtol=2e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "head_size_v"),
+    [((1, 1), 16, 16), ((6, 2), 64, 64), ((71, 1), 32, 32), ((32, 2), 128, 128), ((4, 4), 24, 16), ((4, 2), 192, 128)],
+)
+def test_attention_takes_any_number_of_heads_and_sizes_of_keys(
+    library: NativeLibrary, heads: tuple[int, int], head_size: int, head_size_v: int
+) -> None:
+    step = make_step(
+        [1, 70, 5], [200, 70, 90], block_size=16, heads=heads, head_size=head_size, head_size_v=head_size_v
+    )
+    params = AttentionParams(scaling=head_size**-0.5)
+    torch.testing.assert_close(attend(library, step, params), step.run("reference", params), rtol=3e-5, atol=4e-6)
+
+
+def test_a_querys_attention_is_the_same_whatever_is_computed_beside_it(library: NativeLibrary) -> None:
+    params = AttentionParams(scaling=0.25)
+    whole = make_step([150, 40], [150, 170], block_size=16, heads=(6, 2), head_size=32, head_size_v=32)
+    expected = attend(library, whole, params)
+    backend = native(library)
+    cache = keep(whole, backend)
+    for i in (0, 1, 63, 64, 65, 149):
+        metadata = AttentionMetadata(
+            np.array([0, 1]),
+            np.array([i + 1]),
+            whole.metadata.block_table[:1],
+            whole.metadata.slot_mapping[i : i + 1],
+            16,
+        )
+        one = slice(i, i + 1)
+        got = backend.attend(whole.query[one], whole.key[one], whole.value[one], cache, StepPlan(metadata, CPU), params)
+        assert torch.equal(got, expected[one])
+
+
+@pytest.mark.parametrize(("block_size", "head_size_v"), [(4, 16), (24, 16), (16, 10)])
+def test_what_the_kernels_cannot_keep_goes_to_torch(library: NativeLibrary, block_size: int, head_size_v: int) -> None:
+    step = make_step([1, 9], [30, 9], block_size=block_size, head_size_v=head_size_v)
+    backend, params = native(library), AttentionParams(scaling=0.25)
+    assert not backend.takes(step.cache, block_size)
+    got = backend.attend(step.query, step.key, step.value, keep(step, backend), StepPlan(step.metadata, CPU), params)
+    torch.testing.assert_close(got, step.run("reference", params), rtol=2e-5, atol=2e-6)
+
+
+def test_a_score_that_is_no_number_reaches_the_output(library: NativeLibrary) -> None:
+    step = make_step([1, 1], [20, 20], block_size=16)
+    step.query[0] = torch.nan
+    output = attend(library, step, AttentionParams(scaling=0.25))
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
+
+
+def inputs(rows: int, temperature: float, draws: np.ndarray, rules: LogitRules | None = None) -> SamplingInputs:
+    return SamplingInputs(
+        temperature=np.full(rows, temperature),
+        top_k=np.zeros(rows, dtype=np.int64),
+        top_p=np.ones(rows),
+        min_p=np.zeros(rows),
+        uniforms=draws,
+        rules=rules or LogitRules(),
+    )
+
+
+@pytest.mark.parametrize("width", [1, 7, 255, 256, 300, 8193])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 5.0, 1e-6])
+def test_tokens_are_those_of_torch(library: NativeLibrary, width: int, temperature: float) -> None:
+    rows = 200
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) * 3
+    draws = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.int64))
+    expected = sample(logits.clone(), inputs(rows, temperature, draws)).token_ids
+    got = sample(logits, inputs(rows, temperature, draws), NativeSampler(library)).token_ids
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 300, 2048, 8193, 40_000])
+@pytest.mark.parametrize("rows", [[0], [4, 1], [0, 1, 2, 3, 4]])
+def test_masked_rows_are_those_of_torch(library: NativeLibrary, width: int, rows: list[int]) -> None:
+    rng = np.random.default_rng(width)
+    logits = torch.from_numpy(rng.standard_normal((5, width)).astype(np.float32))
+    logits[1, width // 2], logits[4, 0] = torch.nan, -torch.inf
+    bitmask = rng.integers(-(2**31), 2**31, (len(rows), -(-width // 32)), dtype=np.int32)
+    bitmask[0, ::3], bitmask[-1, ::4] = -1, 0
+    grammar = GrammarRows(np.array(rows, dtype=np.int64), bitmask)
+    expected, got = logits.clone(), logits.clone()
+    mask_grammar(expected, grammar)
+    NativeSampler(library).mask(got, grammar)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_constrained_row_samples_what_its_mask_allows_and_leaves_the_others_alone(library: NativeLibrary) -> None:
+    rows, width = 17, 2048
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+    bitmask = np.zeros((1, width // 32), np.int32)
+    bitmask[0, 3] = 1 << 5
+    rules = LogitRules(grammar=GrammarRows(np.array([7]), bitmask))
+    draws = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.int64))
+    free = sample(logits.clone(), inputs(rows, 1.0, draws), NativeSampler(library)).token_ids
+    got = sample(logits.clone(), inputs(rows, 1.0, draws, rules), NativeSampler(library)).token_ids
+    free[7] = 3 * 32 + 5
+    assert got.tolist() == free.tolist()
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.5, np.nextafter(1.0, 0.0)])
+def test_tokens_that_are_out_are_never_drawn(library: NativeLibrary, draw: float) -> None:
+    logits = torch.full((1, 700), -torch.inf)
+    logits[0, [5, 400]] = torch.tensor([1.0, 1.5])
+    banned = LogitRules(banned=Entries.join([(0, np.array([400]))]))
+    for rules, allowed in ((None, {5, 400}), (banned, {5})):
+        token = sample(logits.clone(), inputs(1, 2.0, np.array([draw]), rules), NativeSampler(library)).token_ids[0]
+        assert token in allowed
+
+
+def test_the_first_of_equal_peaks_wins_and_no_number_is_the_largest(library: NativeLibrary) -> None:
+    logits = torch.zeros(4, 500)
+    logits[1, [300, 400]] = 2.0
+    logits[2, 499] = 1.0
+    logits[3, 123] = torch.nan
+    sampled = sample(logits, inputs(4, 0.0, np.zeros(4)), NativeSampler(library))
+    assert sampled.token_ids.tolist() == [0, 300, 499, 123]
+    assert sampled.num_nans is not None
+    assert sampled.num_nans.tolist() == [0, 0, 0, 1]
+
+
+def test_a_draw_from_a_row_without_numbers_is_the_first_peak(library: NativeLibrary) -> None:
+    logits = torch.full((2, 40), -torch.inf)
+    logits[1, 3] = torch.inf
+    assert sample(logits, inputs(2, 1.0, np.full(2, 0.7)), NativeSampler(library)).token_ids.tolist() == [0, 3]
+
+
+def test_programs_give_the_same_with_more_threads_than_cores_and_others_beside_them() -> None:
+    """Threads that are put aside in the middle of a program come late to the next."""
+    weight, x = torch.randn(64, 48), torch.randn(9, 48)
+    expected = F.linear(x, weight)
+    wrong = []
+
+    def run() -> None:
+        library = open_library("auto", 6)
+        layer = torch.nn.Linear(48, 64, bias=False)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        packed = PackedLinear(library, layer)
+        for i in range(400):
+            rows = slice(0, 1 + i % 9)
+            if not torch.allclose(packed(x[rows]), expected[rows], atol=1e-4):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(library_module._CAPABILITIES, "avx2", ("no_such_feature",))
+    with pytest.raises(KernelsError, match="kernels.isa is 'avx2', which this processor does not have"):
+        open_library("avx2", 1)
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library_module._load.cache_clear()
+    monkeypatch.setattr(library_module, "ALL", (*library_module.ALL[:-1], library_module.ALL[0]))
+    with pytest.raises(KernelsError, match="built from other sources"):
+        open_library("baseline", 1)
+    library_module._load.cache_clear()
+
+
+def test_a_packed_weight_reports_its_bytes(library: NativeLibrary) -> None:
+    panel = 2 * library.lanes
+    assert PackedWeight(library, torch.randn(panel, 3)).num_bytes == 4 * panel * 3
+    assert PackedWeight(library, torch.randn(1, 3), torch.randn(1)).num_bytes == 4 * (panel * 3 + 1)
+
+
+def test_a_weight_that_bfloat16_holds_is_kept_in_it_and_no_other(library: NativeLibrary) -> None:
+    weight = torch.randn(40, 8)
+    rounded = weight.bfloat16()
+    assert PackedWeight(library, weight).dtype == torch.float32
+    assert PackedWeight(library, rounded).dtype == torch.bfloat16
+    assert PackedWeight(library, rounded.float()).dtype == torch.bfloat16
+    almost = rounded.float()
+    almost[39, 7] = 1.0 + 2**-20
+    assert PackedWeight(library, almost).dtype == torch.float32
+    assert PackedWeight(library, rounded).num_bytes * 2 == PackedWeight(library, weight).num_bytes

@@ -1,0 +1,60 @@
+"""Objects of the kernels go before what they stand on, however they come to be garbage."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.config import KernelsConfig, ModelConfig
+from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.native.library import open_library
+from tests.fakes.models.tiny_models import save_tiny_model
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is freed, in order. Nothing really is: a wrong order would end the tests' process."""
+    names: list[str] = []
+    functions = open_library("baseline", 1)._functions
+    gc.collect()
+    for name in ("decoder", "context"):
+        monkeypatch.setattr(functions, f"penstock_{name}_free", lambda handle, name=name: names.append(name))
+    return names
+
+
+def make_runner(path: Path) -> ModelRunner:
+    save_tiny_model("llama", path, hidden_size=64)
+    cpu = torch.device("cpu")
+    model = load_model(ModelConfig(path=str(path)), cpu, lambda line: None)
+    runner = ModelRunner(model, cpu, "auto", KernelsConfig(isa="baseline"), 1)
+    runner.kv_cache_specs(16)
+    return runner
+
+
+@pytest.mark.parametrize("first", ["library", "decoder"])
+def test_a_decoder_that_dies_with_its_library_in_one_collection_is_freed_first(
+    first: str, tmp_path: Path, freed: list[str]
+) -> None:
+    runner = make_runner(tmp_path)
+    cycle: list[Any] = [runner._library, runner._decoder]
+    assert None not in cycle
+    if first == "decoder":
+        cycle.reverse()
+    cycle.append(cycle)
+    del runner, cycle
+    gc.collect()
+    assert freed == ["decoder", "context"]
+
+
+def test_a_decoder_keeps_its_library_until_it_is_gone(tmp_path: Path, freed: list[str]) -> None:
+    runner = make_runner(tmp_path)
+    decoder = runner._decoder
+    del runner
+    gc.collect()
+    assert freed == []
+    del decoder
+    gc.collect()
+    assert freed == ["decoder", "context"]

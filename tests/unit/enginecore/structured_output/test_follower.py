@@ -1,0 +1,154 @@
+"""The process that follows grammars, and what becomes of the others when a constraint ends it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xgrammar
+
+from penstock_common.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
+from penstock_enginecore.config import StructuredOutputConfig
+from penstock_enginecore.structured_output.children import Children
+from penstock_enginecore.structured_output.followed import CompiledConstraint
+from penstock_enginecore.structured_output.follower import GrammarFollower
+from penstock_enginecore.structured_output.messages import Masks, Result
+from tests.fakes.engines.followed import TIMEOUT, Followed, allowed
+
+A, LONG, B, EOS = range(4)
+INFO = xgrammar.TokenizerInfo([b"a", b"a" * 64, b"b", b""], xgrammar.VocabType.RAW, vocab_size=4, stop_token_ids=[EOS])
+COMPILER = xgrammar.GrammarCompiler(INFO, max_threads=1)
+LETTERS = "root ::= [ab]*\n"
+PAIRS = 'root ::= ("a" "b")*\n'
+EXPLODES = 'root ::= x{0,1000} "b"\nx ::= "a"{0,1000}\n'
+"""Behind the long token there are more ways to go on than can be counted in time."""
+
+
+@pytest.fixture
+def follower() -> Iterator[GrammarFollower]:
+    config = StructuredOutputConfig(token_budget=0.05)
+    children = Children(config)
+    made = GrammarFollower(config, 4, frozenset({EOS}), children)
+    made.start(INFO.serialize_json().encode())
+    yield made
+    made.close()
+    children.close()
+    children.thread.shutdown()
+
+
+def compiled(follower: GrammarFollower, grammar: str) -> CompiledConstraint:
+    return follower.compiled("grammar", COMPILER.compile_grammar(grammar).serialize_json().encode())
+
+
+def begun(follower: GrammarFollower, grammar: str, tokens: tuple[int, ...] = ()) -> Followed:
+    grammar_ = follower.begin(compiled(follower, grammar), tokens, lambda: None).result(TIMEOUT)
+    return Followed(follower, grammar_)  # type: ignore[arg-type]
+
+
+def may(followed: Followed) -> set[int]:
+    followed.settle()
+    return allowed(followed.grammar.mask)
+
+
+def worker(follower: GrammarFollower) -> int:
+    """The process that follows: the only child of the one that was started."""
+    pid = follower.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return int(child)
+
+
+def test_masks_follow_the_tokens(follower: GrammarFollower):
+    pairs = begun(follower, PAIRS)
+    assert may(pairs) == {A, EOS}
+    assert not pairs.accept([B])
+    assert pairs.accept([A])
+    assert may(pairs) == {B}
+    assert pairs.accept([B, EOS])
+    assert pairs.terminated
+    assert not pairs.accept([A])
+
+
+def test_a_request_begins_behind_the_tokens_it_has(follower: GrammarFollower):
+    assert may(begun(follower, PAIRS, (A, B, A))) == {B}
+    with pytest.raises(InvalidArgument, match="do not follow the constraint") as e:
+        begun(follower, PAIRS, (A, A))
+    assert e.value.field == "prior_output_token_ids"
+
+
+def test_a_token_that_hangs_ends_its_request_and_the_others_go_on(follower: GrammarFollower):
+    pairs, letters, explodes = (begun(follower, grammar) for grammar in (PAIRS, LETTERS, EXPLODES))
+    assert pairs.accept([A])
+    with pytest.raises(ResourceExhausted, match="more than 50 ms of processor time for one token") as e:
+        explodes.accept([LONG])
+    assert (e.value.field, e.value.reason) == ("grammar", "GRAMMAR_TOO_COSTLY")
+    assert may(pairs) == {B}
+    assert pairs.accept([B])
+    assert letters.accept([LONG, B])
+    assert may(letters) == {A, LONG, B, EOS}
+
+
+def test_requests_outlive_the_process(follower: GrammarFollower):
+    pairs = begun(follower, PAIRS)
+    assert pairs.accept([A])
+    for _ in range(3):
+        os.kill(worker(follower), signal.SIGKILL)
+        assert begun(follower, LETTERS).accept([A])
+        assert may(pairs) == {B}
+    assert pairs.accept([B, A])
+    assert may(pairs) == {B}
+
+
+def test_a_process_that_is_lost_for_good_fails_what_it_followed_and_is_started_again(follower: GrammarFollower):
+    pairs, told = begun(follower, PAIRS), []
+    pairs.grammar.changed = lambda: told.append(True)  # type: ignore[attr-defined]
+    os.kill(follower.pid or 0, signal.SIGKILL)
+    while not told:
+        follower.wait([])
+    assert isinstance(pairs.grammar.failure, Internal)
+    assert "the process that follows constraints ended" in pairs.grammar.failure.message
+    assert not follower.running
+    follower.start(INFO.serialize_json().encode())
+    assert may(begun(follower, PAIRS)) == {A, EOS}
+
+
+def test_closing_fails_what_waits(follower: GrammarFollower):
+    waiting = follower.begin(compiled(follower, PAIRS), (), lambda: None)
+    follower.close()
+    follower.close()
+    assert isinstance(waiting.exception(TIMEOUT), Unavailable)
+    assert isinstance(follower.begin(compiled(follower, PAIRS), (), lambda: None).exception(TIMEOUT), Unavailable)
+
+
+def test_a_failure_inside_ends_its_request_with_an_incident(follower: GrammarFollower):
+    pairs, letters = begun(follower, PAIRS), begun(follower, LETTERS)
+    failed = Result(pairs.grammar.number, "failed", text="RuntimeError: broken")  # type: ignore[attr-defined]
+    for tell in follower._take(Masks(follower._generation, [failed], b"")):
+        tell()
+    assert isinstance(pairs.grammar.failure, Internal)
+    assert pairs.grammar.failure.reason == "INCIDENT"
+    assert "broken" not in pairs.grammar.failure.message
+    assert letters.accept([A])
+
+
+def test_a_mask_is_not_taken_for_that_of_a_later_token(follower: GrammarFollower):
+    pairs = begun(follower, PAIRS)
+    assert pairs.grammar.accept(A)
+    stale = Result(pairs.grammar.number, "mask", taken=0)  # type: ignore[attr-defined]
+    follower._take(Masks(follower._generation, [stale], np.array([9], np.int32).tobytes()))
+    assert not pairs.grammar.ready
+    assert may(pairs) == {B}
+
+
+def test_a_late_mask_is_told_and_only_then(follower: GrammarFollower):
+    pairs, told = begun(follower, PAIRS), []
+    pairs.grammar.changed = lambda: told.append(True)  # type: ignore[attr-defined]
+    assert pairs.accept([A])
+    assert not told
+    assert pairs.grammar.accept(B)
+    assert not pairs.grammar.missed()
+    pairs.settle()
+    while not told:
+        follower.wait([])
+    assert pairs.grammar.missed()

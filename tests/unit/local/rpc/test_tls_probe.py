@@ -1,0 +1,58 @@
+"""A server that wants TLS is told apart from none at all."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock_common.config.sections import ServerConfig
+from penstock_common.rpc.server import RpcServer
+from penstock_local.rpc.admin import AdminClient
+from penstock_local.rpc.client import InferenceClient, ServerUnreachableError, TlsMismatchError
+from penstock_local.rpc.tls_probe import mismatch
+from tests.fakes.network.certificates import Authority
+
+WITH_TLS = {"PENSTOCK_TLS_CA": "ca.crt"}
+
+
+@pytest.fixture(params=["one way", "mutual"])
+def encrypted(request: pytest.FixtureRequest, tmp_path: Path) -> ServerConfig:
+    files = Authority().issue("penstock-frontend").write(tmp_path)
+    return ServerConfig(host="127.0.0.1", tls=files.server(mutual=request.param == "mutual"))
+
+
+async def test_a_client_without_tls_is_told_to_set_the_authority(encrypted: ServerConfig) -> None:
+    server = RpcServer(encrypted, service_names=[])
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        assert f"{address} wants TLS: set PENSTOCK_TLS_CA" in await mismatch(address, prefix="PENSTOCK_TLS", environ={})
+        assert await mismatch(address, prefix="PENSTOCK_TLS", environ=WITH_TLS) == ""
+        async with InferenceClient(address) as client:
+            with pytest.raises(TlsMismatchError, match="set PENSTOCK_TLS_CA"):
+                await client.models()
+        async with AdminClient(address) as admin:
+            with pytest.raises(TlsMismatchError, match="set PENSTOCK_ADMIN_TLS_CA"):
+                await admin.cluster(deadline=30)
+    finally:
+        await server.stop(0)
+
+
+async def test_a_client_with_tls_is_told_that_the_server_has_none() -> None:
+    server = RpcServer(ServerConfig(host="127.0.0.1"), service_names=[])
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        said = await mismatch(address, prefix="PENSTOCK_TLS", environ=WITH_TLS)
+        assert said == f"the server at {address} does not speak TLS: unset PENSTOCK_TLS_CA"
+        assert await mismatch(address, prefix="PENSTOCK_TLS", environ={}) == ""
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "dns:///somewhere:1", "unix:/tmp/x", "nonsense"])
+async def test_of_what_is_not_there_nothing_is_said(address: str) -> None:
+    assert await mismatch(address, prefix="PENSTOCK_TLS", environ={}) == ""
+
+
+async def test_no_server_at_all_is_unreachable() -> None:
+    async with InferenceClient("127.0.0.1:9") as client:
+        with pytest.raises(ServerUnreachableError, match="no connection to 127.0.0.1:9"):
+            await client.models()
