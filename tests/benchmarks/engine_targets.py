@@ -32,7 +32,7 @@ class InProcessEngine:
             executor=ExecutorConfig(num_threads=threads),
         )
         self._engine = EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
-        self.vocab_size = self._engine.vocab_size
+        self.vocab_size = self._engine.model.vocab_size
         self._pieces: dict[str, asyncio.Queue[tuple[int, bool]]] = defaultdict(asyncio.Queue)
         self._ids = itertools.count()
 

@@ -12,33 +12,20 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfi
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 
 class NullExecutor:
     """Answers every step with token 7; keeps just what tells whether a prompt is done."""
 
-    model_max_len = 4096
-    vocab_size = 32_000
-    hidden_size = 0
-    dtype = "float32"
-    eos_token_ids: frozenset[int] = frozenset()
-
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self.seconds = 0.0
 
-    @property
-    def pooling(self) -> None:
-        """It generates."""
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        """Prompts may come in pieces."""
-        return True
-
-    def load_model(self, progress: Progress) -> None:
+    def load_model(self, progress: Progress) -> ModelInfo:
         """Nothing to load."""
+        return ModelInfo(max_len=4096, vocab_size=32_000)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """One small layer."""

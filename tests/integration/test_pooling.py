@@ -200,8 +200,8 @@ def test_a_dense_layer_follows_pooling(tmp_path: Path) -> None:
 
     engine = build_engine(tmp_path)
     assert_close(pool(engine, PROMPTS, EMBED), each(model, embedded))
-    assert engine.pooling is not None
-    assert engine.pooling.embedding_size == 10
+    assert engine.model.pooling is not None
+    assert engine.model.pooling.embedding_size == 10
 
 
 def test_a_bert_without_pooler_weights_embeds(tmp_path: Path) -> None:

@@ -77,21 +77,21 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
 
 
 def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ...]:
-    if engine.pooling:
-        return engine.pooling.words
+    if engine.model.pooling:
+        return engine.model.pooling.words
     return (*GENERATES, "kv_events") if config.cache.enable_kv_events else GENERATES
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
     """Who this engine is."""
-    executor = engine.executor
+    model = engine.model
     computes = config_of(
         config.model,
         Loaded(
-            dtype=executor.dtype,
-            task=" ".join(engine.pooling.words) if engine.pooling else "generate",
-            max_len=executor.model_max_len,
-            eos_token_ids=executor.eos_token_ids,
+            dtype=model.dtype,
+            task=" ".join(model.pooling.words) if model.pooling else "generate",
+            max_len=model.max_len,
+            eos_token_ids=model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
         ),
     )
@@ -103,8 +103,8 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         max_model_len=engine.max_model_len,
         num_kv_blocks=engine.kv_cache_config.num_blocks,
         block_size=engine.kv_cache_config.block_size,
-        vocab_size=engine.vocab_size,
-        hidden_size=engine.hidden_size,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_message_bytes=config.server.max_message_bytes,
         max_tensor_bytes=MAX_TENSOR_BYTES,

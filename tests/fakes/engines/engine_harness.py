@@ -204,7 +204,7 @@ def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: En
     """Every request gave the tokens, and ended for the reason, of an undisturbed run."""
     for request in requests:
         tokens, reason = expected_output(
-            request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size, eos=engine_eos(engine)
+            request, max_model_len=engine.max_model_len, vocab_size=engine.model.vocab_size, eos=engine_eos(engine)
         )
         assert request.prior_output_token_ids + transcript.tokens[request.request_id] == tokens
         assert transcript.reason(request.request_id) == reason
@@ -212,7 +212,7 @@ def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: En
 
 def engine_eos(engine: EngineCore) -> frozenset[int]:
     """The executor's EOS tokens."""
-    return engine.executor.eos_token_ids
+    return engine.model.eos_token_ids
 
 
 def assert_nothing_left(engine: EngineCore) -> None:

@@ -21,6 +21,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 
@@ -86,7 +88,7 @@ class FakeExecutor:
     ``fails_late`` that comes out of the step's future. ``check_kv`` False skips the check of the
     KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
     ``unhurried``: a step's results count as not there yet until somebody waits for them.
-    ``windows``: the sliding window of each layer.
+    ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without.
     """
 
     def __init__(
@@ -103,12 +105,12 @@ class FakeExecutor:
         check_kv: bool = True,
         unhurried: bool = False,
         windows: tuple[int | None, ...] = (None, None),
+        pooling: PoolingLimits | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-        self.hidden_size = 4
-        self.dtype = "float32"
-        self.model_max_len = model_max_len
+        self._model = ModelInfo(
+            max_len=model_max_len, vocab_size=vocab_size, eos_token_ids=eos_token_ids, hidden_size=4, pooling=pooling
+        )
         self.fail_at_step = fail_at_step
         self.fails = fails
         self.fails_late = fails_late
@@ -132,21 +134,14 @@ class FakeExecutor:
         self._loaded = False
 
     @property
-    def pooling(self) -> None:
-        """It generates."""
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        return True
-
-    @property
     def held_requests(self) -> set[str]:
         """Keys of the requests whose state is held."""
         return set(self._states)
 
-    def load_model(self, progress: Progress) -> None:
+    def load_model(self, progress: Progress) -> ModelInfo:
         progress("loading the fake model: 100%")
         self._loaded = True
+        return self._model
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         assert self._loaded, "load_model comes first"

@@ -20,12 +20,9 @@ class PoolingExecutor(FakeExecutor):
     """Gives each request ``width`` numbers for each of its tokens."""
 
     def __init__(self, width: int, **options: Any) -> None:
-        super().__init__(**{"check_kv": False, **options})
+        pooling = PoolingLimits(tasks=frozenset({PoolingTask.TOKEN_EMBED}), embedding_size=width)
+        super().__init__(**{"check_kv": False, "pooling": pooling, **options})
         self.width = width
-
-    @property
-    def pooling(self) -> PoolingLimits:
-        return PoolingLimits(tasks=frozenset({PoolingTask.TOKEN_EMBED}), embedding_size=self.width)
 
     def _sample(self, step: SchedulerOutput, grammar: Any) -> ModelRunnerOutput:
         pooled = {}

@@ -13,6 +13,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.iteration_log import IterationLog
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -41,7 +42,7 @@ class Controllable(Protocol):
     scheduler: Scheduler
     executor: Executor
     kv_cache_config: KVCacheConfig
-    vocab_size: int
+    model: ModelInfo
     utilities: UtilityRegistry
 
     @property
@@ -258,9 +259,9 @@ class EngineControl:
             "num_kv_blocks": engine.kv_cache_config.num_blocks,
             "num_kv_cache_groups": len(engine.kv_cache_config.groups),
             "block_size": engine.kv_cache_config.block_size,
-            "vocab_size": engine.vocab_size,
+            "vocab_size": engine.model.vocab_size,
             "max_num_seqs": config.scheduler.max_num_seqs,
-            "dtype": engine.executor.dtype,
+            "dtype": engine.model.dtype,
             "pause_state": engine.scheduler.pause_state.value,
             "asleep": sorted(self._asleep),
             "utilities": list(engine.utilities.names),

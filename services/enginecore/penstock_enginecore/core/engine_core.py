@@ -21,7 +21,6 @@ from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.request import Hold, Request
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
@@ -69,21 +68,20 @@ class EngineCore:
         self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._max_batches = max(config.executor.max_concurrent_batches, 2 if config.scheduler.async_scheduling else 1)
         self.stalled = False
-        executor.load_model(progress)
+        self.model = executor.load_model(progress)
         self.kv_cache_config = self._size_kv_cache(progress)
-        self.vocab_size = executor.vocab_size
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
-            grammars = make_grammars(config, vocab_size=self.vocab_size, eos_token_ids=executor.eos_token_ids)
+            grammars = make_grammars(config, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids)
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=config.scheduler,
                 kv_cache=self.kv_cache_config,
                 # Pooling needs every token's hidden state, which the cache does not hold.
-                enable_prefix_caching=config.cache.enable_prefix_caching and executor.pooling is None,
+                enable_prefix_caching=config.cache.enable_prefix_caching and self.model.pooling is None,
                 enable_kv_events=config.cache.enable_kv_events,
-                supports_chunked_prefill=executor.supports_chunked_prefill,
-                eos_token_ids=executor.eos_token_ids,
+                supports_chunked_prefill=self.model.supports_chunked_prefill,
+                eos_token_ids=self.model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
             )
@@ -92,18 +90,13 @@ class EngineCore:
             grammars,
             self.scheduler,
             lambda: self.wake(),
-            vocab_size=self.vocab_size,
-            eos_token_ids=executor.eos_token_ids,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
         )
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            max_logprobs=config.model.max_logprobs,
-            hidden_size=executor.hidden_size,
-            dtype=executor.dtype,
-            pooling=executor.pooling,
+            model=self.model, max_model_len=self.max_model_len, max_logprobs=config.model.max_logprobs
         )
         self.control = EngineControl(self)
         self.utilities = extend(UtilityRegistry(self.control), "engine")
@@ -116,7 +109,7 @@ class EngineCore:
             sized = size_without_kv_cache(
                 config.scheduler,
                 requested_max_model_len=config.model.max_model_len,
-                model_max_len=executor.model_max_len,
+                model_max_len=self.model.max_len,
             )
             progress(f"no KV cache; sequences of up to {sized.max_model_len} tokens")
             return sized
@@ -125,7 +118,7 @@ class EngineCore:
             executor.available_kv_cache_memory(),
             config.cache,
             requested_max_model_len=config.model.max_model_len,
-            model_max_len=executor.model_max_len,
+            model_max_len=self.model.max_len,
             max_tokens_in_flight=config.scheduler.max_num_batched_tokens * self._max_batches,
         )
         tokens = (sized.num_blocks - 1) * sized.block_size
@@ -138,23 +131,13 @@ class EngineCore:
         return sized
 
     @property
-    def pooling(self) -> PoolingLimits | None:
-        """What the engine does instead of generating; None when it generates."""
-        return self._limits.pooling
-
-    @property
-    def hidden_size(self) -> int:
-        """Numbers in a vector that stands for a prompt token; 0 where the engine takes none."""
-        return self._limits.hidden_size
-
-    @property
     def max_model_len(self) -> int:
         """Longest sequence this engine serves, in tokens."""
         return self.kv_cache_config.max_model_len
 
     def warm_up(self) -> None:
         """Wait until the first request of any kind is as fast as those that follow."""
-        self._grammars.warm_up(needed=self.pooling is None)
+        self._grammars.warm_up(needed=self.model.pooling is None)
 
     # Requests.
 

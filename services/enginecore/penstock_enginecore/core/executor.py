@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 Progress = Callable[[str], None]
@@ -21,36 +21,8 @@ class Executor(Protocol):
     one's future is done: steps run in order.
     """
 
-    def load_model(self, progress: Progress) -> None:
+    def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights. Raises ``ModelLoadError`` with a message for the operator."""
-
-    @property
-    def model_max_len(self) -> int:
-        """Longest sequence the model itself allows, in tokens."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of rows of the model's output, in tokens."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Length of the vectors that may stand for prompt tokens; 0 where none are taken."""
-
-    @property
-    def dtype(self) -> str:
-        """What the model's numbers are: float32, bfloat16 or float16."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Token ids that end a sequence unless ``ignore_eos``."""
-
-    @property
-    def pooling(self) -> PoolingLimits | None:
-        """What the model is pooled for; None when it generates."""
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Demand of every attention layer, by layer name in execution order. Empty for encoders, which keep nothing."""

@@ -9,7 +9,8 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
 from penstock_common.types.sampling import MAX_SEED, MIN_SEED, RepetitionDetection, SamplingParams
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
-from penstock_enginecore.core.pooling_validation import PoolingLimits, refuse_generation, validate_pooling
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.pooling_validation import refuse_generation, validate_pooling
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_LISTED = 1024
@@ -20,17 +21,13 @@ _MAX_PATTERN_SIZE = 1000
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's limits: ``max_model_len`` in tokens, token ids below ``vocab_size``, log-probabilities of at most
-    ``max_logprobs`` of the likeliest tokens, -1 for all. ``hidden_size`` of vectors that stand for tokens, 0 where none
-    are taken; they become numbers of ``dtype``. ``pooling`` None: it generates.
-    """
+    """What the engine's requests are held to, beside the model that it has loaded."""
 
+    model: ModelInfo
     max_model_len: int
-    vocab_size: int
+    """Longest sequence the engine serves, in tokens."""
     max_logprobs: int = 20
-    hidden_size: int = 0
-    dtype: str = "float32"
-    pooling: PoolingLimits | None = None
+    """How many of the likeliest tokens have their log-probability reported, at most; -1 for all."""
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -40,15 +37,15 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     if not request.request_id:
         raise InvalidArgument("request_id is empty", field="request_id")
     if request.pooling_params is not None:
-        validate_pooling(request, limits.pooling, limits.max_model_len)
-    elif limits.pooling is not None:
-        refuse_generation(limits.pooling)
+        validate_pooling(request, limits.model.pooling, limits.max_model_len)
+    elif limits.model.pooling is not None:
+        refuse_generation(limits.model.pooling)
     _check_prompt(request, limits)
-    _check_token_ids("prior_output_token_ids", request.prior_output_token_ids, limits.vocab_size)
+    _check_token_ids("prior_output_token_ids", request.prior_output_token_ids, limits.model.vocab_size)
     if request.pooling_params is None:
         check_sampling(request.sampling_params, limits)
     if request.prompt_embeds is not None:
-        check_prompt_embeds(request, request.prompt_embeds, limits.hidden_size, limits.dtype)
+        check_prompt_embeds(request, request.prompt_embeds, limits.model.hidden_size, limits.model.dtype)
     if request.deadline is not None and not math.isfinite(request.deadline):
         raise InvalidArgument(f"deadline is {request.deadline}; it must be finite", field="deadline")
     if request.attempt < 0:
@@ -64,7 +61,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
             f"{MAX_TENANT_WEIGHT:g}",
             field="tenant_weight",
         )
-    _check_reasoning(request, limits.vocab_size)
+    _check_reasoning(request, limits.model.vocab_size)
     if request.data_parallel_rank not in (None, 0):
         raise InvalidArgument(
             f"data_parallel_rank is {request.data_parallel_rank}; this engine is rank 0 of 1",
@@ -82,7 +79,7 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> None:
             f"within max_model_len {limits.max_model_len}",
             field="prompt_token_ids",
         )
-    _check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
+    _check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.model.vocab_size)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -108,7 +105,7 @@ def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     """Raise InvalidArgument unless an engine with these limits can do what ``params`` say."""
     _check_lengths(params)
     _check_distribution(params)
-    _check_rules(params, limits.vocab_size)
+    _check_rules(params, limits.model.vocab_size)
     _check_logprobs("logprobs", params.logprobs, limits)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits)
     if params.repetition_detection is not None:
@@ -187,10 +184,10 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
 def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None:
     if value is None:
         return
-    high = limits.vocab_size if limits.max_logprobs < 0 else limits.max_logprobs
-    if value == -1 and high < limits.vocab_size:
+    high = limits.model.vocab_size if limits.max_logprobs < 0 else limits.max_logprobs
+    if value == -1 and high < limits.model.vocab_size:
         raise InvalidArgument(
-            f"sampling_params.{name} is -1, the whole vocabulary of {limits.vocab_size} tokens; this engine reports at "
+            f"sampling_params.{name} is -1, the whole vocabulary of {limits.model.vocab_size} tokens; this engine reports at "
             f"most {high}",
             field=_path(name),
         )

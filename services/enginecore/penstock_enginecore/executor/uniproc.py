@@ -9,7 +9,7 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.device_thread import DeviceThread
@@ -29,44 +29,9 @@ class UniprocExecutor:
         self._failed = False  # belongs to the device thread
         self._shut_down = False
 
-    def load_model(self, progress: Progress) -> None:
+    def load_model(self, progress: Progress) -> ModelInfo:
         """See ``Executor.load_model``."""
-        self._thread.call(partial(self._worker.load_model, progress))
-
-    @property
-    def model_max_len(self) -> int:
-        """See ``Executor.model_max_len``."""
-        return self._worker.model.max_len
-
-    @property
-    def vocab_size(self) -> int:
-        """See ``Executor.vocab_size``."""
-        return self._worker.model.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """See ``Executor.hidden_size``."""
-        return self._worker.hidden_size
-
-    @property
-    def dtype(self) -> str:
-        """See ``Executor.dtype``."""
-        return str(self._worker.model.dtype).removeprefix("torch.")
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """See ``Executor.eos_token_ids``."""
-        return self._worker.model.eos_token_ids
-
-    @property
-    def pooling(self) -> PoolingLimits | None:
-        """See ``Executor.pooling``."""
-        return self._worker.pooling
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        """See ``Executor.supports_chunked_prefill``."""
-        return self._worker.supports_chunked_prefill
+        return self._thread.call(partial(self._worker.load_model, progress))
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``Executor.kv_cache_specs``."""

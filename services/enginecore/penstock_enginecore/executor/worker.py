@@ -13,7 +13,7 @@ from penstock_common.errors import ConfigError, Internal, InvalidArgument
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
-from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.executor.memory import check_pool, cpu_pool_bytes, cuda_pool_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
@@ -52,32 +52,31 @@ class Worker:
             raise RuntimeError("load_model has not been called")
         return self._runner
 
-    def load_model(self, progress: Progress) -> None:
-        """See ``Executor.load_model``."""
+    def load_model(self, progress: Progress) -> ModelInfo:
+        """See ``Executor.load_model``. Models that pool take token ids alone."""
         config = self._config.model
         task = resolve_task(config)
         computing = (self._device, config.attention_backend, self._config.kernels, torch.get_num_threads())
         if task == "generate":
             self._model = loaded = load_model(config, self._device, progress)
-            self._runner = ModelRunner(loaded, *computing)
-        else:
-            self._model = pooled = load_pooling_model(config, task, self._device, progress)
-            self._runner = PoolRunner(pooled, *computing)
-
-    @property
-    def pooling(self) -> PoolingLimits | None:
-        """See ``Executor.pooling``."""
-        return self.runner.limits if isinstance(self.runner, PoolRunner) else None
-
-    @property
-    def hidden_size(self) -> int:
-        """See ``Executor.hidden_size``. Models that pool take token ids alone."""
-        return self.runner.hidden_size if isinstance(self.runner, ModelRunner) else 0
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        """See ``Executor.supports_chunked_prefill``."""
-        return not (isinstance(self.model, PoolingModel) and self.model.is_encoder)
+            self._runner = runner = ModelRunner(loaded, *computing)
+            return ModelInfo(
+                max_len=loaded.max_len,
+                vocab_size=loaded.vocab_size,
+                eos_token_ids=loaded.eos_token_ids,
+                hidden_size=runner.hidden_size,
+                dtype=_name(loaded.dtype),
+            )
+        self._model = pooled = load_pooling_model(config, task, self._device, progress)
+        self._runner = pool_runner = PoolRunner(pooled, *computing)
+        return ModelInfo(
+            max_len=pooled.max_len,
+            vocab_size=pooled.vocab_size,
+            eos_token_ids=pooled.eos_token_ids,
+            dtype=_name(pooled.dtype),
+            pooling=pool_runner.limits,
+            supports_chunked_prefill=not pooled.is_encoder,
+        )
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``Executor.kv_cache_specs``."""
@@ -178,7 +177,7 @@ class Worker:
         parameters = self._model.module.parameters() if self._model else ()
         return {
             "device": str(self._device),
-            "dtype": str(self._model.dtype).removeprefix("torch.") if self._model else "",
+            "dtype": _name(self._model.dtype) if self._model else "",
             "num_threads": torch.get_num_threads(),
             "computing": self._runner.acceleration if self._runner else "",
             "weight_bytes": sum(p.numel() * p.element_size() for p in parameters)
@@ -195,6 +194,10 @@ class Worker:
         self._model = None
         self._runner = None
         self._free_memory()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _move(model: LoadedModel | PoolingModel, device: torch.device) -> None:

@@ -9,11 +9,16 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 
 EMBEDS = PoolingLimits(tasks=frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED}), embedding_size=16)
 CLASSIFIES = PoolingLimits(tasks=frozenset({PoolingTask.CLASSIFY, PoolingTask.SCORE}))
+
+
+def limits(pooling: PoolingLimits | None) -> RequestLimits:
+    return RequestLimits(model=ModelInfo(max_len=10, vocab_size=100, pooling=pooling), max_model_len=10)
 
 
 def check(pooling: PoolingLimits | None, task: PoolingTask, *, length: int = 3, **fields: Any) -> None:
@@ -23,7 +28,7 @@ def check(pooling: PoolingLimits | None, task: PoolingTask, *, length: int = 3, 
         pooling_params=PoolingParams(task=task, **{k: fields.pop(k) for k in list(fields) if k in _PARAMS}),
         **fields,
     )
-    validate_request(request, RequestLimits(max_model_len=10, vocab_size=100, pooling=pooling))
+    validate_request(request, limits(pooling))
 
 
 _PARAMS = PoolingParams.__struct_fields__
@@ -79,7 +84,7 @@ def test_a_task_is_refused_by_engines_that_do_not_serve_it() -> None:
 def test_generation_is_refused_by_an_engine_that_pools() -> None:
     request = EngineCoreRequest(request_id="r", prompt_token_ids=[1])
     with pytest.raises(InvalidArgument, match="this engine does not generate; it serves embed, token_embed"):
-        validate_request(request, RequestLimits(max_model_len=10, vocab_size=100, pooling=EMBEDS))
+        validate_request(request, limits(EMBEDS))
 
 
 @pytest.mark.parametrize("start", [0, 3])

@@ -8,11 +8,12 @@ import pytest
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 from tests.fakes.engines.engine_harness import make_request
 
-LIMITS = RequestLimits(max_model_len=20, vocab_size=100)
+LIMITS = RequestLimits(model=ModelInfo(max_len=20, vocab_size=100), max_model_len=20)
 
 
 def field_of(request):
@@ -109,7 +110,7 @@ def test_bad_words_must_leave_an_allowed_token():
 
 
 def test_the_number_of_biases_is_limited():
-    limits = RequestLimits(max_model_len=20, vocab_size=5000)
+    limits = RequestLimits(model=ModelInfo(max_len=20, vocab_size=5000), max_model_len=20)
     validate_request(make_request(logit_bias=dict.fromkeys(range(1024), 1.0)), limits)
     with pytest.raises(InvalidArgument, match=r"logit_bias has 1025 entries; the limit is 1024"):
         validate_request(make_request(logit_bias=dict.fromkeys(range(1025), 1.0)), limits)
@@ -130,7 +131,7 @@ def test_a_wrong_part_of_repetition_detection_is_named(part, values):
 
 
 def test_an_engine_that_reports_the_whole_vocabulary_takes_minus_one():
-    limits = RequestLimits(max_model_len=20, vocab_size=100, max_logprobs=-1)
+    limits = RequestLimits(model=ModelInfo(max_len=20, vocab_size=100), max_model_len=20, max_logprobs=-1)
     for count in (-1, 0, 100):
         validate_request(make_request(logprobs=count, prompt_logprobs=count), limits)
     with pytest.raises(InvalidArgument, match=r"logprobs is 101; it must be at least 0 and at most 100"):
@@ -144,7 +145,9 @@ def test_an_engine_that_reports_the_whole_vocabulary_takes_minus_one():
 def test_sampling_parameters_of_a_pooling_request_mean_nothing():
     request = msgspec.structs.replace(make_request(top_p=7.0), pooling_params=PoolingParams(task=PoolingTask.EMBED))
     embeds = PoolingLimits(tasks=frozenset({PoolingTask.EMBED}), embedding_size=8)
-    validate_request(request, msgspec.structs.replace(LIMITS, pooling=embeds))
+    validate_request(
+        request, msgspec.structs.replace(LIMITS, model=msgspec.structs.replace(LIMITS.model, pooling=embeds))
+    )
 
 
 @pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])

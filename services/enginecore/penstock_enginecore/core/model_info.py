@@ -1,0 +1,24 @@
+"""What an engine knows of the model that its executor has loaded."""
+
+import msgspec
+
+from penstock_enginecore.core.pooling_validation import PoolingLimits
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The same from loading on, whatever is done to the weights afterwards. ``Executor.load_model`` returns it."""
+
+    max_len: int
+    """Longest sequence the model itself allows, in tokens, before that is fitted to any memory."""
+    vocab_size: int
+    """Rows of the model's output: token ids are below it."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Token ids that end a sequence unless ``ignore_eos``."""
+    hidden_size: int = 0
+    """Length of the vectors that may stand for prompt tokens; 0 where none are taken."""
+    dtype: str = "float32"
+    """What the model's numbers are: float32, bfloat16 or float16."""
+    pooling: PoolingLimits | None = None
+    """What the model is pooled for; None when it generates."""
+    supports_chunked_prefill: bool = True
+    """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""
