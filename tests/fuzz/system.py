@@ -110,6 +110,7 @@ class System:
             coordinator__address=self.coordinator.address,
             cache__kv_cache_memory="64MiB",
             executor__num_threads=1,
+            structured_output__compile_timeout=2,  # of processor time: a hostile one is refused in time on a busy machine, too
             **self.variant.flags,
         )
         engine.add_flag("coordinator.advertise", engine.address)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+from penstock_common.allocator import give_back_large_blocks, use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure
@@ -21,6 +22,8 @@ def main() -> int:
         )
         configure(config.log, service="coordinator")
         name_process("coordinator")
+        use_few_arenas()
+        give_back_large_blocks()
         asyncio.run(serve(config))
     except ConfigError as e:
         print(f"penstock-coordinator: {e}", file=sys.stderr)

@@ -4,6 +4,7 @@ import os
 import sys
 from functools import partial
 
+from penstock_common.allocator import use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
@@ -18,6 +19,7 @@ def main() -> int:
     try:
         config = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
         children = Children(config.structured_output)
+        use_few_arenas()
         children.start_early()  # they import what they need beside this process
         # torch is imported here, after flags are checked
         from penstock_enginecore.executor.factory import make_executor

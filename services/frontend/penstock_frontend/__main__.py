@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from penstock_common.allocator import give_back_large_blocks, use_few_arenas
 from penstock_common.config.loader import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         configure(config.log, service="frontend")
         name_process("frontend", config.frontend_id)
+        use_few_arenas()
+        give_back_large_blocks()
         # An interrupt comes through during start-up alone; later the signal is handled.
         with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
             runner.run(run(config))

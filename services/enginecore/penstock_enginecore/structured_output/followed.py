@@ -64,7 +64,7 @@ class FollowedGrammar:
         self.terminated = False
         self.late = False
         self.cost = 0.0
-        self.strikes = 0
+        self.num_processes_ended = 0
 
     def accept(self, token_id: int) -> bool:
         """Take in an output token. The one that ends the output needs no mask behind it."""

@@ -41,7 +41,8 @@ _MAX_TOKENS = 2000
 
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
 
-_STRIKES = 2
+_MAX_PROCESSES_ENDED = 2
+"""Processes that may end while they work on a constraint: one may have had other reasons, such as a busy machine."""
 
 _JOIN_TIMEOUT = 10.0
 
@@ -218,8 +219,8 @@ class GrammarFollower:
         for number in ready.suspects:
             if (grammar := self._living.get(number)) is None:
                 continue
-            grammar.strikes += 1
-            if len(ready.suspects) == 1 or grammar.strikes >= _STRIKES:
+            grammar.num_processes_ended += 1
+            if grammar.num_processes_ended >= _MAX_PROCESSES_ENDED:
                 told.append(self._fail(grammar, self._over(grammar) if ready.costly else self._fatal(grammar)))
         if ready.suspects:
             logger.warning("a constraint ended the process that follows grammars", extra={"costly": ready.costly})

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ import xgrammar
 
 from penstock_enginecore.core.structured_output.base import bitmask_words
 from penstock_enginecore.structured_output.child import NICENESS, detach, limit_memory, out_of_memory
+from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
@@ -237,20 +239,19 @@ class Follower:
     def _follow(self, lane: int, number: int, matcher: _Matcher, tokens: Sequence[int]) -> tuple[Result, bytes]:
         """Take tokens in. Returns what became of it, and the next mask, empty unless the result has one."""
         row, budget = np.zeros(self._words, np.int32), self._settings.token_budget
-        started = before = time.thread_time()
+        begins = partial(self._start_watching, lane, number, _GRACE * budget)
+        whole = spent = 0.0
         try:
             for token in tokens:
-                before = time.thread_time()
-                self._start_watching(lane, number, _GRACE * budget)
-                if not matcher.grammar.accept((token,)):
+                seconds = accept_cost(matcher.grammar, token, budget, begins)
+                if seconds is None:
                     return Result(number, "refused"), b""
                 matcher.taken += 1
-                now = time.thread_time()
-                if now - before > budget or now - started > self._settings.begin_budget:
+                spent = seconds
+                whole += seconds
+                if spent > budget or whole > self._settings.begin_budget:
                     return Result(number, "costly"), b""
-            self._start_watching(lane, number, _GRACE * budget)
-            matcher.grammar.fill(row)
-            matcher.cost = time.thread_time() - before
+            matcher.cost = spent + fill_cost(matcher.grammar, row, budget - spent, begins)
         except Exception as e:
             return _failed(number, e), b""
         finally:

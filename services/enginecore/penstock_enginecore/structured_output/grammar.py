@@ -22,6 +22,10 @@ class XgrammarGrammar:
         """Take tokens in until one is not allowed."""
         return all(not self._matcher.is_terminated() and self._matcher.accept_token(token) for token in token_ids)
 
+    def undo(self) -> None:
+        """Be where it was before the last token."""
+        self._matcher.rollback(1)
+
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         """Write the allowed tokens into ``row``, in place. All bits are 0 behind the vocabulary, and once terminated."""
         if self._matcher.is_terminated():

@@ -1,12 +1,12 @@
 """Tries out what following a compiled grammar costs, before any request does."""
 
 import random
-import time
 
 import numpy as np
 import xgrammar
 
 from penstock_enginecore.core.structured_output.base import bitmask_words
+from penstock_enginecore.structured_output.cost import accept_cost, fill_cost
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 
 _TOKENS = 48
@@ -25,13 +25,10 @@ def _walk(compiled: xgrammar.CompiledGrammar, budget: float, *, sticky: bool) ->
     grammar, row = XgrammarGrammar(compiled, vocab_size), np.zeros(bitmask_words(vocab_size), np.int32)
     rng, token = random.Random(0), -1
     for _ in range(_TOKENS):
-        started = time.thread_time()
-        if token >= 0:
-            grammar.accept((token,))
+        seconds = accept_cost(grammar, token, budget) or 0.0 if token >= 0 else 0.0
         if grammar.terminated:
             return False
-        grammar.fill(row)
-        if time.thread_time() - started > budget:
+        if seconds + fill_cost(grammar, row, budget - seconds) > budget:
             return True
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
         if not len(allowed):

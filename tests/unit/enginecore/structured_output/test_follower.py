@@ -14,7 +14,7 @@ from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.children import Children
 from penstock_enginecore.structured_output.followed import CompiledConstraint
 from penstock_enginecore.structured_output.follower import GrammarFollower
-from penstock_enginecore.structured_output.messages import Masks, Result
+from penstock_enginecore.structured_output.messages import Masks, Ready, Result
 from tests.fakes.engines.followed import TIMEOUT, Followed, allowed
 
 A, LONG, B, EOS = range(4)
@@ -152,3 +152,15 @@ def test_a_late_mask_is_told_and_only_then(follower: GrammarFollower):
     while not told:
         follower.wait([])
     assert pairs.grammar.missed()
+
+
+def test_a_process_that_ends_once_at_a_token_is_followed_by_another(follower: GrammarFollower):
+    """Twice is the constraint's fault; once may be a busy machine's."""
+    pairs = begun(follower, PAIRS)
+    suspect = pairs.grammar.number  # type: ignore[attr-defined]
+    told = follower._take_over(Ready(follower._generation, [suspect], costly=True))
+    assert not told
+    assert pairs.grammar.failure is None
+    (tell,) = follower._take_over(Ready(follower._generation, [suspect], costly=True))
+    tell()
+    assert isinstance(pairs.grammar.failure, ResourceExhausted)
