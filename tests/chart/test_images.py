@@ -1,4 +1,4 @@
-"""The Dockerfiles, as far as they can be checked without building them."""
+"""The Dockerfile, as far as it can be checked without building: what goes into the image of each service, stage by stage."""
 
 import fnmatch
 import importlib.util
@@ -12,14 +12,60 @@ import pytest
 from tests.chart.rendering import DEMO, SERVICES, release
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+
+
+class Stage:
+    """One stage: what it begins from, and its instructions."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base
+        self.instructions: list[tuple[str, str]] = []
+
+
+def stages() -> dict[str, Stage]:
+    """The stages by name, with continuation lines joined and comments dropped; "" is what stands before the first."""
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
+    found = {"": Stage("")}
+    name = ""
+    for word, rest in (line.split(maxsplit=1) for line in text.splitlines() if line.strip()):
+        if word == "FROM":
+            base, name = rest.split(" AS ")
+            found[name] = Stage(base)
+        else:
+            found[name].instructions.append((word, " ".join(rest.split())))
+    return found
+
+
+def in_image(service: str) -> list[str]:
+    """The stages that the image itself is made of: its own, and those that it begins from."""
+    names = [service]
+    while (base := stages()[names[0]].base) in stages():
+        names.insert(0, base)
+    return names
+
+
+def behind(service: str) -> list[str]:
+    """All stages that an image needs, those included that it is only copied from."""
+    names: list[str] = []
+
+    def add(name: str) -> None:
+        stage = stages()[name]
+        origins = [
+            m[1] for word, rest in stage.instructions if word == "COPY" and (m := re.match(r"--from=(\S+)", rest))
+        ]
+        for needed in (stage.base, *origins):
+            if needed in stages() and needed not in names:
+                add(needed)
+        names.append(name)
+
+    add(service)
+    return names
 
 
 def instructions(service: str) -> list[tuple[str, str]]:
-    """The Dockerfile's instructions with continuation lines joined and comments dropped."""
-    text = (ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
-    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
-    split = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
-    return [(name, " ".join(rest.split())) for name, rest in split]
+    """All instructions that make the image, in the order in which they are needed."""
+    return [instruction for name in behind(service) for instruction in stages()[name].instructions]
 
 
 def copied(service: str) -> list[str]:
@@ -52,7 +98,7 @@ def test_everything_that_is_copied_is_there_and_not_ignored(service: str):
 def test_the_build_gets_nothing_else():
     for path in ("README.md", "tests/chart", ".git/config", "examples/clients", "services/common/x/__pycache__/a.pyc"):
         assert ignored(path), path
-    assert not ignored("services/common/penstock_common/config.py")
+    assert not ignored("services/common/penstock_common/errors.py")
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -62,10 +108,41 @@ def test_an_image_holds_its_own_service_and_what_that_depends_on(service: str):
     project = tomllib.loads((ROOT / "services" / service / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = {re.split(r"[<>=!~ ]", name)[0] for name in project["dependencies"]}
     assert {name for name in own if name.startswith("penstock")} <= {"penstock-protos", "penstock-common"}
-    (build,) = [rest for name, rest in instructions(service) if name == "RUN" and "pip wheel" in rest]
+    wheels = [rest for name, rest in instructions(service) if name == "RUN" and "pip wheel" in rest]
     for source in built:
-        assert f"./{source}" in build
-    assert "--constraint constraints.txt" in build
+        assert any(f"./{source}" in rest.split() for rest in wheels), source
+    assert wheels[-1].endswith("/opt/penstock/venv/bin/pip install --constraint constraints.txt /wheels/*.whl")
+    assert ("COPY", "--from=wheels /wheels /wheels") in instructions(service)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_begins_from_the_same_base_and_takes_its_environment_from_its_own_build(service: str):
+    assert in_image(service) == ["runtime", service]
+    copies = [rest for name, rest in stages()[service].instructions if name == "COPY" and rest.startswith("--from")]
+    assert copies == [f"--from={service}-build /opt/penstock/venv /opt/penstock/venv"]
+    assert stages()[f"{service}-build"].base == "build"
+
+
+def test_what_all_images_share_stands_once():
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    for part in (
+        "python:3.11",
+        "useradd",
+        "USER ",
+        "PIP_NO_CACHE_DIR",
+        "tini \\\n",
+        "python -m venv",
+        "PYTHONUNBUFFERED",
+    ):
+        assert text.count(part) == 1, part
+
+
+def test_every_stage_that_uses_pip_can_be_given_a_package_index():
+    for name, stage in stages().items():
+        uses_pip = any(
+            word == "RUN" and re.search(r"\bpip (wheel|install)\b", rest) for word, rest in stage.instructions
+        )
+        assert uses_pip == (("ARG", "PIP_INDEX_URL") in stage.instructions), name
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -78,7 +155,7 @@ def test_the_entry_point_is_a_module_of_the_service(service: str):
 @pytest.mark.parametrize("service", SERVICES)
 def test_images_run_as_the_user_the_chart_expects(service: str):
     security = release(DEMO).pod_spec(service)["securityContext"]
-    (user,) = [rest for name, rest in instructions(service) if name == "USER"]
+    (user,) = [rest for stage in in_image(service) for name, rest in stages()[stage].instructions if name == "USER"]
     assert user == f"{security['runAsUser']}:{security['runAsGroup']}"
 
 
@@ -89,16 +166,24 @@ def test_images_expose_the_ports_the_chart_uses(service: str):
     assert exposed.split() == ports
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_the_base_image_is_pinned_and_no_package_index_is_named(service: str):
-    (base,) = [rest for name, rest in instructions(service) if name == "ARG" and rest.startswith("PYTHON_IMAGE=")]
+def test_the_base_image_is_pinned_and_no_package_index_is_named():
+    (base,) = [rest for name, rest in stages()[""].instructions if name == "ARG"]
     assert re.fullmatch(r"PYTHON_IMAGE=python:3\.11-slim-\w+", base)
-    assert [rest.split()[0] for name, rest in instructions(service) if name == "FROM"] == ["${PYTHON_IMAGE}"] * 2
-    assert "://" not in (ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+    assert {stage.base for stage in stages().values()} - stages().keys() == {"${PYTHON_IMAGE}"}
+    assert "://" not in DOCKERFILE.read_text(encoding="utf-8")
 
 
 def test_a_frontend_image_with_torch_does_not_build():
-    assert any("find_spec('torch')" in rest for name, rest in instructions("frontend") if name == "RUN")
+    checks = [
+        i for i, (name, rest) in enumerate(instructions("frontend")) if name == "RUN" and "find_spec('torch')" in rest
+    ]
+    assert len(checks) == 1
+    assert ("COPY", "--from=frontend-build /opt/penstock/venv /opt/penstock/venv") in instructions("frontend")[
+        : checks[0]
+    ]
+    assert not any(
+        "torch" in rest for stage in ("build", "wheels", "frontend-build") for _, rest in stages()[stage].instructions
+    )
     assert not any("find_spec('torch')" in rest for name, rest in instructions("enginecore") if name == "RUN")
 
 
