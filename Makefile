@@ -126,6 +126,10 @@ format: setup ## Format and fix what ruff can fix
 typecheck: setup ## mypy strict
 	@$(BIN)/mypy
 
+.PHONY: settings
+settings: setup ## Write docs/settings.md and the chart's schema and README anew, after a change of a setting
+	@$(BIN)/python -m charts.settings
+
 .PHONY: chart-lint
 chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
 	@$(BIN)/python charts/lint.py

@@ -1,16 +1,19 @@
-"""Writes the table of values in the chart's README from its schema and defaults: ``python charts/values_table.py``."""
+"""The table of values in the chart's README, from its schema and defaults."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from penstock_common.config.sizes import PATTERN as SIZE_PATTERN
+from penstock_common.config.sizes import format_bytes
+
 CHART = Path(__file__).resolve().parent / "penstock"
 README = CHART / "README.md"
-BEGIN = "<!-- values: written by charts/values_table.py -->\n"
+SCHEMA = CHART / "values.schema.json"
+BEGIN = "<!-- values: written by make settings -->\n"
 END = "<!-- end of values -->\n"
 
 
@@ -32,17 +35,16 @@ def leaves(schema: dict[str, Any], part: dict[str, Any], path: tuple[str, ...] =
             yield (*path, key)
 
 
-def describe(schema: dict[str, Any], path: tuple[str, ...]) -> str:
-    """The description of the value at ``path``."""
+def part_at(schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """What the schema says of the value at ``path``."""
     part = schema
     for key in path:
         part = resolve(schema, part["properties"][key])
-    description: str = part["description"]
-    return description
+    return part
 
 
 def default(values: dict[str, Any], path: tuple[str, ...]) -> str:
-    """The default at ``path`` as JSON in backticks; empty where the service's own default holds."""
+    """The chart's default at ``path`` as JSON in backticks; empty where the service's own default holds."""
     here: Any = values
     for key in path:
         if not isinstance(here, dict) or key not in here:
@@ -51,26 +53,38 @@ def default(values: dict[str, Any], path: tuple[str, ...]) -> str:
     return f"`{json.dumps(here)}`"
 
 
-def table() -> str:
+def allowed(part: dict[str, Any]) -> str:
+    """The choices or the range that ``part`` of the schema gives its value; empty: neither."""
+    if "enum" in part:
+        return ", ".join(f"`{choice}`" for choice in part["enum"])
+    if "minimum" not in part and "maximum" not in part:
+        return ""
+    low, high = (_limit(part, word) for word in ("minimum", "maximum"))
+    return f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}"
+
+
+def _limit(part: dict[str, Any], word: str) -> str:
+    if word not in part:
+        return ""
+    return format_bytes(part[word]) if part.get("pattern") == SIZE_PATTERN else str(part[word])
+
+
+def table(schema: dict[str, Any]) -> str:
     """The table in Markdown."""
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    rows = ["| value | default | meaning |", "|---|---|---|"]
+    rows = ["| value | default | range | meaning |", "|---|---|---|---|"]
     for path in leaves(schema, schema):
-        meaning = describe(schema, path).replace("|", "\\|")
-        rows.append(f"| `{'.'.join(path)}` | {default(values, path)} | {meaning} |")
+        part = part_at(schema, path)
+        shown = default(values, path) or (f"`{json.dumps(part['default'])}`" if "default" in part else "")
+        meaning = part["description"].replace("|", "\\|")
+        rows.append(f"| `{'.'.join(path)}` | {shown} | {allowed(part)} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 
-def with_table(readme: str) -> str:
+def with_table(readme: str, schema: dict[str, Any]) -> str:
     """``readme`` with its table brought up to date."""
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the README must hold the lines {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
-
-
-if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote the values into {README}", file=sys.stderr)
+    return f"{head}{BEGIN}\n{table(schema)}\n{END}{tail}"

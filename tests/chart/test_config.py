@@ -10,40 +10,15 @@ import msgspec
 import pytest
 
 from charts import lint, values_table
-from penstock_common.config import loader
-from penstock_common.config.sections import ServerConfig, TracingConfig
+from charts.config_schema import NOT_OFFERED, SET_BY_CHART, STRUCTS
+from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import load as load_settings
+from penstock_common.config.sections import TracingConfig
+from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError
-from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
 from tests.chart.rendering import AUTOSCALED, DEMO, HUB, SERVICES, VALUE_SETS, Release, release
-
-STRUCTS: dict[str, type[msgspec.Struct]] = {
-    "frontend": FrontendConfig,
-    "enginecore": EngineCoreConfig,
-    "coordinator": CoordinatorConfig,
-}
-SET_BY_CHART = {"server.host", "server.port", "metrics.host", "metrics.port", "log.level", "log.format"}
-SET_BY_CHART |= {"log.requests", "log.prompts", "http.engine_metrics"}
-SET_BY_CHART |= {"tracing.endpoint", "tracing.sample_ratio", "tracing.service_name"}
-SET_BY_CHART |= {"model.path", "model.served_model_name", "model.revision", "model.device"}
-SET_BY_CHART |= {"coordinator.address", "coordinator.advertise", "engine_id", "drain_timeout", "http.host", "http.port"}
-SET_BY_CHART |= {"server.health_port", "auth.api_keys", "auth.jwt.jwks"}
-SET_BY_CHART |= {
-    f"{hop}.{key}"
-    for hop in ("server.tls", "coordinator.tls", "engine_tls", "http.tls")
-    for key in ("certificate", "key", "ca", "server_name")
-}
-# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback. A pod
-# has its ports to itself, and a frontend's metrics are at its HTTP port.
-ANYWHERE = {f"metrics.tls.{key}" for key in ("certificate", "key", "ca")} | {"server.reuse_port"}
-NOT_OFFERED = {
-    "frontend": {f"admin.{key}" for key, _ in loader.fields(ServerConfig)}
-    | {"engines", "frontend_id", "http.reuse_port"}
-    | ANYWHERE,
-    "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | ANYWHERE,
-    "coordinator": ANYWHERE,
-}
 
 
 def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
@@ -51,7 +26,7 @@ def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
     file = folder / "config.yaml"
     file.write_text(rendered.config_text(component), encoding="utf-8")
     environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
-    return loader.load(STRUCTS[component], file=file, environ=environ)
+    return load_settings(STRUCTS[component], file=file, environ=environ)
 
 
 @pytest.mark.parametrize("name", sorted(VALUE_SETS))
@@ -118,7 +93,7 @@ def test_values_offer_each_setting_of_the_service_and_no_other(component: str):
     schema = json.loads((lint.CHART / "values.schema.json").read_text())
     part = schema["properties"][component]["properties"]["config"]
     offered = {".".join(path) for path in values_table.leaves(schema, part)}
-    known = dict(loader.fields(STRUCTS[component])).keys()
+    known = {setting.key for setting in settings_of(STRUCTS[component])}
     assert offered - known == set(), "values.schema.json offers settings that the service does not have"
     missing = known - offered - SET_BY_CHART - NOT_OFFERED[component]
     assert missing == set(), f"values.schema.json lacks settings of the service; add them under {component}.config"
@@ -127,14 +102,21 @@ def test_values_offer_each_setting_of_the_service_and_no_other(component: str):
 @pytest.mark.parametrize("component", SERVICES)
 def test_the_services_own_defaults_are_valid_values(component: str):
     schema = json.loads((lint.CHART / "values.schema.json").read_text())
-    for path in values_table.leaves(schema, schema["properties"][component]["properties"]["config"]):
-        part = schema["properties"][component]["properties"]["config"]
-        for key in path:
-            part = values_table.resolve(schema, part["properties"][key])
-        field = dict(loader.fields(STRUCTS[component]))[".".join(path)]
-        default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-        if default is not None:  # unset: not among the values
-            jsonschema.validate(list(default) if isinstance(default, tuple) else default, part)  # YAML has lists only
+    settings = {setting.key: setting for setting in settings_of(STRUCTS[component])}
+    offered = schema["properties"][component]["properties"]["config"]
+    for path in values_table.leaves(schema, offered):
+        part = values_table.part_at(schema, (component, "config", *path))
+        default = settings[".".join(path)].default
+        jsonschema.validate(json.loads(msgspec.json.encode(default)), part)
+        jsonschema.validate(part.get("default", default), part)
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_what_the_chart_is_said_to_set_or_to_leave_out_is_a_setting_of_the_service(component: str):
+    known = {setting.key for setting in settings_of(STRUCTS[component])}
+    assert NOT_OFFERED[component] <= known
+    everywhere = {setting.key for struct in STRUCTS.values() for setting in settings_of(struct)}
+    assert everywhere >= SET_BY_CHART
 
 
 @pytest.mark.parametrize("component", SERVICES)
@@ -153,4 +135,4 @@ def test_arguments_are_those_of_the_entry_point(component: str, tmp_path: Path):
     assert release(DEMO).volumes(component)["config"]["configMap"]["name"] == f"demo-penstock-{component}"
     missing = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match="No such file"):
-        loader.from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)])
+        from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from charts import lint
-from penstock_common.config import loader
 from penstock_common.config.sections import ClientTlsConfig, TlsConfig
+from penstock_common.config.settings import settings_of
 from penstock_frontend.config import FrontendConfig
 from tests.chart.rendering import HUB, SERVICES, release
 from tests.chart.test_config import load
@@ -73,7 +73,8 @@ def test_certificates_for_some_of_the_services_are_refused():
 
 
 def test_every_tls_setting_of_a_service_is_one_that_the_chart_knows():
-    hops = {key.rpartition(".")[0] for key, _ in loader.fields(FrontendConfig) if key.endswith(".certificate")}
+    keys = {setting.key for setting in settings_of(FrontendConfig)}
+    hops = {key.rpartition(".")[0] for key in keys if key.endswith(".certificate")}
     of_several_on_one_machine = {"metrics.tls"}
     assert hops - of_several_on_one_machine == {"server.tls", "admin.tls", "http.tls", "engine_tls", "coordinator.tls"}
 

@@ -1,12 +1,10 @@
 """Every field of every service's configuration refuses what it cannot use, by name."""
 
-import typing
-from typing import Any
-
 import msgspec
 import pytest
 
-from penstock_common.config.loader import fields, load
+from penstock_common.config.loader import load
+from penstock_common.config.settings import Setting, settings_of
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
@@ -17,25 +15,13 @@ REQUIRED: dict[type[msgspec.Struct], dict[str, str]] = {
     EngineCoreConfig: {"model.path": "m"},
     FrontendConfig: {"model.path": "m", "engines": "['127.0.0.1:1']"},
 }
-LEAVES = [(config, key, leaf) for config in REQUIRED for key, leaf in fields(config)]
-IDS = [f"{config.__name__}-{key}" for config, key, _ in LEAVES]
-FREE_TEXT = str
-"""Any text is a value of these; what it names is looked up later."""
+SETTINGS = [(config, setting) for config in REQUIRED for setting in settings_of(config)]
+IDS = [f"{config.__name__}-{setting.key}" for config, setting in SETTINGS]
 
 
-def kinds(leaf: msgspec.structs.FieldInfo) -> set[Any]:
-    """The types a field takes, None aside."""
-
-    def flat(annotation: Any) -> typing.Iterator[Any]:
-        if typing.get_origin(annotation) is typing.Annotated:
-            yield from flat(typing.get_args(annotation)[0])
-        elif typing.get_origin(annotation) in (None, tuple, dict, typing.Literal):
-            yield annotation
-        else:
-            for option in typing.get_args(annotation):
-                yield from flat(option)
-
-    return {kind for kind in flat(leaf.type) if kind is not type(None)}
+def is_free_text(setting: Setting) -> bool:
+    """Any text is a value of these; what it names is looked up later."""
+    return setting.kind.type is str and not setting.kind.choices
 
 
 def refused(config: type[msgspec.Struct], key: str, value: str) -> str:
@@ -44,32 +30,41 @@ def refused(config: type[msgspec.Struct], key: str, value: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("config", "key", "leaf"), LEAVES, ids=IDS)
+@pytest.mark.parametrize(("config", "setting"), SETTINGS, ids=IDS)
 def test_a_value_of_the_wrong_type_is_refused_with_the_fields_name(
-    config: type[msgspec.Struct], key: str, leaf: msgspec.structs.FieldInfo
+    config: type[msgspec.Struct], setting: Setting
 ) -> None:
-    wrong = "{a: 1}" if FREE_TEXT in kinds(leaf) else "certainly-not"
-    message = refused(config, key, wrong)
-    assert key in message
+    wrong = "{a: 1}" if is_free_text(setting) else "certainly-not"
+    message = refused(config, setting.key, wrong)
+    assert setting.key in message
     assert wrong in message or "{'a': 1}" in message
 
 
-NUMBERS = [(c, k, leaf) for c, k, leaf in LEAVES if kinds(leaf) & {int, float}]
+NUMBERS = [(c, s) for c, s in SETTINGS if s.kind.type in (int, float) and s.kind.shape == "one"]
 
 
-@pytest.mark.parametrize(("config", "key", "leaf"), NUMBERS, ids=[f"{c.__name__}-{k}" for c, k, _ in NUMBERS])
+@pytest.mark.parametrize(("config", "setting"), NUMBERS, ids=[f"{c.__name__}-{s.key}" for c, s in NUMBERS])
 def test_a_number_out_of_range_is_refused_with_the_fields_name_and_the_limit(
-    config: type[msgspec.Struct], key: str, leaf: msgspec.structs.FieldInfo
+    config: type[msgspec.Struct], setting: Setting
 ) -> None:
-    message = refused(config, key, "-7")
-    name = key.rsplit(".", 1)[-1]
-    assert name in message
-    assert "must be" in message or "is not a size" in message
+    message = refused(config, setting.key, "-7")
+    assert setting.key in message
+    assert f"it must be {setting.kind.range}" in message or "is not a size" in message
+
+
+@pytest.mark.parametrize(("config", "setting"), SETTINGS, ids=IDS)
+def test_every_setting_says_what_it_means(config: type[msgspec.Struct], setting: Setting) -> None:
+    assert setting.kind.description.endswith("."), "write Annotated[..., Meta(description=...)]: a sentence, with units"
+
+
+@pytest.mark.parametrize(("config", "setting"), SETTINGS, ids=IDS)
+def test_a_default_is_in_the_settings_own_range(config: type[msgspec.Struct], setting: Setting) -> None:
+    assert setting.required or setting.kind.refusal(setting.key, setting.default) == ""
 
 
 @pytest.mark.parametrize("config", REQUIRED)
 def test_a_misspelt_key_is_refused_with_the_nearest_known_one(config: type[msgspec.Struct]) -> None:
-    for key, _ in fields(config):
+    for key in (setting.key for setting in settings_of(config)):
         assert f"did you mean '{key}'" in refused(config, key[:-1] + "_" + key[-1], "1")
 
 

@@ -22,7 +22,7 @@ from penstock.admin.v1 import service_pb2 as admin_service
 from penstock.coordinator.v1 import service_pb2 as coordinator_service
 from penstock.enginecore.v1 import service_pb2 as engine_service
 from penstock.inference.v1 import service_pb2 as inference_service
-from penstock_common.config.loader import ENV_PREFIX, fields
+from penstock_common.config.settings import ENV_PREFIX, settings_of
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.api.openai.document import document
@@ -34,7 +34,7 @@ from tests.documents.pages import PAGES, ROOT, Block, Span, anchors, blocks, lin
 from tests.documents.shell import Command, commands
 
 CONFIGS = {"coordinator": CoordinatorConfig, "engine": EngineCoreConfig, "frontend": FrontendConfig}
-KEYS = {service: {key for key, _ in fields(config)} for service, config in CONFIGS.items()}
+KEYS = {service: {setting.key for setting in settings_of(config)} for service, config in CONFIGS.items()}
 SERVICES = {f"penstock_{service.replace('engine', 'enginecore')}": service for service in CONFIGS}
 SECTIONS = {key.partition(".")[0] for keys in KEYS.values() for key in keys if "." in key}
 CHART = "charts/penstock/README.md"

@@ -1,31 +1,50 @@
 """Configuration of the coordinator.
 
-Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``.
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
+means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
-from penstock_common.config.checks import ENGINES_DECIDE, check_range
+from penstock_common.config.checks import ENGINES_DECIDE, check_fields
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the coordinator needs to know. Times are in seconds.
-
-    ``lease_seconds``: an engine that is not heard of for so long is gone. ``view_interval``: changes of counts alone reach the
-    frontends at most so often. ``restart_grace``: after a start no view is sent for so long, because engines that served under
-    the coordinator's predecessor may still be on their way back and a view without them would end their requests; unset, it is
-    one lease.
-    """
+    """Everything the coordinator needs to know."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
-    lease_seconds: float = 5.0
-    view_interval: float = 0.1
-    restart_grace: float | None = None
+    lease_seconds: Annotated[
+        float,
+        Meta(ge=0.1, le=3600, description="Seconds without a message from an engine after which it is gone."),
+    ] = 5.0
+    view_interval: Annotated[
+        float,
+        Meta(
+            ge=0.01,
+            le=60,
+            description="Seconds between two views of the engines that frontends are sent, where nothing but counts has changed.",
+        ),
+    ] = 0.1
+    # Engines that served under the coordinator's predecessor may still be on their way back: a view without them would end
+    # their requests.
+    restart_grace: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                le=3600,
+                description="Seconds after a start in which engines may come back before frontends are sent a view; unset: "
+                "one lease.",
+            ),
+        ]
+        | None
+    ) = None
     server: ServerConfig = ServerConfig(port=50050)
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -33,9 +52,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
-        check_range("lease_seconds", self.lease_seconds, low=0.1, high=3600)
-        check_range("view_interval", self.view_interval, low=0.01, high=60)
-        check_range("restart_grace", self.restart_grace, low=0.0, high=3600)
+        check_fields("", self)
 
     @property
     def first_view_after(self) -> float:

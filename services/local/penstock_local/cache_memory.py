@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock_common.config.checks import parse_bytes
+from penstock_common.config.sizes import parse_bytes
 from penstock_common.memory import Memory, check_fits
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock_common.config.checks import parse_bytes
+from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_local import flags
 from penstock_local.bench.arguments import add_bench

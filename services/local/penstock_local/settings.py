@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import yaml
 
-from penstock_common.config import loader
+from penstock_common.config.loader import hint
+from penstock_common.config.settings import removed, settings_of
 from penstock_common.errors import ConfigError, nearest
 
 FLAG = "--set"
@@ -60,10 +61,10 @@ def named(name: str) -> list[str]:
     """The settings, ``SERVICE.KEY``, whose key ends in ``name``, or in what other servers' ``name`` is called here."""
     end = _OTHERS.get(name, name)
     return [
-        f"{service}.{key}"
+        f"{service}.{setting.key}"
         for service, struct in _structs().items()
-        for key, _ in loader.fields(struct)
-        if f".{key}".endswith(f".{end}") and not _is_own(key)
+        for setting in settings_of(struct)
+        if f".{setting.key}".endswith(f".{end}") and not _is_own(setting.key)
     ]
 
 
@@ -88,10 +89,10 @@ def _check_key(text: str, service: str, key: str) -> None:
         raise ConfigError(
             f"{FLAG} {text}: no such service {service!r}; known: {', '.join(structs)}{nearest(service, structs)}"
         )
-    keys = [name for name, _ in loader.fields(structs[service])]
+    keys = [setting.key for setting in settings_of(structs[service])]
     if key not in keys:
-        hint = loader.hint(key, keys, loader.removed(structs[service]))
-        raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{hint}")
+        meant = hint(key, keys, removed(structs[service]))
+        raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{meant}")
     if _is_own(key):
         raise ConfigError(f"{FLAG} {text}: penstock serve decides {service}.{key} itself")
 

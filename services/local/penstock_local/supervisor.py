@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_common.config.loader import ENV_PREFIX
+from penstock_common.config.settings import ENV_PREFIX
 from penstock_common.errors import PenstockError
 from penstock_local.console import fail, say
 from penstock_local.process import ProcessSpec, ServiceProcess, describe_exit

@@ -1,6 +1,8 @@
 import pytest
 
-from penstock_common.config.loader import fields, from_command_line, load
+from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import load
+from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_frontend.config import FrontendConfig
@@ -68,5 +70,6 @@ def test_an_engines_setting_in_a_shared_environment_does_not_disturb_the_coordin
 
 
 def test_every_field_can_be_set_from_the_environment():
-    assert dict(fields(CoordinatorConfig)).keys() >= {"lease_seconds", "restart_grace", "server.port", "log.format"}
+    keys = {setting.key for setting in settings_of(CoordinatorConfig)}
+    assert keys >= {"lease_seconds", "restart_grace", "server.port", "log.format"}
     assert load(CoordinatorConfig, environ={"PENSTOCK_LEASE_SECONDS": "7"}).lease_seconds == 7.0

@@ -1,32 +1,32 @@
-"""What settings are checked by, and sizes as people write them."""
+"""What settings are checked by beside their own ranges, and the checks of ranges where no annotation holds them."""
 
-import re
+import functools
 import socket
-from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 
-from penstock_common.errors import ConfigError, nearest
-
-ByteSize = Annotated[int, msgspec.Meta(extra={"kind": "bytes"})]
-"""A number of bytes. Files, flags and environment may say ``512MiB``, ``2GB`` or a plain integer."""
+from penstock_common.config.kinds import Kind, kind_of, struct_in
+from penstock_common.errors import ConfigError
 
 ENGINES_DECIDE = "set wedged_after of the engines, which alone decide and tell"
 """What is there instead of the settings ``wedged_after`` of coordinator and frontend."""
 
-_UNITS = {"": 1, "B": 1}
 
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+def check_fields(section: str, config: msgspec.Struct) -> None:
+    """Raise ConfigError when a field of ``config`` is outside the range or the choices of its annotation.
+
+    msgspec looks at them only where it converts; this is for ``__post_init__`` of structs that are also built by call.
+    ``section`` stands in front of the fields' names in messages; empty: nothing does.
+    """
+    for name, kind in _kinds(type(config)):
+        if refusal := kind.refusal(f"{section}.{name}" if section else name, getattr(config, name)):
+            raise ConfigError(refusal)
 
 
-def parse_bytes(text: str | int, *, key: str = "size") -> int:
-    """Bytes in ``text``. K, M, G, T and KiB.. count in 1024s, KB.. in 1000s. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or e.g. 512MiB, 4GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+@functools.cache
+def _kinds(config_type: type[msgspec.Struct]) -> tuple[tuple[str, Kind], ...]:
+    fields = msgspec.structs.fields(config_type)
+    return tuple((field.name, kind_of(field.type)) for field in fields if struct_in(field.type) is None)
 
 
 def require(key: str, value: str) -> None:
@@ -44,12 +44,6 @@ def check_range(key: str, value: float | None, *, low: float | None = None, high
     if below or above:
         limit = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
         raise ConfigError(f"{key} is {value}; it must be {limit}")
-
-
-def check_choice(key: str, value: str, known: Sequence[str]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise ConfigError(f"{key} is {value!r}; known: {', '.join(known)}{nearest(value, known)}")
 
 
 def model_name(path: str, served_model_name: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config.checks import parse_bytes
+from penstock_common.config.loader import build
 from penstock_common.errors import ConfigError, nearest
 from penstock_enginecore.config import (
     CacheConfig,
@@ -26,7 +26,6 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 _SECTION_OF = {
     field: section for section, kind in _SECTIONS.items() for field in kind.__struct_fields__ if field != "path"
 }
-_SIZES = ("kv_cache_memory", "compile_memory", "follow_memory", "max_constraint_bytes")
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
@@ -36,13 +35,6 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
     for name, value in options.items():
         if name not in _SECTION_OF:
             raise ConfigError(f"LLM has no option {name!r}{nearest(name, _SECTION_OF)}")
-        sections[_SECTION_OF[name]][name] = parse_bytes(value, key=name) if _is_size(name, value) else value
-    try:
-        # The plugins of a server are not this program's.
-        return msgspec.convert({**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0}, EngineCoreConfig)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"LLM: {e}") from None
-
-
-def _is_size(name: str, value: object) -> bool:
-    return name in _SIZES and isinstance(value, str)
+        sections[_SECTION_OF[name]][name] = value
+    # The plugins of a server are not this program's.
+    return build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})

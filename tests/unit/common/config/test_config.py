@@ -1,24 +1,31 @@
 """Typed configuration: sources, precedence, and errors that name the key."""
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
+from msgspec import Meta
 
-from penstock_common.config.checks import ByteSize, check_range, parse_bytes
-from penstock_common.config.loader import dump, fields, from_command_line, load
+from penstock_common.config.checks import check_fields, check_range
+from penstock_common.config.command_line import from_command_line
+from penstock_common.config.loader import dump, load
 from penstock_common.config.sections import ServerConfig
+from penstock_common.config.settings import settings_of
+from penstock_common.config.sizes import PATTERN, ByteSize, format_bytes, parse_bytes
 from penstock_common.errors import ConfigError
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: ByteSize | None = None
     mode: Literal["fast", "slow"] = "fast"
-    count: int = 3
+    count: Annotated[int, Meta(ge=1, le=10, description="Things.")] = 3
+    share: Annotated[float, Meta(gt=0, le=1, description="A fraction.")] | None = None
+    weights: dict[str, Annotated[float, Meta(ge=0.5)]] = {}
 
     def __post_init__(self) -> None:
-        check_range("inner.count", self.count, low=1, high=10)
+        check_fields("inner", self)
 
 
 class Outer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +33,7 @@ class Outer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inner: Inner = Inner()
     flag: bool = False
     words: tuple[str, ...] = ()
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = ServerConfig(port=50051)
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -47,7 +54,34 @@ def test_flag_names_derive_from_the_struct() -> None:
         Outer, prog="x", description="", argv=["--name", "n", "--inner.size", "2MB", "--flag", "true"]
     )
     assert config == Outer(name="n", inner=Inner(size=2_000_000), flag=True)
-    assert dict(fields(Outer)).keys() >= {"name", "inner.size", "server.max_message_bytes"}
+    assert {setting.key for setting in settings_of(Outer)} >= {"name", "inner.size", "server.max_message_bytes"}
+
+
+def test_a_section_given_in_part_keeps_the_rest_of_its_own_defaults(tmp_path: Path) -> None:
+    config = load(Outer, file=write(tmp_path, "name: n\nserver: {max_concurrent_streams: 7}"), environ={})
+    assert (config.server.port, config.server.max_concurrent_streams) == (50051, 7)
+
+
+def test_a_value_out_of_range_is_refused_also_where_the_struct_is_built_by_call() -> None:
+    with pytest.raises(ConfigError, match=r"inner\.count is 11; it must be from 1 to 10"):
+        Inner(count=11)
+    with pytest.raises(ConfigError, match="inner.mode is 'fats'; known: fast, slow; did you mean 'fast'"):
+        Inner(mode="fats")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"inner\.weights\.gold is nan"):
+        Inner(weights={"gold": float("nan")})
+
+
+def test_help_tells_each_setting_with_its_range_its_default_and_its_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        from_command_line(Outer, prog="x", description="", argv=["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--inner.count INT Things. (from 1 to 10; default: 3; PENSTOCK_INNER__COUNT)" in text
+    assert "--inner.share FLOAT A fraction. (above 0 and at most 1; default: unset; PENSTOCK_INNER__SHARE)" in text
+    assert "default: 50051; PENSTOCK_SERVER__PORT)" in text
+    assert "server.tls: TLS of a listener; off while certificate is empty." in text
 
 
 def test_lists_can_be_given_as_text() -> None:
@@ -65,6 +99,19 @@ def test_what_is_dumped_loads_to_an_equal_config(tmp_path: Path) -> None:
 )
 def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
+    assert re.fullmatch(PATTERN, text)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1 parsec", "1Ki", "1i"])
+def test_what_is_no_size_is_refused_by_the_charts_pattern_as_well(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_bytes(text)
+    assert not re.fullmatch(PATTERN, text)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 1024, 1536, 5 * 1024**2, 4 * 1024**3, 2**31 - 1])
+def test_sizes_are_written_as_they_are_read(size: int) -> None:
+    assert parse_bytes(format_bytes(size)) == size
 
 
 @pytest.mark.parametrize(
@@ -76,7 +123,14 @@ def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
         ("name: x\ninner: 3", "'inner' must be a mapping, not 3"),
         ("name: x\ninner: {count: eleven}", "inner.count is 'eleven': expected `int`, got `str`"),
         ("name: x\ninner: {count: 11}", "inner.count is 11; it must be from 1 to 10"),
-        ("name: x\ninner: {mode: quick}", "inner.mode is 'quick'"),
+        ("name: x\ninner: {mode: quick}", "inner.mode is 'quick'; known: fast, slow"),
+        ("name: x\ninner: {share: 0}", "inner.share is 0; it must be above 0 and at most 1"),
+        ("name: x\ninner: {weights: {gold: 0.1}}", "inner.weights.gold is 0.1; it must be at least 0.5"),
+        ("name: x\nserver: {host: ''}", "server.host is required"),
+        (
+            "name: x\nserver: {max_message_bytes: 1KiB}",
+            "server.max_message_bytes is 1024; it must be from 64KiB to 2147483647",
+        ),
         ("name: x\ninner: {size: 3 parsecs}", "inner.size: '3 parsecs' is not a size"),
         ("name: x\nserver: {port: 70000}", "server.port is 70000; it must be from 0 to 65535"),
         ("- a", "must hold a mapping, not a list"),

@@ -1,0 +1,108 @@
+"""The parts of ``values.schema.json`` that stand for the services' config files, as the services' own structs declare them."""
+
+from typing import Any
+
+import msgspec
+
+from penstock_common.config.kinds import Kind
+from penstock_common.config.sections import ClientTlsConfig, ServerConfig, TlsConfig
+from penstock_common.config.settings import Setting, sections_of, settings_of
+from penstock_common.config.sizes import PATTERN
+from penstock_coordinator.config import CoordinatorConfig
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_frontend.config import FrontendConfig
+
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    "frontend": FrontendConfig,
+    "enginecore": EngineCoreConfig,
+    "coordinator": CoordinatorConfig,
+}
+
+
+def _below(section: str, struct: type[msgspec.Struct]) -> set[str]:
+    return {f"{section}.{setting.key}" for setting in settings_of(struct)}
+
+
+SET_BY_CHART = (
+    {"server.host", "server.port", "server.health_port", "http.host", "http.port", "http.engine_metrics"}
+    | {"metrics.host", "metrics.port", "log.level", "log.format", "log.requests", "log.prompts"}
+    | {"tracing.endpoint", "tracing.sample_ratio", "tracing.service_name"}
+    | {"model.path", "model.served_model_name", "model.revision", "model.device"}
+    | {"coordinator.address", "coordinator.advertise", "engine_id", "drain_timeout", "auth.api_keys", "auth.jwt.jwks"}
+    | _below("server.tls", TlsConfig)
+    | _below("http.tls", TlsConfig)
+    | _below("coordinator.tls", ClientTlsConfig)
+    | _below("engine_tls", ClientTlsConfig)
+)
+"""What the chart alone knows, or has a value of its own for."""
+
+# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback. A pod
+# has its ports to itself, and a frontend's metrics are at its HTTP port.
+_ANYWHERE = _below("metrics.tls", TlsConfig) | {"server.reuse_port"}
+NOT_OFFERED: dict[str, set[str]] = {
+    "frontend": _below("admin", ServerConfig) | {"engines", "frontend_id", "http.reuse_port"} | _ANYWHERE,
+    "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | _ANYWHERE,
+    "coordinator": _ANYWHERE,
+}
+"""What makes no sense in a pod."""
+
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+def with_config(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with the ``config`` of every service brought up to date."""
+    properties = schema["properties"]
+    for component, struct in STRUCTS.items():
+        own = properties[component]["properties"]
+        own["config"] = _config(component, struct, own["config"]["description"])
+    return schema
+
+
+def _config(component: str, struct: type[msgspec.Struct], description: str) -> dict[str, Any]:
+    root = _object(description)
+    hidden = SET_BY_CHART | NOT_OFFERED[component]
+    for section in sections_of(struct):
+        offered = [setting for setting in section.settings if setting.key not in hidden]
+        if not offered:
+            continue
+        part = root
+        for name in filter(None, section.key.split(".")):
+            part = part["properties"].setdefault(name, _object(section.description.replace("``", "")))
+        for setting in offered:
+            part["properties"][setting.key.rpartition(".")[2]] = _value(setting)
+    return root
+
+
+def _object(description: str) -> dict[str, Any]:
+    return {"description": description, "type": "object", "additionalProperties": False, "properties": {}}
+
+
+def _value(setting: Setting) -> dict[str, Any]:
+    kind = setting.kind
+    part: dict[str, Any] = {"description": kind.description}
+    if kind.shape == "list":
+        part |= {"type": "array", "items": _entry(kind)}
+    elif kind.shape == "mapping":
+        part |= {"type": "object", "additionalProperties": _entry(kind)}
+    else:
+        part |= _entry(kind)
+    if kind.optional:
+        part["type"] = [*([part["type"]] if isinstance(part["type"], str) else part["type"]), "null"]
+    if setting.default is not None:
+        part["default"] = setting.default_text if kind.is_size else msgspec.to_builtins(setting.default)
+    return part
+
+
+def _entry(kind: Kind) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": ["integer", "string"] if kind.is_size else _TYPES[kind.type]}
+    if kind.choices:
+        part["enum"] = list(kind.choices)
+    if kind.min_length:
+        part["minLength"] = kind.min_length
+    for name, word in _LIMITS.items():
+        if (limit := getattr(kind, name)) is not None:
+            part[word] = limit
+    if kind.is_size:
+        part |= {"minimum": part.get("minimum", 0), "pattern": PATTERN}
+    return part

@@ -1,0 +1,42 @@
+"""Writes what is made of the services' settings: ``python -m charts.settings``, which is ``make settings``.
+
+The structs of the services' ``config`` are the source of the page of settings, of the chart's schema of values and of the
+table in the chart's README.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from charts import config_schema, settings_page, values_table
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "settings.md"
+
+
+def generated() -> dict[Path, str]:
+    """What each generated file has to hold."""
+    schema = config_schema.with_config(json.loads(values_table.SCHEMA.read_text(encoding="utf-8")))
+    readme = values_table.README.read_text(encoding="utf-8")
+    return {
+        PAGE: settings_page.page(),
+        values_table.SCHEMA: json.dumps(schema, indent=2) + "\n",
+        values_table.README: values_table.with_table(readme, schema),
+    }
+
+
+def stale() -> list[Path]:
+    """The generated files that do not hold that."""
+    return [path for path, text in generated().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def main() -> None:
+    """Write the files that are stale."""
+    texts = generated()
+    for path in stale():
+        path.write_text(texts[path], encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

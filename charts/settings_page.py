@@ -1,0 +1,69 @@
+"""``docs/settings.md``: every setting of every service, as the services' own structs declare them."""
+
+from collections.abc import Iterator
+
+from charts.config_schema import STRUCTS
+from penstock_common.config.settings import Section, Setting, sections_of
+
+_ABOUT = {
+    "frontend": ("Frontend", "penstock_frontend"),
+    "enginecore": ("Engine", "penstock_enginecore"),
+    "coordinator": ("Coordinator", "penstock_coordinator"),
+}
+"""A service's heading and its module."""
+
+_HEAD = """\
+# Settings
+
+<!-- Written by `make settings` from the structs in the services' `config`; change those. -->
+
+A service takes its settings from a YAML file (`--config FILE`), then from the environment, then from flags; what comes later
+wins. The dots of a name are sections: `scheduler.max_num_seqs` is the key `max_num_seqs` under `scheduler` in the file,
+`PENSTOCK_SCHEDULER__MAX_NUM_SEQS` in the environment and `--scheduler.max-num-seqs` on the command line. A name that does not
+exist is refused with the nearest one that does, and a value out of its range with the range. `--help` of a service's module
+prints what stands here.
+
+`penstock serve` takes all but those that it decides itself, as `--set engine.scheduler.max_num_seqs=64` ([cli.md](cli.md)); the
+chart takes them as values of `frontend.config`, `enginecore.config` and `coordinator.config`
+([its README](../charts/penstock/README.md)).
+
+Sizes are numbers of bytes, or `512MiB`, `4GiB` and the like: K, M, G, T and KiB and so on count in 1024s, KB and so on in
+1000s. Lists are written `[a, b]` and mappings `{a: 1}`, in the environment and in flags too. `unset` is `null` in a file.
+"""
+
+
+def page() -> str:
+    """The page in Markdown."""
+    return "\n".join([_HEAD, *(line for component in STRUCTS for line in _service(component))]) + "\n"
+
+
+def _service(component: str) -> Iterator[str]:
+    heading, module = _ABOUT[component]
+    yield f"## {heading}\n\nOf `python -m {module}`.\n"
+    for section in sections_of(STRUCTS[component]):
+        yield from _section(section)
+
+
+def _section(section: Section) -> Iterator[str]:
+    if section.key:
+        yield f"**`{section.key}`**: {section.description.replace('``', '`')}\n"
+    yield "| setting | default | values | meaning |\n|---|---|---|---|"
+    yield from map(_row, section.settings)
+    yield ""
+
+
+def _row(setting: Setting) -> str:
+    default = setting.default_text if setting.required else f"`{setting.default_text}`"
+    return f"| `{setting.key}` | {default} | {_values(setting)} | {setting.kind.description} |"
+
+
+def _values(setting: Setting) -> str:
+    kind = setting.kind
+    if kind.choices:
+        words = ", ".join(f"`{choice}`" for choice in kind.choices)
+        return f"list of {words}" if kind.shape == "list" else words
+    name = (
+        "size" if kind.is_size else {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}[kind.type]
+    )
+    name = {"one": name, "list": "list of texts", "mapping": f"{name}s by name"}[kind.shape]
+    return f"{name} {kind.range}".strip()

@@ -1,0 +1,24 @@
+"""Configuration of an engine process: a struct per section, all of them in ``EngineCoreConfig``."""
+
+from penstock_enginecore.config.cache import CacheConfig
+from penstock_enginecore.config.engine import CoordinatorClientConfig, EngineCoreConfig, ErrorDumpConfig, ProfilerConfig
+from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
+from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
+from penstock_enginecore.config.scheduler import SchedulerConfig
+from penstock_enginecore.config.structured_output import StructuredOutputConfig
+
+__all__ = [
+    "CacheConfig",
+    "CoordinatorClientConfig",
+    "Device",
+    "Dtype",
+    "EngineCoreConfig",
+    "ErrorDumpConfig",
+    "ExecutorConfig",
+    "KernelsConfig",
+    "ModelConfig",
+    "ProfilerConfig",
+    "SchedulerConfig",
+    "StructuredOutputConfig",
+    "Task",
+]

@@ -1,0 +1,39 @@
+"""The paged KV cache."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields
+from penstock_common.config.sizes import ByteSize
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens of a block.")] = 16
+    kv_cache_memory: (
+        Annotated[
+            ByteSize,
+            Meta(
+                description="Bytes of the KV cache; unset: on a GPU what memory_utilization leaves after the model, on a CPU a "
+                "quarter of the machine's free memory, 4 GiB at most. A container's memory limit is not looked at."
+            ),
+        ]
+        | None
+    ) = None
+    memory_utilization: Annotated[
+        float, Meta(ge=0.05, le=1, description="Fraction of the GPU's memory that the engine may use.")
+    ] = 0.9
+    num_blocks: (
+        Annotated[int, Meta(ge=2, description="Blocks of the KV cache, whatever its memory is; meant for tests.")]
+        | None
+    ) = None
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of prompts that begin alike.")] = True
+    enable_kv_events: Annotated[
+        bool, Meta(description="Tell frontends which prefixes have become reusable and which no longer are.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_fields("cache", self)

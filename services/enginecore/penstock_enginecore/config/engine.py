@@ -1,0 +1,133 @@
+"""Configuration of an engine process.
+
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
+means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart. Flags and
+environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
+``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
+"""
+
+import os
+import secrets
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields
+from penstock_common.config.sections import (
+    ClientTlsConfig,
+    LogConfig,
+    MetricsConfig,
+    PeersConfig,
+    ServerConfig,
+    TracingConfig,
+)
+from penstock_enginecore.config.cache import CacheConfig
+from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
+from penstock_enginecore.config.model import ModelConfig
+from penstock_enginecore.config.scheduler import SchedulerConfig
+from penstock_enginecore.config.structured_output import StructuredOutputConfig
+
+
+class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connection to the coordinator, where the engine registers."""
+
+    address: Annotated[str, Meta(description="The coordinator's host:port; empty: none.")] = ""
+    advertise: Annotated[
+        str,
+        Meta(
+            description="Address (host:port) under which frontends reach this engine; empty: the host's name and the server's "
+            "port."
+        ),
+    ] = ""
+    stats_interval: Annotated[float, Meta(ge=0.01, le=60, description="Seconds between two load reports.")] = 0.1
+    reconnect_max: Annotated[
+        float, Meta(ge=0.05, le=300, description="Seconds between two attempts to connect, at most.")
+    ] = 2.0
+    tls: ClientTlsConfig = ClientTlsConfig()
+
+    def __post_init__(self) -> None:
+        check_fields("coordinator", self)
+
+
+class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The torch profiler."""
+
+    directory: Annotated[
+        str, Meta(description="Directory that gets a trace file per profile; empty: profiling is refused.")
+    ] = ""
+
+
+class ErrorDumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is kept when a step fails."""
+
+    directory: Annotated[
+        str,
+        Meta(
+            description="Directory that gets a JSON file with the step's scheduler output; empty: the log alone has it."
+        ),
+    ] = ""
+    include_tokens: Annotated[bool, Meta(description="Add the token ids, which are what users wrote.")] = False
+
+
+_OWN_NUMBER = secrets.token_hex(4)
+
+
+class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an engine process needs to know."""
+
+    model: ModelConfig
+    engine_id: Annotated[
+        str,
+        Meta(
+            description="Name of the engine in its cluster, where no two may have the same; empty: the host's name and a number "
+            "of its own."
+        ),
+    ] = ""
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    structured_output: StructuredOutputConfig = StructuredOutputConfig()
+    coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
+    server: ServerConfig = ServerConfig(port=50052)
+    peers: PeersConfig = PeersConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
+    error_dump: ErrorDumpConfig = ErrorDumpConfig()
+    plugins: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="Names of installed plugins to load (entry points of the group penstock.plugins); unset: all of them."
+        ),
+    ] = None
+    iteration_log_interval: Annotated[
+        float, Meta(ge=0, le=86_400, description="Seconds between two log lines on what the steps did; 0: none.")
+    ] = 10.0
+    drain_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds that running requests may go on after a stop signal before they end as ABORT.",
+        ),
+    ] = 30.0
+    wedged_after: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=86_400,
+            description="Seconds without a finished step, while there is work, after which the engine no longer counts as alive: "
+            "its health says so, coordinator and frontends are told, and what it has goes on elsewhere.",
+        ),
+    ] = 120.0
+
+    def __post_init__(self) -> None:
+        check_fields("", self)
+
+    @property
+    def name(self) -> str:
+        """The engine's id: the configured one, else one that no other process has, whatever their hosts are called."""
+        return self.engine_id or f"{os.uname().nodename}-{_OWN_NUMBER}"

@@ -1,0 +1,57 @@
+"""How steps are executed: threads, and the kernels for CPUs."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How steps are executed."""
+
+    kind: Annotated[
+        str, Meta(min_length=1, description="Name of the executor: uniproc, or one that a plugin registers.")
+    ] = "uniproc"
+    num_threads: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Threads that compute on the CPU; 0: one per core that the process may use, or as many as "
+            "OMP_NUM_THREADS says.",
+        ),
+    ] = 0
+    max_concurrent_batches: Annotated[
+        int, Meta(ge=1, le=16, description="Steps that are handed to the executor at once.")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        check_fields("executor", self)
+
+
+class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The kernels for CPUs. Each use of them can be turned off, to find out what is wrong."""
+
+    isa: Annotated[
+        Literal["auto", "avx512", "avx2", "baseline", "off"],
+        Meta(description="Instruction set; auto: the processor's best; off: torch computes alone."),
+    ] = "auto"
+    decoder: Annotated[
+        bool,
+        Meta(
+            description="Compute the layers of known models in one call per step, attention included, so that this needs "
+            "kernels.attention."
+        ),
+    ] = True
+    linear: Annotated[bool, Meta(description="Compute the linear layers of all other models with packed weights.")] = (
+        True
+    )
+    attention: Annotated[bool, Meta(description="Attend over the paged cache as it lies.")] = True
+    sampler: Annotated[
+        bool, Meta(description="Find the likeliest tokens, and draw where a request has no filters.")
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_fields("kernels", self)

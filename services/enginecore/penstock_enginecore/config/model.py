@@ -1,0 +1,70 @@
+"""Which checkpoint is served, and how it is computed."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields, model_name
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Task = Literal["auto", "generate", "embed", "classify"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoint is served, and how it is computed."""
+
+    path: Annotated[
+        str, Meta(min_length=1, description="Directory of a Hugging Face checkpoint, or its id on the hub.")
+    ]
+    served_model_name: Annotated[
+        str, Meta(description="Name that clients use; empty: the last part of the path or id.")
+    ] = ""
+    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub; empty: the default branch.")] = ""
+    dtype: Annotated[
+        Dtype,
+        Meta(
+            description="Type of weights and activations; auto: the checkpoint's own, except that bfloat16 becomes float32 on a "
+            "CPU without native support. CPUs compute float16 as float32."
+        ),
+    ] = "auto"
+    device: Annotated[Device, Meta(description="Where the model runs; auto: on a GPU where there is one.")] = "auto"
+    task: Annotated[
+        Task,
+        Meta(
+            description="What the model is served for; auto follows the checkpoint: causal language models generate, those with "
+            "a classification head classify, encoders and sentence-transformers directories embed."
+        ),
+    ] = "auto"
+    max_model_len: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="Tokens of the longest sequence, prompt and output; unset: the model's own limit, lowered to "
+                "what the KV cache can hold.",
+            ),
+        ]
+        | None
+    ) = None
+    attention_backend: Annotated[
+        str, Meta(description="Name of the attention backend; auto picks one for the device.")
+    ] = "auto"
+    trust_remote_code: Annotated[bool, Meta(description="Run Python code that comes with the checkpoint.")] = False
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=1_000_000,
+            description="Likeliest tokens that a request may have reported per position; -1: the whole vocabulary.",
+        ),
+    ] = 20
+
+    def __post_init__(self) -> None:
+        check_fields("model", self)
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+        return model_name(self.path, self.served_model_name)

@@ -1,0 +1,26 @@
+"""Configuration of a frontend process: a struct per section, all of them in ``FrontendConfig``."""
+
+from penstock_frontend.config.auth import AuthConfig, JwtConfig
+from penstock_frontend.config.frontend import (
+    CoordinatorClientConfig,
+    DetectionConfig,
+    FairnessConfig,
+    FrontendConfig,
+    ModelConfig,
+    RetriesConfig,
+)
+from penstock_frontend.config.http import HttpConfig
+from penstock_frontend.config.limits import LimitsConfig
+
+__all__ = [
+    "AuthConfig",
+    "CoordinatorClientConfig",
+    "DetectionConfig",
+    "FairnessConfig",
+    "FrontendConfig",
+    "HttpConfig",
+    "JwtConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "RetriesConfig",
+]

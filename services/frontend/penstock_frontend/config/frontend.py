@@ -1,0 +1,232 @@
+"""Configuration of a frontend process.
+
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
+means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart. Flags and
+environment names derive from the field names: ``limits.max_requests`` is ``--limits.max-requests`` and
+``PENSTOCK_LIMITS__MAX_REQUESTS``.
+"""
+
+import socket
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
+from penstock_common.config.sections import (
+    ClientTlsConfig,
+    LogConfig,
+    MetricsConfig,
+    PeersConfig,
+    ServerConfig,
+    TracingConfig,
+)
+from penstock_common.errors import ConfigError
+from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
+from penstock_frontend.config.auth import AuthConfig
+from penstock_frontend.config.http import HttpConfig
+from penstock_frontend.config.limits import LimitsConfig
+
+Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose tokenizer and generation config are used, and how the model's answers are read."""
+
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Directory of a Hugging Face checkpoint, or its id on the hub, whose tokenizer and generation config are "
+            "used.",
+        ),
+    ]
+    served_model_name: Annotated[
+        str, Meta(description="Name that clients use; empty: the last part of the path or id.")
+    ] = ""
+    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub; empty: the default branch.")] = ""
+    tool_parser: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="What finds tool calls in the answers of a chat: hermes, llama3_json, none, or one that a plugin brings; "
+            "auto goes by the model's chat template.",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="What finds reasoning in the answers of a chat: qwen3, none, or one that a plugin brings; auto goes by "
+            "the model's chat template.",
+        ),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields("model", self)
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+        return model_name(self.path, self.served_model_name)
+
+
+class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connection to the coordinator, which knows the engines."""
+
+    address: Annotated[
+        str, Meta(description="The coordinator's host:port; empty: the engines are those of the static list.")
+    ] = ""
+    reconnect_max: Annotated[
+        float, Meta(ge=0.05, le=300, description="Seconds between two attempts to connect, at most.")
+    ] = 2.0
+    tls: ClientTlsConfig = ClientTlsConfig()
+
+    def __post_init__(self) -> None:
+        check_fields("coordinator", self)
+
+
+class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tenants share engines whose queues are not empty."""
+
+    default_weight: Annotated[
+        Weight,
+        Meta(
+            description="Weight of a tenant that has none of its own; one of weight 2 gets twice the tokens of one of weight 1."
+        ),
+    ] = 1.0
+    weights: Annotated[dict[str, Weight], Meta(description="Weights of tenants by name.")] = {}
+
+    def __post_init__(self) -> None:
+        check_fields("fairness", self)
+
+    def weight_of(self, tenant: str) -> float:
+        """The tenant's weight."""
+        return self.weights.get(tenant, self.default_weight)
+
+
+class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request may survive."""
+
+    max_moves: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Engines that a request may leave, lost or drained, before it ends as UNAVAILABLE.",
+        ),
+    ] = 20
+    max_strikes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=100,
+            description="Engines in a row that may be lost before they brought anything for a request; one that reaches that is "
+            "taken for what they died of, and ends.",
+        ),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        check_fields("retries", self)
+
+
+class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine is found out that is not dead enough to break its connection."""
+
+    REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
+
+    silence: Annotated[
+        float,
+        Meta(
+            ge=0.05,
+            le=3600,
+            description="Seconds without a message from an engine that has work of this frontend, after which it is asked how it "
+            "is.",
+        ),
+    ] = 2.0
+    probe_timeout: Annotated[
+        float,
+        Meta(
+            ge=0.05,
+            le=3600,
+            description="Seconds within which an engine has to answer that; it is lost otherwise, or when it answers that it is "
+            "wedged (its own wedged_after).",
+        ),
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        check_fields("detection", self)
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a frontend process needs to know."""
+
+    model: ModelConfig
+    frontend_id: Annotated[str, Meta(description="Name of the frontend in its cluster; empty: the host's.")] = ""
+    coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
+    engines: Annotated[
+        tuple[str, ...], Meta(description="Addresses (host:port) of the engines where there is no coordinator.")
+    ] = ()
+    server: Annotated[ServerConfig, Meta(description="The gRPC listener of the public API.")] = ServerConfig(port=50051)
+    admin: Annotated[
+        ServerConfig,
+        Meta(description="The gRPC listener of the operators' API, on the loopback interface by default."),
+    ] = ServerConfig(host="127.0.0.1", port=50053)
+    http: HttpConfig = HttpConfig()
+    metrics: Annotated[
+        MetricsConfig,
+        Meta(
+            description="A port for ``/metrics`` alone, beside the HTTP listener's, where other frontends share that one."
+        ),
+    ] = MetricsConfig()
+    engine_tls: Annotated[
+        ClientTlsConfig, Meta(description="TLS of the connections to engines; off while ``ca`` is empty.")
+    ] = ClientTlsConfig()
+    peers: Annotated[
+        PeersConfig,
+        Meta(
+            description="Who may use the operators' API, where it asks for certificates: by the DNS names and URIs of their "
+            "subjects (SAN)."
+        ),
+    ] = PeersConfig()
+    auth: AuthConfig = AuthConfig()
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenize.")] = 2
+    limits: LimitsConfig = LimitsConfig()
+    fairness: FairnessConfig = FairnessConfig()
+    retries: RetriesConfig = RetriesConfig()
+    detection: DetectionConfig = DetectionConfig()
+    engine_wait_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds that a request waits for an engine, its first or another one, before it ends as UNAVAILABLE.",
+        ),
+    ] = 30.0
+    max_held_requests: Annotated[int, Meta(ge=0, description="New requests that may wait for an engine at once.")] = (
+        10_000
+    )
+    drain_timeout: Annotated[
+        float, Meta(ge=0, le=86_400, description="Seconds that running requests may go on after a stop signal.")
+    ] = 30.0
+    log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
+
+    def __post_init__(self) -> None:
+        check_fields("", self)
+        for address in self.engines:
+            if not address.rpartition(":")[2].isdecimal():
+                raise ConfigError(f"engines: {address!r} is not host:port")
+        if self.metrics.port >= 0 and self.auth.metrics and not self.metrics.tls.ca:
+            raise ConfigError(
+                f"auth.metrics is true and metrics.port is {self.metrics.port}, which asks for no credentials; "
+                "set metrics.tls.ca, or metrics.port to -1"
+            )
+        if not self.coordinator.address and not self.engines:
+            raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
+
+    @property
+    def name(self) -> str:
+        """The stable name of this frontend: the given one, or the host's."""
+        return self.frontend_id or socket.gethostname()

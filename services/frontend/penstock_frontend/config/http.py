@@ -1,0 +1,70 @@
+"""The HTTP listener."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields, check_range, check_reuse_port
+from penstock_common.config.sections import TlsConfig
+from penstock_common.config.sizes import ByteSize
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP listener with the OpenAI API, ``/health`` and ``/metrics``."""
+
+    host: Annotated[str, Meta(min_length=1, description="Interface to listen on.")] = "0.0.0.0"
+    port: Annotated[int, Meta(ge=-1, le=65_535, description="Port to listen on; 0: one that is free; -1: no HTTP.")] = (
+        8000
+    )
+    reuse_port: Annotated[
+        bool,
+        Meta(
+            description="Other frontends that say so too may listen on the port beside this one, and the system shares the "
+            "connections out; false: a port that is taken is refused."
+        ),
+    ] = False
+    page: Annotated[
+        bool,
+        Meta(
+            description="Serve a page for people at /, and the state of the engines that it shows, addresses included, at "
+            "/cluster."
+        ),
+    ] = True
+    max_body_bytes: Annotated[ByteSize, Meta(ge=1, description="Bytes of the body of one call.")] = 32 * 1024 * 1024
+    max_body_bytes_in_flight: Annotated[
+        ByteSize,
+        Meta(
+            ge=1,
+            description="Bytes of all bodies at once whose calls are not admitted yet; http.max_body_bytes at least.",
+        ),
+    ] = 256 * 1024 * 1024
+    max_body_values: Annotated[int, Meta(ge=1, description="JSON values of one body.")] = 1024 * 1024
+    max_body_objects: Annotated[int, Meta(ge=1, description="JSON objects of one body.")] = 64 * 1024
+    header_timeout: Annotated[
+        float,
+        Meta(ge=0.05, le=3600, description="Seconds that the headers of a request may take from their first byte."),
+    ] = 10.0
+    body_timeout: Annotated[
+        float,
+        Meta(ge=0.05, le=3600, description="Seconds that the body of a request may take from the end of its headers."),
+    ] = 60.0
+    max_requests: Annotated[
+        int, Meta(ge=1, description="Calls that are served at once, or whose bodies are being read.")
+    ] = 10_000
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="Web pages that may call from a browser (CORS), as https://example.org or *.")
+    ] = ()
+    engine_metrics: Annotated[
+        bool,
+        Meta(
+            description="/metrics also has what this frontend knows of its engines' load. Off where the engines' own /metrics "
+            "are collected, so that nothing is counted twice."
+        ),
+    ] = True
+    tls: TlsConfig = TlsConfig()
+
+    def __post_init__(self) -> None:
+        check_fields("http", self)
+        check_reuse_port("http.reuse_port", self.reuse_port)
+        check_range("http.max_body_bytes_in_flight", self.max_body_bytes_in_flight, low=self.max_body_bytes)

@@ -1,0 +1,73 @@
+"""What one request may ask for, and how many requests there may be at once."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields
+from penstock_common.config.sizes import ByteSize
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request may ask for, and how many requests one frontend takes at once. What exceeds a limit is refused."""
+
+    max_requests: Annotated[
+        int, Meta(ge=1, description="Calls that one frontend serves at once; each has limits.max_n sequences at most.")
+    ] = 20_000
+    max_message_bytes_in_flight: Annotated[
+        ByteSize,
+        Meta(
+            ge=1,
+            description="Bytes of the gRPC messages over 64 KiB of all calls at once, from when they have come until their calls "
+            "end; they take about three times as much memory.",
+        ),
+    ] = 512 * 1024 * 1024
+    max_prompt_length_in_flight: Annotated[
+        int, Meta(ge=1, description="Characters, token ids and bytes of vectors of all prompts at once.")
+    ] = 256 * 1024 * 1024
+    max_tenant_requests: Annotated[int, Meta(ge=0, description="Sequences of one tenant at once; 0: no limit.")] = 0
+    max_session_requests: Annotated[int, Meta(ge=1, description="Requests of one GenerateSession at once.")] = 1024
+    max_prompt_length: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Characters of a text, or ids of a list of token ids, before the engines' own limit is applied.",
+        ),
+    ] = 4 * 1024 * 1024
+    max_pooling_inputs: Annotated[
+        int, Meta(ge=1, description="Inputs of one Embed or Classify, or documents of one Score.")
+    ] = 2048
+    max_prompts: Annotated[int, Meta(ge=1, description="Prompts of one completion call over HTTP, each a request.")] = (
+        1024
+    )
+    max_sequences_per_call: Annotated[
+        int, Meta(ge=1, description="Sequences of one completion call over HTTP: its prompts times n.")
+    ] = 4096
+    max_prompt_parts: Annotated[int, Meta(ge=1, description="Parts of one mixed prompt.")] = 1024
+    max_messages: Annotated[int, Meta(ge=1, description="Messages of one conversation.")] = 4096
+    max_content_parts: Annotated[int, Meta(ge=1, description="Parts of the content of one message.")] = 1024
+    max_tools: Annotated[int, Meta(ge=1, description="Tools of one conversation.")] = 1024
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Tool calls of one message.")] = 1024
+    max_trace_context_bytes: Annotated[
+        int, Meta(ge=1, description="Bytes of the names and values of routing.trace_context.")
+    ] = 8192
+    max_request_id_bytes: Annotated[int, Meta(ge=1, description="Bytes of a request id.")] = 256
+    max_cache_salt_bytes: Annotated[int, Meta(ge=1, description="Bytes of a cache salt.")] = 256
+    max_tenant_bytes: Annotated[int, Meta(ge=1, description="Bytes of a tenant's name.")] = 256
+    max_stop_strings: Annotated[int, Meta(ge=1, description="Stop strings of a request.")] = 64
+    max_stop_string_chars: Annotated[int, Meta(ge=1, description="Characters of a stop string.")] = 256
+    max_stop_token_ids: Annotated[int, Meta(ge=1, description="Stop token ids of a request.")] = 1024
+    max_n: Annotated[int, Meta(ge=1, description="Sequences of a request.")] = 128
+    max_logit_biases: Annotated[int, Meta(ge=1, description="Token ids with a logit bias of a request.")] = 1024
+    max_allowed_token_ids: Annotated[int, Meta(ge=1, description="Allowed token ids of a request.")] = 65_536
+    max_bad_words: Annotated[int, Meta(ge=1, description="Bad words of a request.")] = 256
+    max_bad_word_chars: Annotated[
+        int, Meta(ge=1, description="Characters of a bad word, or ids of one that is given as token ids.")
+    ] = 256
+    max_structured_output_bytes: Annotated[int, Meta(ge=1, description="Bytes of a constraint on the output.")] = (
+        256 * 1024
+    )
+
+    def __post_init__(self) -> None:
+        check_fields("limits", self)
