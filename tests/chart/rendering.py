@@ -4,9 +4,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from charts import lint
+from charts.config_schema import STRUCTS
+from penstock_common.config import loader
 
 HUB = "hub"
 AUTOSCALED = "autoscaled-gpu"
@@ -60,6 +63,14 @@ class Release:
 def release(name: str = HUB, *settings: str, kube_version: str = lint.KUBE_VERSIONS[0]) -> Release:
     """The value set ``name`` with ``key=value`` settings on top. Raises ChartError."""
     return Release(lint.render(VALUE_SETS[name], settings=settings, kube_version=kube_version))
+
+
+def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
+    """What the service makes of its config file and its environment."""
+    file = folder / "config.yaml"
+    file.write_text(rendered.config_text(component), encoding="utf-8")
+    environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
+    return loader.load(STRUCTS[component], file=file, environ=environ)
 
 
 def notes(tmp_path: Path, name: str, *settings: str) -> str:

@@ -12,41 +12,18 @@ import pytest
 from charts import lint, values_table
 from charts.config_schema import NOT_OFFERED, SET_BY_CHART, STRUCTS
 from penstock_common.config.command_line import from_command_line
-from penstock_common.config.loader import load as load_settings
 from penstock_common.config.sections import TracingConfig
 from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
-from tests.chart.rendering import AUTOSCALED, DEMO, HUB, SERVICES, VALUE_SETS, Release, release
-
-
-def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
-    """What the service makes of its config file and its environment."""
-    file = folder / "config.yaml"
-    file.write_text(rendered.config_text(component), encoding="utf-8")
-    environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
-    return load_settings(STRUCTS[component], file=file, environ=environ)
+from tests.chart.rendering import DEMO, HUB, SERVICES, VALUE_SETS, load, release
 
 
 @pytest.mark.parametrize("name", sorted(VALUE_SETS))
 @pytest.mark.parametrize("component", SERVICES)
 def test_every_rendered_config_loads(name: str, component: str, tmp_path: Path):
     assert isinstance(load(release(name), component, tmp_path), STRUCTS[component])
-
-
-def test_values_reach_the_engine(tmp_path: Path):
-    config = load(release(AUTOSCALED), "enginecore", tmp_path)
-    assert isinstance(config, EngineCoreConfig)
-    assert config.model.name == "chat"
-    assert (config.model.dtype, config.model.max_model_len) == ("bfloat16", 32768)
-    assert config.scheduler.max_waiting_tokens == 100_000_000
-    assert config.server.max_message_bytes == 128 * 1024**2
-    assert (config.server.port, config.metrics.port) == (50052, 9100)
-    assert config.drain_timeout == 300
-    assert config.engine_id == "from-the-cluster"
-    assert config.coordinator.advertise == "$(POD_IP):50052"
-    assert config.log.format == "json"
 
 
 @pytest.mark.parametrize("component", SERVICES)
@@ -69,13 +46,6 @@ def test_the_engines_load_is_told_by_them_or_by_the_frontends(collected: bool, t
     assert isinstance(frontend, FrontendConfig)
     assert isinstance(engine, EngineCoreConfig)
     assert (frontend.http.engine_metrics, engine.metrics.port >= 0) == (not collected, collected)
-
-
-def test_the_demo_is_small(tmp_path: Path):
-    config = load(release(DEMO), "enginecore", tmp_path)
-    assert isinstance(config, EngineCoreConfig)
-    assert config.cache.kv_cache_memory == 256 * 1024**2
-    assert config.executor.num_threads == 2
 
 
 def test_engines_and_frontends_agree_on_the_model_and_meet_at_the_coordinator(tmp_path: Path):

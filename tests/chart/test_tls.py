@@ -8,8 +8,7 @@ from charts import lint
 from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_common.config.settings import settings_of
 from penstock_frontend.config import FrontendConfig
-from tests.chart.rendering import HUB, SERVICES, release
-from tests.chart.test_config import load
+from tests.chart.rendering import HUB, SERVICES, load, release
 
 BETWEEN = tuple(f"{component}.tls.secretName=of-{component}" for component in SERVICES)
 EDGE = (

@@ -1,0 +1,42 @@
+"""enginecore/deployment.yaml: how engines are named, replaced, and given memory to share."""
+
+from tests.chart.rendering import AUTOSCALED, BARE, HUB, release
+
+
+def test_rollouts_follow_the_values():
+    strategy = release(AUTOSCALED).one("Deployment", "enginecore")["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "25%"}}
+
+
+def test_engines_register_under_the_address_of_their_pod():
+    env = release(HUB).env("enginecore")
+    assert env["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert env["PENSTOCK_COORDINATOR__ADVERTISE"]["value"] == "$(POD_IP):50052"
+    assert env["PENSTOCK_ENGINE_ID"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    names = list(env)
+    assert names.index("POD_IP") < names.index("PENSTOCK_COORDINATOR__ADVERTISE")  # a reference must come later
+
+
+def test_shared_memory_is_mounted_on_request():
+    assert release(AUTOSCALED).volumes("enginecore")["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert release(AUTOSCALED).mounts("enginecore")["/dev/shm"]["name"] == "shm"
+    assert "shm" not in release(HUB).volumes("enginecore")
+
+
+def test_a_runtime_class_is_for_pods_with_gpus():
+    assert release(AUTOSCALED).pod_spec("enginecore")["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in release(HUB).pod_spec("enginecore")
+    assert "runtimeClassName" not in release(BARE).pod_spec("enginecore")  # which names one, and has no GPU
+
+
+def test_metrics_have_a_port_where_they_are_served():
+    ports = [port["name"] for port in release(HUB).container("enginecore")["ports"]]
+    assert ports == ["grpc", "metrics"]
+    assert [port["name"] for port in release(BARE).container("enginecore")["ports"]] == ["grpc"]
+
+
+def test_downloads_have_the_room_that_the_values_give_them():
+    assert release(HUB, "enginecore.modelCache.sizeLimit=7Gi").volumes("enginecore")["cache"]["emptyDir"] == {
+        "sizeLimit": "7Gi"
+    }
+    assert "emptyDir" not in release(AUTOSCALED).volumes("enginecore")["cache"]

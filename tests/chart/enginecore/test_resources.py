@@ -1,0 +1,49 @@
+"""enginecore/_resources.tpl: GPUs where they are asked for, of whatever name, and none elsewhere."""
+
+import pytest
+
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, release
+
+
+def test_gpus_are_added_to_requests_and_limits_alike():
+    resources = release(AUTOSCALED).container("enginecore")["resources"]
+    assert resources == {
+        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 2},
+        "limits": {"memory": "32Gi", "nvidia.com/gpu": 2},
+    }
+    pod = release(AUTOSCALED).pod_spec("enginecore")
+    assert pod["runtimeClassName"] == "nvidia"
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["nodeSelector"] == {"example.com/gpu": "h100"}
+    assert release(AUTOSCALED).config("enginecore")["model"]["device"] == "cuda"
+
+
+def test_another_vendors_resource_can_be_named():
+    resources = release(HUB, r"enginecore.gpu.resourceName=nvidia\.com/mig-1g\.10gb").container("enginecore")[
+        "resources"
+    ]
+    assert resources["limits"]["nvidia.com/mig-1g.10gb"] == 1
+    assert "nvidia.com/gpu" not in resources["limits"]
+
+
+@pytest.mark.parametrize("name", [DEMO, BARE])
+def test_without_gpus_nothing_asks_for_one(name: str):
+    rendered = release(name)
+    assert "nvidia" not in str(rendered.manifests)
+    assert "runtimeClassName" not in rendered.pod_spec("enginecore")
+    assert rendered.config("enginecore")["model"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize("component", ["frontend", "coordinator"])
+def test_only_engines_get_gpus(component: str):
+    pod = release(AUTOSCALED).pod_spec(component)
+    assert "nvidia" not in str(pod)
+    assert "tolerations" not in pod
+
+
+def test_what_an_engine_asks_for_beside_gpus_is_the_values_own():
+    assert release(DEMO).container("enginecore")["resources"] == {
+        "requests": {"cpu": "2", "memory": "1Gi"},
+        "limits": {"memory": "2Gi"},
+    }
+    assert release(BARE).container("enginecore")["resources"] == {}

@@ -1,0 +1,16 @@
+"""enginecore/service.yaml: an address per engine, and none for all of them."""
+
+from tests.chart.rendering import BARE, HUB, release
+
+
+def test_every_engine_has_an_address():
+    spec = release(HUB).one("Service", "enginecore", suffix="-headless")["spec"]
+    assert spec["clusterIP"] == "None"
+    assert [(port["name"], port["port"]) for port in spec["ports"]] == [("grpc", 50052)]
+
+
+def test_nothing_balances_over_engines_behind_the_frontends_back():
+    for name in (HUB, BARE):
+        services = release(name).all("Service")
+        of_engines = [s for s in services if s["spec"]["selector"]["app.kubernetes.io/component"] == "enginecore"]
+        assert [s["spec"].get("clusterIP") for s in of_engines] == ["None"]
