@@ -16,6 +16,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded, ResourceExhausted
 from penstock_common.rpc.status import DETAILS_KEY
 from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest
 from penstock_frontend.processing.pooling.inputs import PoolingRequest
@@ -220,7 +221,7 @@ async def test_a_tenant_at_its_limit_is_named_in_a_quota_failure_and_others_are_
 async def test_a_request_that_comes_too_late_is_not_even_tokenized(
     engine: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late: dict[str, Any] = {"deadline": time.time() - 1}
+    late: dict[str, Any] = {"context": RequestContext(deadline=time.time() - 1)}
     generates = GenerateRequest(prompt="hello", **late)
     converses = ChatRequest(messages=[ChatMessage(role="user", content="hello")], **late)
     embeds = PoolingRequest(inputs=["hello"], fields=["f"], params=PoolingParams(task=PoolingTask.EMBED), **late)

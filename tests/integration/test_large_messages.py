@@ -13,6 +13,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.rpc.convert import add_request
 from tests.fakes.clients.session_client import connected
@@ -176,7 +177,7 @@ async def test_a_request_that_cannot_be_encoded_ends_alone(serve: Serve) -> None
     server = serve(generator())
     async with paired(server.address, max_message_bytes=LIMIT) as pair:
         pair.session.add(asked("neighbour", max_tokens=100))
-        pair.session.add(msgspec.structs.replace(asked("bad"), priority=2**40))
+        pair.session.add(msgspec.structs.replace(asked("bad"), context=RequestContext(priority=2**40)))
         _, refused = await pair.until_ended("neighbour", "bad")
         assert refused.error is not None
         assert refused.error.code == "INTERNAL"

@@ -146,7 +146,7 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
     else:
         parts = list(_texts(request))
     sequences = len(request.inputs) if isinstance(request, PoolingRequest) else request.sampling.get("n", 1)
-    return Demand(request.tenant, sum(map(_length, parts)), sequences)
+    return Demand(request.context.tenant, sum(map(_length, parts)), sequences)
 
 
 def check_deadline(deadline: float | None) -> None:

@@ -198,12 +198,12 @@ class AsyncLLM:
         """
         try:
             request = live.request = live.observed.begin(request)
-            check_deadline(request.deadline)
+            deadline = request.context.deadline
+            check_deadline(deadline)
             async with live.until_aborted():
                 await self._start(request, live)
             collector = live.states[0].collector
             while not live.done:
-                deadline = request.deadline
                 output = await (collector.get() if deadline is None else _before(deadline, collector))
                 live.observed.output(output, cumulative=collector.cumulative)
                 live.done = collector.finished
@@ -226,11 +226,13 @@ class AsyncLLM:
 
     async def pool(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
         """The vectors of a pooling request's inputs, and its id. ``abortable``: see ``accept``. Raises RequestFailed."""
-        live = self.accept(request.request_id, demand_of(request), abortable=abortable)
-        get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
+        live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
+        get_logger().debug(
+            "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
+        )
         try:
             request = live.request = live.observed.begin(request)
-            check_deadline(request.deadline)
+            check_deadline(request.context.deadline)
             async with live.until_aborted():
                 result = await self.pooling.run(request, live.request_id)
             live.done = True
@@ -318,10 +320,12 @@ class AsyncLLM:
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
         await self._pace.take()
         core_request = await self.inputs.process(request, live.request_id, self.engines.limits)
-        limits = await self.engines.wait_until_usable(request.deadline)
+        limits = await self.engines.wait_until_usable(request.context.deadline)
         check_generates(self.engines.capabilities)
         self.inputs.check(core_request, limits)
-        get_logger().debug("request", request=live.request_id, tenant=request.tenant, priority=request.priority)
+        get_logger().debug(
+            "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
+        )
         await self._pace.take(core_request.sampling_params.n)
         sequences = parallel_sampling.sequences(core_request)
         self._metrics.asked_for(len(sequences))

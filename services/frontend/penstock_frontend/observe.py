@@ -71,15 +71,16 @@ class ObservedRequest:
 
     def begin(self, request: R) -> R:
         """Returns the request as engines should get it: with the trace context of its own span, when there are traces."""
-        self._deadline = request.deadline
+        self._deadline = request.context.deadline
         if self._observer.log.prompts:
             self._texts = {"prompt": _prompt(request)}
         tracer = self._observer.tracer
         if tracer is None:
             return request
-        parent = current_call.get() or trace_headers(request.trace_context)
+        parent = current_call.get() or trace_headers(request.context.trace_context)
         self._span = tracer.start("frontend.request", parent)
-        return msgspec.structs.replace(request, trace_context=dict(self._span.headers))
+        context = msgspec.structs.replace(request.context, trace_context=dict(self._span.headers))
+        return msgspec.structs.replace(request, context=context)
 
     @property
     def headers(self) -> Headers:

@@ -28,14 +28,14 @@ class PoolingCalls:
         Raises RequestFailed: the first failure is that of the call.
         """
         core_requests = await self.inputs.process(request, request_id, self._engines.limits)
-        limits = await self._engines.wait_until_usable(request.deadline)
+        limits = await self._engines.wait_until_usable(request.context.deadline)
         self.inputs.check(request, core_requests, limits, self._engines.capabilities)
         states: list[PooledState] = []
         try:
             for core_request in core_requests:  # those that were sent stay in the list if one fails
                 await self._pace.take()
                 states.append(self._send(core_request))
-            answers = await _before(request.deadline, states)
+            answers = await _before(request.context.deadline, states)
         finally:
             self._forget(states)
         return PoolingResult(answers, sum(state.num_prompt for state in states))

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
@@ -77,30 +78,20 @@ def make_request(
     *,
     request_id: str = "",
     prior: list[int] | None = None,
-    deadline: float | None = None,
-    cache_salt: str = "",
     attempt: int = 0,
     never_admitted: bool = False,
-    priority: int = 0,
-    arrival_time: float = 0.0,
-    tenant: str = "",
-    tenant_weight: float = 1.0,
-    **sampling: Any,
+    **fields: Any,
 ) -> EngineCoreRequest:
-    """A seeded request. An integer prompt is a length; further arguments go to SamplingParams."""
+    """A seeded request. An integer prompt is a length; ``fields`` are those of its RequestContext and of SamplingParams."""
+    context = {name: fields.pop(name) for name in RequestContext.__struct_fields__ if name in fields}
     return EngineCoreRequest(
         request_id=request_id or f"r{next(_numbers)}",
         prompt_token_ids=list(range(prompt)) if isinstance(prompt, int) else prompt,
-        sampling_params=SamplingParams(**{"seed": 0, "max_tokens": 8} | sampling),
+        sampling_params=SamplingParams(**{"seed": 0, "max_tokens": 8} | fields),
         prior_output_token_ids=prior or [],
-        deadline=deadline,
-        cache_salt=cache_salt,
         attempt=attempt,
         never_admitted=never_admitted,
-        priority=priority,
-        arrival_time=arrival_time,
-        tenant=tenant,
-        tenant_weight=tenant_weight,
+        context=RequestContext(**context),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from penstock_common.errors import ConfigError, DeadlineExceeded, ResourceExhausted
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.admission import Admission, Demand, Place, check_deadline, demand_of
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, ContentPart, ToolCall
@@ -120,12 +121,12 @@ def test_a_prompt_is_measured_without_being_read() -> None:
             ),
             ChatMessage(role="assistant", reasoning="hm", tool_calls=[ToolCall(name="f", arguments="{}")]),
         ],
-        tenant="t",
+        context=RequestContext(tenant="t"),
     )
     pooling = PoolingRequest(
         inputs=["ab", [1, 2]], seconds=["xyz"], fields=["i", "j"], params=PoolingParams(task=PoolingTask.EMBED)
     )
-    assert demand_of(GenerateRequest(prompt="text", tenant="t")) == Demand("t", 4)
+    assert demand_of(GenerateRequest(prompt="text", context=RequestContext(tenant="t"))) == Demand("t", 4)
     assert demand_of(GenerateRequest(prompt=[1, 2, 3], sampling={"n": 4})) == Demand("", 3, 4)
     assert demand_of(GenerateRequest(prompt=mixed)) == Demand("", 2 + 3 + 2 * (4 * 4 + 1))
     assert demand_of(chat) == Demand("t", 4 + 4 + 2 + 2)

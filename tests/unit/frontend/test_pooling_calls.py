@@ -11,6 +11,7 @@ from penstock_common.errors import DeadlineExceeded, InvalidArgument, Unavailabl
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.metrics import FrontendMetrics
@@ -75,7 +76,7 @@ class Rig:
 
     def request(self, *texts: str, deadline: float | None = None) -> PoolingRequest:
         fields = [f"inputs[{i}].text" for i in range(len(texts))]
-        return PoolingRequest(inputs=texts, fields=fields, params=EMBED, deadline=deadline)
+        return PoolingRequest(inputs=texts, fields=fields, params=EMBED, context=RequestContext(deadline=deadline))
 
     async def started(self, request: PoolingRequest) -> asyncio.Task:
         task = asyncio.create_task(self.calls.run(request, "r"))

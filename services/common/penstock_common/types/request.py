@@ -4,6 +4,7 @@ import msgspec
 
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 
 NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
@@ -22,38 +23,32 @@ class ReasoningTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Field for field ``penstock.enginecore.v1.EngineCoreRequest``, as far as engines serve it.
-
-    ``attempt`` counts the engines that were given this request; ``never_admitted``: each of them refused it.
-    ``prior_output_token_ids`` are the tokens an earlier
-    attempt delivered: they count as output (max_tokens, stops, seeded draws), never as prompt.
-    With ``pooling_params`` the request produces vectors, and ``sampling_params`` means nothing. ``second_text_start``: where
-    the second text of a pair begins in the prompt. Where ``prompt_embeds`` has a vector, the token id means nothing.
-    With ``reasoning_parser_kwargs`` a constraint holds behind the reasoning. ``reasoning_ended``: whether the prompt has ended
-    that; False: it has begun it; None: the engine looks at the prompt's last tokens.
-    ``arrival_time`` and ``deadline`` are seconds since the Unix epoch. Tenants share engines by ``tenant_weight``.
-    ``request_number`` stands for request and attempt in ``TokenColumns``; 0: it has none.
-    """
+    """What ``penstock.enginecore.v1.EngineCoreRequest`` says, as far as engines serve it."""
 
     request_id: str
+    """Unique among the requests of a frontend; the same in every attempt."""
     prompt_token_ids: list[int]
+    """Never holds output tokens. An id means nothing where ``prompt_embeds`` has a vector."""
     sampling_params: SamplingParams = NO_SAMPLING
+    """Means nothing beside ``pooling_params``."""
     pooling_params: PoolingParams | None = None
-    external_request_id: str = ""
-    arrival_time: float = 0.0
-    cache_salt: str = ""
-    data_parallel_rank: int | None = None
+    """With these the request produces vectors, and no tokens."""
+    context: RequestContext = RequestContext()
     current_wave: int = 0
-    priority: int = 0
+    """The wave of data-parallel engines that the frontend saw last."""
     attempt: int = 0
+    """How many engines were given the request before this one."""
     never_admitted: bool = False
+    """Whether each of those engines refused it."""
     prior_output_token_ids: list[int] = []
-    deadline: float | None = None
+    """What earlier attempts delivered. These tokens count as output (max_tokens, stops, seeded draws), never as prompt."""
     second_text_start: int | None = None
+    """Where the second text of a pair begins in the prompt, in tokens; None: the prompt is one text."""
     prompt_embeds: PromptEmbeds | None = None
-    trace_context: dict[str, str] = {}
-    tenant: str = ""
-    tenant_weight: float = 1.0
+    """Vectors that stand at some positions of the prompt, or at all."""
     request_number: int = 0
+    """Stands for request and attempt in ``TokenColumns``; 0: it has none."""
     reasoning_ended: bool | None = None
+    """Whether the prompt has ended the reasoning (True) or begun it (False); None: the engine looks at its last tokens."""
     reasoning_parser_kwargs: ReasoningTokens | None = None
+    """Set where a constraint holds only behind the reasoning."""

@@ -73,7 +73,9 @@ class BusyLoop:
         try:
             prepared = self._engine.preprocess(client_id, request)
         except Exception as e:
-            failed = _refusal(request.request_id, request.external_request_id, e, doing="validating the request")
+            failed = _refusal(
+                request.request_id, request.context.external_request_id, e, doing="validating the request"
+            )
             self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), failed)
         else:
             self._queues.put(AddRequest(prepared))
@@ -234,7 +236,7 @@ class BusyLoop:
                 raise Unavailable("the engine is draining and takes no new requests", reason="DRAINING")
             self._engine.add(request)
         except Exception as e:
-            failed = _refusal(request.request_id, request.external_id, e, doing="queueing the request")
+            failed = _refusal(request.request_id, request.context.external_request_id, e, doing="queueing the request")
             if not self._engine.scheduler.fail(request, RequestError.from_exception(failed)):
                 self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, failed)
 

@@ -68,7 +68,7 @@ class Request:
     those whose step is over. Results of steps before
     ``valid_from_step`` belong to a life that ended with a preemption.
 
-    ``client_id`` names the session that sent the request and gets its outputs, ``external_id`` is the id its client knows.
+    ``client_id`` names the session that sent the request and gets its outputs.
     ``all_token_ids`` holds the tokens of earlier attempts as output, so that limits, stops and seeded draws count from the
     true beginning of the output.
     ``number`` stands for it in columns of tokens, 0 where its client numbers nothing.
@@ -80,14 +80,11 @@ class Request:
     __slots__ = (
         "all_token_ids",
         "arrival",
-        "arrival_time",
         "attempt",
         "block_hashes",
-        "cache_salt",
         "client_id",
-        "deadline",
+        "context",
         "events",
-        "external_id",
         "grammar",
         "hold",
         "key",
@@ -104,7 +101,6 @@ class Request:
         "outlives",
         "pooling_params",
         "prefill_reported",
-        "priority",
         "prompt_embeds",
         "queued_time",
         "reasoning_ended",
@@ -116,15 +112,13 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-        "tenant",
-        "tenant_weight",
         "valid_from_step",
     )
 
     def __init__(self, request: EngineCoreRequest, *, client_id: str, max_model_len: int) -> None:
         self.key = f"{request.request_id}#{next(_serial)}"
         self.request_id = request.request_id
-        self.external_id = request.external_request_id
+        self.context = request.context
         self.client_id = client_id
         self.sampling_params: SamplingParams = request.sampling_params
         self.pooling_params: PoolingParams | None = request.pooling_params
@@ -142,12 +136,6 @@ class Request:
             or request.sampling_params.prompt_logprobs is not None
             or request.pooling_params is not None
         )
-        self.cache_salt = request.cache_salt
-        self.priority = request.priority
-        self.arrival_time = request.arrival_time
-        self.deadline = request.deadline
-        self.tenant = request.tenant
-        self.tenant_weight = request.tenant_weight
         self.attempt = request.attempt
         self.number = request.request_number
         self.outlives = request.attempt > 0 and not request.never_admitted

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT, EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import MAX_SEED, MIN_SEED, RepetitionDetection, SamplingParams
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from penstock_enginecore.core.model_info import ModelInfo
@@ -46,25 +47,29 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         check_sampling(request.sampling_params, limits)
     if request.prompt_embeds is not None:
         check_prompt_embeds(request, request.prompt_embeds, limits.model.hidden_size, limits.model.dtype)
-    if request.deadline is not None and not math.isfinite(request.deadline):
-        raise InvalidArgument(f"deadline is {request.deadline}; it must be finite", field="deadline")
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
-    if not _INT32_MIN <= request.priority <= _INT32_MAX:
+    _check_reasoning(request, limits.model.vocab_size)
+    _check_context(request.context)
+
+
+def _check_context(context: RequestContext) -> None:
+    if context.deadline is not None and not math.isfinite(context.deadline):
+        raise InvalidArgument(f"deadline is {context.deadline}; it must be finite", field="deadline")
+    if not _INT32_MIN <= context.priority <= _INT32_MAX:
         raise InvalidArgument(
-            f"priority is {request.priority}; it must be at least {_INT32_MIN} and at most {_INT32_MAX}",
+            f"priority is {context.priority}; it must be at least {_INT32_MIN} and at most {_INT32_MAX}",
             field="priority",
         )
-    if not MIN_TENANT_WEIGHT <= request.tenant_weight <= MAX_TENANT_WEIGHT:
+    if not MIN_TENANT_WEIGHT <= context.tenant_weight <= MAX_TENANT_WEIGHT:
         raise InvalidArgument(
-            f"tenant_weight is {request.tenant_weight}; it must be at least {MIN_TENANT_WEIGHT:g} and at most "
+            f"tenant_weight is {context.tenant_weight}; it must be at least {MIN_TENANT_WEIGHT:g} and at most "
             f"{MAX_TENANT_WEIGHT:g}",
             field="tenant_weight",
         )
-    _check_reasoning(request, limits.model.vocab_size)
-    if request.data_parallel_rank not in (None, 0):
+    if context.data_parallel_rank not in (None, 0):
         raise InvalidArgument(
-            f"data_parallel_rank is {request.data_parallel_rank}; this engine is rank 0 of 1",
+            f"data_parallel_rank is {context.data_parallel_rank}; this engine is rank 0 of 1",
             field="data_parallel_rank",
         )
 

@@ -1,6 +1,5 @@
 """Messages of ``penstock.enginecore.v1`` to the domain and back, as the engine needs them."""
 
-import math
 import time
 
 import msgspec
@@ -11,6 +10,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
 from penstock_common.rpc.columns import fill_columns
+from penstock_common.rpc.request_context import context_from_proto
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -46,23 +46,16 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         token_ids = [0] * embeds.num_tokens
     return EngineCoreRequest(
         request_id=message.request_id,
-        external_request_id=message.external_request_id,
         prompt_token_ids=token_ids,
         prompt_embeds=embeds,
         sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
         pooling_params=pooling,
-        arrival_time=message.arrival_time,
-        cache_salt=message.cache_salt,
+        context=context_from_proto(message),
         current_wave=message.current_wave,
-        priority=message.priority,
-        trace_context=dict(message.trace_context),
         attempt=message.attempt,
         never_admitted=message.never_admitted,
         prior_output_token_ids=list(message.prior_output_token_ids),
-        deadline=_deadline(message),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
-        tenant=message.tenant,
-        tenant_weight=message.tenant_weight if message.HasField("tenant_weight") else 1.0,
         request_number=message.request_number,
         reasoning_ended=message.reasoning_ended if message.HasField("reasoning_ended") else None,
         reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
@@ -76,15 +69,6 @@ def _reasoning(text: str) -> ReasoningTokens | None:
         return msgspec.json.decode(text, type=ReasoningTokens)
     except msgspec.DecodeError as e:
         raise InvalidArgument(f"reasoning_parser_kwargs: {e}", field="reasoning_parser_kwargs") from None
-
-
-def _deadline(message: pb.EngineCoreRequest) -> float | None:
-    """Seconds since the Unix epoch by this machine's clock, with which alone it is compared. Raises InvalidArgument."""
-    if not message.HasField("time_left"):
-        return message.deadline if message.HasField("deadline") else None
-    if not math.isfinite(message.time_left):
-        raise InvalidArgument(f"time_left is {message.time_left}; it must be finite", field="time_left")
-    return time.time() + message.time_left
 
 
 def draining_to_proto(time_left: float) -> pb.Draining:

@@ -31,7 +31,7 @@ class _TracedRequest:
     __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "number", "phases", "request_id")
 
     def __init__(self, request: EngineCoreRequest, now: float) -> None:
-        self.headers: Headers = request.trace_context
+        self.headers: Headers = request.context.trace_context
         self.request_id = request.request_id
         self.number = request.request_number
         self.num_prompt = len(request.prompt_token_ids)
@@ -100,7 +100,7 @@ class EngineTraces:
     def add(self, client_id: str, request: EngineCoreRequest) -> None:
         """A request came in; it is followed if its trace is recorded."""
         try:
-            if is_sampled(request.trace_context):
+            if is_sampled(request.context.trace_context):
                 traced = _TracedRequest(request, self._clock())
                 self._requests[client_id, request.request_id] = traced
                 if traced.number:

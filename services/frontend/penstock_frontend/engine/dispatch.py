@@ -83,7 +83,7 @@ class Dispatch:
         """Start the sequences of a call on one engine. Raises InvalidArgument for a rank that no engine has."""
         entries = self._journal.begin(requests)
         try:
-            picked = self._pick(entries, requests[0].data_parallel_rank)
+            picked = self._pick(entries, requests[0].context.data_parallel_rank)
         except InvalidArgument:
             self._journal.end([request.request_id for request in requests])
             raise
@@ -203,7 +203,7 @@ class Dispatch:
                 continue
             if (error := self._retries.verdict(entry, why, blame)) is not None:
                 get_logger().error(
-                    "request given up", request=entry.request.external_request_id, reason=error.reason, why=why
+                    "request given up", request=entry.request.context.external_request_id, reason=error.reason, why=why
                 )
                 self._end(entry, error)
                 continue
@@ -229,7 +229,7 @@ class Dispatch:
         changed: Counter[tuple[str, str]] = Counter()
         for call in calls.values():
             # Only a call that has left no engine yet waits for the one that its client named.
-            rank = None if call[0].num_moves else call[0].request.data_parallel_rank
+            rank = None if call[0].num_moves else call[0].request.context.data_parallel_rank
             try:
                 picked = self._pick(call, rank)
             except InvalidArgument as e:  # there is no engine of that rank any more
@@ -282,7 +282,7 @@ class Dispatch:
                 self._engines.send(engine, entry.to_send(), first=first)
             except Exception as e:
                 failed = incident(
-                    e, request=entry.request.external_request_id, doing="sending the request to an engine"
+                    e, request=entry.request.context.external_request_id, doing="sending the request to an engine"
                 )
                 self._end(entry, failed)
 

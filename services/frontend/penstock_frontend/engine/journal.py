@@ -202,7 +202,7 @@ class Journal:
 
 
 def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:
-    failed = incident(error, request=entry.request.external_request_id, doing="writing the output down")
+    failed = incident(error, request=entry.request.context.external_request_id, doing="writing the output down")
     return EngineCoreOutput(
         request_id=entry.request_id, attempt=entry.attempt, error=RequestError.from_exception(failed)
     )

@@ -87,13 +87,16 @@ class JournalEntry:
         params = self.request.sampling_params
         if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
+        context = self.request.context
+        if context.data_parallel_rank is not None:
+            context = msgspec.structs.replace(context, data_parallel_rank=None)
         return msgspec.structs.replace(
             self.request,
             attempt=self.attempt,
             never_admitted=self.attempt > 0 and not self.admitted,
             prior_output_token_ids=self.token_ids,
             sampling_params=params,
-            data_parallel_rank=None,
+            context=context,
             request_number=self.number,
         )
 
@@ -133,8 +136,9 @@ class JournalEntry:
     def _num_repeated(self, offset: int) -> int:
         repeated = len(self.token_ids) - offset
         if repeated < 0:
+            request_id = self.request.context.external_request_id
             raise EngineFaultError(
-                f"output of request {self.request.external_request_id} goes on at token {offset}, not {len(self.token_ids)}"
+                f"output of request {request_id} goes on at token {offset}, not {len(self.token_ids)}"
             )
         return repeated
 

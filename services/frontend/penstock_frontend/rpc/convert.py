@@ -12,6 +12,7 @@ from penstock_common.observability.incidents import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.columns import columns_from_proto
+from penstock_common.rpc.request_context import fill_context
 from penstock_common.rpc.sampling import to_proto
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.kv_events import KvCacheEvent
@@ -42,7 +43,6 @@ def add_request(
     message = pb.SessionRequest()
     add = message.add
     add.request_id = request.request_id
-    add.external_request_id = request.external_request_id
     add.prompt_token_ids.extend(request.prompt_token_ids)
     if request.pooling_params is not None:
         add.pooling_params.CopyFrom(parts.pooling_params_to_proto(request.pooling_params))
@@ -54,21 +54,11 @@ def add_request(
         add.prompt_is_token_ids.extend(map(bool, request.prompt_embeds.is_token))
     if request.second_text_start is not None:
         add.second_text_start = request.second_text_start
-    add.arrival_time = request.arrival_time
-    add.cache_salt = request.cache_salt
-    if request.data_parallel_rank is not None:
-        add.data_parallel_rank = request.data_parallel_rank
+    fill_context(add, request.context)
     add.current_wave = request.current_wave
-    add.priority = request.priority
     add.attempt = request.attempt
     add.never_admitted = request.never_admitted
     add.prior_output_token_ids.extend(request.prior_output_token_ids)
-    if request.deadline is not None:
-        add.deadline = request.deadline
-    add.trace_context.update(request.trace_context)
-    add.tenant = request.tenant
-    if request.tenant_weight != 1.0:
-        add.tenant_weight = request.tenant_weight
     add.request_number = request.request_number
     if request.reasoning_ended is not None:
         add.reasoning_ended = request.reasoning_ended

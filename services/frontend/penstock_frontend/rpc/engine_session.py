@@ -221,8 +221,8 @@ class EngineSession:
             message = convert.add_request(request, ref, every_position=every_position)
             if self._revision < COLUMNS_SINCE:
                 message.add.ClearField("request_number")
-            if request.deadline is not None:
-                message.add.time_left = request.deadline - time.time()  # the engine's clock may be another
+            if request.context.deadline is not None:
+                message.add.time_left = request.context.deadline - time.time()  # the engine's clock may be another
             if (size := message.ByteSize()) > self._limits.max_message_bytes:
                 raise InvalidArgument(
                     f"the request has {size} bytes; engines take messages of up to {self._limits.max_message_bytes}",
@@ -231,7 +231,7 @@ class EngineSession:
         except RequestFailed as e:
             self._refuse(request, e)
         except Exception as e:
-            self._refuse(request, incident(e, request=request.external_request_id, doing="sending the request"))
+            self._refuse(request, incident(e, request=request.context.external_request_id, doing="sending the request"))
         else:
             return message
         raise _NotSentError

@@ -5,11 +5,24 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.rpc.convert import request_from_proto
 from penstock_frontend.rpc.convert import add_request
 
 PLAIN = EngineCoreRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3))
+STAYS = ("model", "data_parallel_rank")
+"""Fields of the context that the frontend has used up when it sends a request."""
+CONTEXT: dict[str, object] = {
+    "external_request_id": "e",
+    "priority": -7,
+    "tenant": "großkunde",
+    "tenant_weight": 2.5,
+    "cache_salt": "s",
+    "arrival_time": 12.5,
+    "deadline": 1234.5,
+    "trace_context": {"traceparent": "00-a-b-01"},
+}
 
 
 def over_the_wire(request: EngineCoreRequest) -> EngineCoreRequest:
@@ -21,13 +34,7 @@ def over_the_wire(request: EngineCoreRequest) -> EngineCoreRequest:
     "fields",
     [
         {},
-        {"tenant": "t"},
-        {"tenant": "großkunde", "tenant_weight": 2.5},
-        {"tenant_weight": 0.001},
-        {"deadline": 1234.5},
-        {"priority": -7, "arrival_time": 12.5, "cache_salt": "s", "external_request_id": "e"},
         {"attempt": 3, "prior_output_token_ids": [4, 5]},
-        {"trace_context": {"traceparent": "00-a-b-01"}},
         {"reasoning_parser_kwargs": ReasoningTokens(7, 8)},
         {"reasoning_parser_kwargs": ReasoningTokens(7, 8), "reasoning_ended": False},
         {"reasoning_parser_kwargs": ReasoningTokens(7, 8), "reasoning_ended": True},
@@ -39,10 +46,28 @@ def test_fields_arrive_as_they_were(fields: dict[str, object]) -> None:
     assert over_the_wire(request) == request
 
 
+@pytest.mark.parametrize("name", [name for name in RequestContext.__struct_fields__ if name not in STAYS])
+def test_each_field_of_the_context_arrives_as_it_was(name: str) -> None:
+    context = RequestContext(**{name: CONTEXT[name]})  # type: ignore[arg-type]
+    assert context != RequestContext()
+    assert over_the_wire(msgspec.structs.replace(PLAIN, context=context)).context == context
+
+
+def test_the_whole_context_arrives_as_it_was() -> None:
+    context = RequestContext(**CONTEXT)  # type: ignore[arg-type]
+    assert over_the_wire(msgspec.structs.replace(PLAIN, context=context)).context == context
+
+
+@pytest.mark.parametrize("weight", [0.001, 2.5])
+def test_weights_arrive_as_they_were(weight: float) -> None:
+    context = RequestContext(tenant="t", tenant_weight=weight)
+    assert over_the_wire(msgspec.structs.replace(PLAIN, context=context)).context == context
+
+
 def test_a_weight_that_is_not_sent_is_one() -> None:
     message = add_request(PLAIN).add
     assert not message.HasField("tenant_weight")
-    assert request_from_proto(message).tenant_weight == 1.0
+    assert request_from_proto(message).context.tenant_weight == 1.0
 
 
 @pytest.mark.parametrize(

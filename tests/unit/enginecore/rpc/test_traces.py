@@ -12,6 +12,7 @@ from penstock_common.types.outputs import (
     RequestError,
 )
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.token_columns import TokenColumns
 from penstock_enginecore.rpc.traces import EngineTraces
 
@@ -42,7 +43,7 @@ class Recorder:
         request = EngineCoreRequest(
             request_id="r",
             prompt_token_ids=[1, 2, 3],
-            trace_context=PARENT if trace_context is None else trace_context,
+            context=RequestContext(trace_context=PARENT if trace_context is None else trace_context),
             request_number=NUMBER,
         )
         self.traces.add("c", request)

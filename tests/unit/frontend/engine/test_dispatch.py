@@ -13,6 +13,7 @@ from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Res
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, PrefillStats, RequestError
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.config import RetriesConfig
@@ -145,10 +146,9 @@ class Simulated:
             [
                 EngineCoreRequest(
                     request_id=request_id,
-                    external_request_id=request_id,
                     prompt_token_ids=PROMPT,
                     sampling_params=SamplingParams(**{"max_tokens": MAX_TOKENS} | params),  # type: ignore[arg-type]
-                    data_parallel_rank=rank,
+                    context=RequestContext(external_request_id=request_id, data_parallel_rank=rank),
                 )
                 for request_id in request_ids
             ]

@@ -28,7 +28,7 @@ def extra_keys(request: Request, start: int, end: int) -> bytes:
     """What besides the tokens decides the content of the block with positions ``start`` to ``end``: the cache salt, on the
     first block (later ones inherit it), and vectors that stand for tokens.
     """
-    keys = request.cache_salt.encode() if start == 0 else b""
+    keys = request.context.cache_salt.encode() if start == 0 else b""
     embeds = request.prompt_embeds
     if embeds is not None and start < embeds.num_tokens:
         keys += _vectors_digest(embeds, start, end)

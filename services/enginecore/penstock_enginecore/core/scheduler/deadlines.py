@@ -21,13 +21,13 @@ class DeadlineQueue:
 
     def add(self, request: Request) -> None:
         """Watch a request; one without a deadline is ignored."""
-        if request.deadline is not None:
+        if request.context.deadline is not None:
             self._num_alive += 1
-            heapq.heappush(self._heap, (request.deadline, request.key, request))
+            heapq.heappush(self._heap, (request.context.deadline, request.key, request))
 
     def discard(self, request: Request) -> None:
         """Note that a request has ended."""
-        if request.deadline is None:
+        if request.context.deadline is None:
             return
         self._num_alive -= 1
         if len(self._heap) > 2 * self._num_alive + 64:

@@ -68,7 +68,7 @@ class FairQueue:
             self._order.remove(level)
 
     def _level(self, request: Request) -> int:
-        return request.priority if self._by_priority else 0
+        return request.context.priority if self._by_priority else 0
 
     def _tenant(self, request: Request) -> str:
-        return request.tenant if self._fair else ""
+        return request.context.tenant if self._fair else ""

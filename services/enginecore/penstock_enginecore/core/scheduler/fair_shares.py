@@ -51,7 +51,7 @@ class FairShares:
 
     def add(self, name: str, request: Request) -> None:
         """Take in a request of a tenant. Its weight is the tenant's from now on."""
-        weight = request.tenant_weight
+        weight = request.context.tenant_weight
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(
@@ -95,7 +95,7 @@ class FairShares:
         tokens = request.take_uncharged_tokens()
         tenant = self._tenants.get(name)
         if tenant is None:
-            self._ahead.set(name, self._start_of(name) + tokens / request.tenant_weight)
+            self._ahead.set(name, self._start_of(name) + tokens / request.context.tenant_weight)
             return
         tenant.virtual_time += tokens / tenant.weight
         self._turns.set(name, _turn(tenant))

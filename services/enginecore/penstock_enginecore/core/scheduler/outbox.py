@@ -81,7 +81,7 @@ class Outbox:
         output.pooling_output = pooled
         if error is not None:
             output.error = error
-            log_failed(request.request_id, request.external_id, error)
+            log_failed(request.request_id, request.context.external_request_id, error)
         self._clients[request.client_id].finished.append(request.request_id)
 
     def _add_whole(

@@ -7,6 +7,7 @@ import numpy.typing as npt
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, Vectors
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 
@@ -26,6 +27,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
     prompt_embeds: PromptEmbeds | None = None
+    context: RequestContext = RequestContext()
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
@@ -72,6 +74,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 pooling_params=request.pooling_params,
                 second_text_start=request.second_text_start,
                 prompt_embeds=request.prompt_embeds,
+                context=request.context,
             )
         )
 

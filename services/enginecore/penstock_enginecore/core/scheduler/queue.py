@@ -14,7 +14,7 @@ def rank(request: Request, *, by_priority: bool) -> Rank:
     first come, first served.
     """
     if by_priority:
-        return request.priority, request.arrival_time, request.arrival
+        return request.context.priority, request.context.arrival_time, request.arrival
     return 0 if request.resumes else 1, 0, request.arrival
 
 

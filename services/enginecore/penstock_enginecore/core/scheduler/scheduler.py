@@ -197,7 +197,7 @@ class DefaultScheduler(Scheduler):
     def _end_expired(self) -> None:
         now = self._wall_clock()
         for request in self._deadlines.pop_expired(now):
-            late = now - (request.deadline or now)
+            late = now - (request.context.deadline or now)
             message = f"the deadline passed {late:.3f} s ago, after {request.num_output_tokens} output tokens"
             error = RequestError(
                 code="DEADLINE_EXCEEDED", message=message, field="deadline", reason="DEADLINE_EXCEEDED"

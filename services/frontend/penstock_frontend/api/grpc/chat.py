@@ -8,6 +8,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.sampling import refuse_set
 from penstock_frontend.api.grpc import convert
+from penstock_frontend.api.grpc.context import context_of
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, Tool, ToolCall
@@ -36,11 +37,7 @@ def chat_request(
         continue_final_message=message.continue_final_message,
         template_kwargs=_object(message.chat_template_kwargs, "chat_template_kwargs") or {},
         sampling=convert.sampling(message.sampling_params),
-        model=message.model,
-        request_id=message.request_id,
-        cache_salt=message.cache_salt,
-        **convert.routing(message.routing, metadata),
-        deadline=convert.deadline(time_left),
+        context=context_of(message, metadata, time_left),
     )
 
 

@@ -1,6 +1,5 @@
 """Messages of the public API to the domain and back."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,17 +9,12 @@ from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_proto
 from penstock_common.rpc.sampling import refuse_set, set_fields
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.auth.principal import tenant_of_caller
+from penstock_frontend.api.grpc.context import context_of
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.prompts.counts import check_count
 from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part
 from penstock_frontend.processing.prompts.request import Finish, GenerateRequest, RequestOutput, Usage
 from penstock_frontend.processing.prompts.sampling import check_lists
-
-_INT32 = range(-(2**31), 2**31)
-_TRACE_HEADERS = ("traceparent", "tracestate")
-_RANK_HEADERS = ("x-penstock-data-parallel-rank", "x-data-parallel-rank")
-"""Ours, and vLLM's."""
 
 
 def generate_request(
@@ -36,12 +30,8 @@ def generate_request(
     return GenerateRequest(
         prompt=_prompt(message),
         sampling=sampling(message.sampling_params),
-        model=message.model,
-        request_id=message.request_id,
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
-        cache_salt=message.cache_salt,
-        **routing(message.routing, metadata),
-        deadline=deadline(time_left),
+        context=context_of(message, metadata, time_left),
     )
 
 
@@ -76,25 +66,6 @@ def _part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
 def sampling(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
     """The sampling parameters that are set, by the domain's names. Raises InvalidArgument."""
     return set_fields(params)
-
-
-def deadline(time_left: float | None) -> float | None:
-    """Seconds since the Unix epoch of a deadline that is so many seconds away."""
-    return None if time_left is None else time.time() + time_left
-
-
-def routing(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Where and how urgently to run, by the domain's names: the message's fields, else the call's metadata."""
-    return {
-        "data_parallel_rank": hints.data_parallel_rank
-        if hints.HasField("data_parallel_rank")
-        else _rank_of_call(metadata),
-        "priority": hints.priority
-        if hints.HasField("priority")
-        else _integer(metadata, "x-penstock-priority", _INT32) or 0,
-        "tenant": tenant_of_caller(hints.tenant or metadata.get("x-penstock-tenant", "")),
-        "trace_context": dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
-    }
 
 
 def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:
@@ -142,23 +113,3 @@ def request_error(error: RequestFailed) -> finish_pb2.RequestError:
     if error.retry_after is not None:
         message.retry_after = error.retry_after
     return message
-
-
-def _rank_of_call(metadata: Mapping[str, str]) -> int | None:
-    ranks = (_integer(metadata, key, range(2**32)) for key in _RANK_HEADERS)
-    return next((rank for rank in ranks if rank is not None), None)
-
-
-def _integer(metadata: Mapping[str, str], key: str, allowed: range) -> int | None:
-    text = metadata.get(key)
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = allowed.stop
-    if value not in allowed:
-        raise InvalidArgument(
-            f"metadata {key} is {text!r}; it must be an integer from {allowed.start} to {allowed.stop - 1}", field=key
-        )
-    return value

@@ -38,7 +38,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
         converted = convert.generate_request(request, **_call(context), limits=self._limits)
-        live = self._llm.accept(converted.request_id, demand_of(converted))
+        live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._llm.generate(converted, live):
@@ -62,7 +62,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Answers a conversation; the answer is streamed."""
         converted = chat.chat_request(request, **_call(context), limits=self._limits)
-        live = self._llm.accept(converted.request_id, demand_of(converted))
+        live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._chat.run(converted, live):
             yield chat.chat_response(output, live.request_id)

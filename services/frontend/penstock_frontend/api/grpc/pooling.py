@@ -1,8 +1,6 @@
 """Embed, Classify and Score: messages to the domain and back."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from penstock.common.v1 import pooling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
@@ -11,20 +9,19 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api.grpc import convert
+from penstock_frontend.api.grpc.context import context_of
 from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult, Prompt
 from penstock_frontend.processing.prompts.request import Usage
 
 _EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
 
-Calls = pb.EmbedRequest | pb.ClassifyRequest | pb.ScoreRequest
-
 
 def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
     """The domain's request. ``time_left``: seconds until the call's deadline. Raises InvalidArgument or Unimplemented."""
     params = _params(message.pooling_params, _EMBED_TASKS, meaningless=("use_activation",))
     inputs, fields = _prompts(message.inputs, "inputs")
-    return PoolingRequest(inputs=inputs, fields=fields, params=params, **_common(message, metadata, time_left))
+    return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
 def classify_request(
@@ -33,7 +30,7 @@ def classify_request(
     """See ``embed_request``."""
     params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
     inputs, fields = _prompts(message.inputs, "inputs")
-    return PoolingRequest(inputs=inputs, fields=fields, params=params, **_common(message, metadata, time_left))
+    return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
 def pair_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
@@ -46,7 +43,7 @@ def pair_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_
         seconds=texts,
         fields=fields,
         params=PoolingParams(task=PoolingTask.SCORE),
-        **_common(message, metadata, time_left),
+        context=context_of(message, metadata, time_left),
     )
 
 
@@ -60,7 +57,7 @@ def similarity_request(
         inputs=[query, *documents],
         fields=[*query_field, *fields],
         params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
-        **_common(message, metadata, time_left),
+        context=context_of(message, metadata, time_left),
     )
 
 
@@ -112,15 +109,6 @@ def _vectors(output: EngineCoreOutput) -> Vectors:
     if output.pooling_output is None:
         raise TypeError("an output without vectors is no answer")
     return output.pooling_output
-
-
-def _common(message: Calls, metadata: Mapping[str, str], time_left: float | None) -> dict[str, Any]:
-    return {
-        "model": message.model,
-        "request_id": message.request_id,
-        "deadline": None if time_left is None else time.time() + time_left,
-        **convert.routing(message.routing, metadata),
-    }
 
 
 def _params(

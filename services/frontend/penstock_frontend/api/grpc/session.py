@@ -131,7 +131,7 @@ class GenerateSession:
         request = convert.generate_request(
             message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits
         )
-        live = self._llm.accept(request.request_id, demand_of(request))
+        live = self._llm.accept(request.context.external_request_id, demand_of(request))
         self._place.enter()
         self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))
 

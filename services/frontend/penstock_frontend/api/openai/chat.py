@@ -15,6 +15,7 @@ from penstock_frontend.api.openai import sampling
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body import check_range, refuse_fields
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
+from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import (
     MessageBody,
     NamedToolChoice,
@@ -116,8 +117,9 @@ class ChatCompletions:
         demand = demand_of(request)
         self._llm.check_room([demand])
         prompt_token_ids = await self._prompt_token_ids(body, request)
-        source = Source(request.request_id, demand, functools.partial(self._chat.run, request), _names(body))
-        making = _Making(body, request.request_id, self._model, prompt_token_ids)
+        request_id = request.context.external_request_id
+        source = Source(request_id, demand, functools.partial(self._chat.run, request), _names(body))
+        making = _Making(body, request_id, self._model, prompt_token_ids)
         generation = Generation(self._llm, [source], given)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
@@ -251,10 +253,7 @@ def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=kwargs,
         sampling=values,
-        request_id=call.name("chatcmpl", body.request_id),
-        cache_salt=body.cache_salt or "",
-        deadline=call.deadline,
-        **sampling.routing(body, call.routing),
+        context=context_of(call, "chatcmpl", body),
     )
 
 

@@ -16,6 +16,7 @@ from penstock_frontend.api.openai import prompts, sampling
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body import check_range, refuse_fields
 from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
+from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.generation import Generation, PromptOutput, Source
 from penstock_frontend.api.openai.logprobs import TextOffsets
@@ -90,8 +91,8 @@ class _Making:
     def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str) -> None:
         self._llm = llm
         self._body = body
-        self._call = call
-        self._id = call.name("cmpl", body.request_id)
+        self._context = context_of(call, "cmpl", body)
+        self._id = self._context.external_request_id
         self._model = model
         self._created = int(time.time())
         self._options = body.stream_options or StreamOptions()
@@ -107,7 +108,7 @@ class _Making:
 
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
-        tenant = self._call.routing["tenant"]
+        tenant = self._context.tenant
         self._llm.check_room([Demand(tenant, len(each), self._body.n or 1) for each in given])
         body, values = self._body, _values(self._body)
         logprobs = body.logprobs is not None
@@ -168,11 +169,8 @@ class _Making:
         request = GenerateRequest(
             prompt=prompt.given,
             sampling=values,
-            request_id=request_id,
             add_special_tokens=self._body.add_special_tokens is not False,
-            cache_salt=self._body.cache_salt or "",
-            deadline=self._call.deadline,
-            **sampling.routing(self._body, self._call.routing),
+            context=msgspec.structs.replace(self._context, external_request_id=request_id),
         )
         return Source(request_id, demand_of(request), functools.partial(self._llm.generate, request), prompt.names)
 

@@ -12,6 +12,7 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body import check_range
+from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
@@ -22,16 +23,13 @@ from penstock_frontend.processing.pooling.inputs import PoolingRequest
 _INT32 = 2**31
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+class EmbeddingRequest(ContextFields, kw_only=True):
     """The body. ``input``: a text, texts, token ids, or lists of them. ``normalize``, null: as the model says, is vLLM's."""
 
     input: str | list[str | TokenId | list[TokenId]]
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
-    priority: int | None = None
-    request_id: str | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,18 +68,14 @@ class Embeddings:
         """Embed the inputs. Raises RequestFailed."""
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
-        check_range("priority", body.priority, -_INT32, _INT32 - 1)
+        context = context_of(call, "embd", body)
         inputs = _inputs(body)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
-        routing = call.routing | ({"priority": body.priority} if body.priority is not None else {})
         request = PoolingRequest(
             inputs=inputs,
             fields=["input"] if _is_single(body) else [f"input[{index}]" for index in range(len(inputs))],
             params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=body.normalize),
-            model=body.model or "",
-            request_id=call.name("embd", body.request_id),
-            deadline=call.deadline,
-            **routing,
+            context=context,
         )
         try:
             given.close()  # admission is the first thing that happens

@@ -10,10 +10,10 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.admission import Place
-from penstock_frontend.api.grpc import convert
+from penstock_frontend.api.call_context import context_of_call
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
 from penstock_frontend.api.openai.http_send import send_json
@@ -29,14 +29,13 @@ _MAX_TIMEOUT = 86_400.0
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What a call says beside its body.
 
-    ``given_id``: the client's header, ``request_id`` that or a random one. ``deadline``: seconds since the Unix epoch.
-    ``routing``: arguments of GenerateRequest and PoolingRequest. ``path``: the parameters of the path.
+    ``given_id``: the client's header, ``request_id`` that or a random one. ``context``: what the headers say of the call's
+    requests. ``path``: the parameters of the path.
     """
 
     request_id: str
     given_id: str
-    deadline: float | None
-    routing: dict[str, Any]
+    context: RequestContext
     path: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
@@ -141,8 +140,7 @@ def _call(headers: Headers, request_id: str, path: Mapping[str, str]) -> Call:
     return Call(
         request_id=request_id,
         given_id=headers.get(REQUEST_ID, ""),
-        deadline=_deadline(headers.get(TIMEOUT)),
-        routing=convert.routing(pb.RoutingHints(), headers),
+        context=context_of_call(headers, deadline=_deadline(headers.get(TIMEOUT))),
         path=path,
     )
 

@@ -16,6 +16,7 @@ from penstock_common.types.sampling import (
     StructuredOutput,
 )
 from penstock_frontend.api.openai.body import check_range, refuse_fields, text_of
+from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.errors import undecodable
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -29,7 +30,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": (MIN_SEED, MAX_SEED),
     "prompt_logprobs": (-1, _INT32 - 1),
     "truncate_prompt_tokens": (1, _INT32 - 1),
-    "priority": (-_INT32, _INT32 - 1),
     "repetition_penalty": (0.0, 1e38),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
@@ -115,10 +115,9 @@ class RepetitionFields(msgspec.Struct, frozen=True):
     min_count: Annotated[int, msgspec.Meta(ge=0, le=_INT32)] = 2
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(GenerationContextFields, kw_only=True):
     """The common fields of both bodies, OpenAI's and vLLM's. Null is unset."""
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
@@ -148,9 +147,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionFields | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
     use_beam_search: Any = None
     lora_request: Any = None
     prompt_embeds: Any = None
@@ -188,11 +184,6 @@ def values(body: SamplingFields) -> dict[str, Any]:
         found["repetition_detection"] = RepetitionDetection(**msgspec.structs.asdict(body.repetition_detection))
     found["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL
     return found
-
-
-def routing(body: SamplingFields, of_call: Mapping[str, Any]) -> dict[str, Any]:
-    """Where and how urgently to run: what the headers say, and the body's priority before theirs."""
-    return {**of_call, **({} if body.priority is None else {"priority": body.priority})}
 
 
 def names(body: SamplingFields) -> Mapping[str, str]:

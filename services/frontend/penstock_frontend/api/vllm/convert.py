@@ -1,20 +1,19 @@
 """Messages of ``vllm.grpc.engine`` to the domain and back."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from penstock.inference.v1 import messages_pb2 as inference_pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_frontend.api.grpc import convert
+from penstock_frontend.api.call_context import context_of_call
+from penstock_frontend.api.vllm.context import context_of
 from penstock_frontend.api.vllm.sampling import sampling
 from penstock_frontend.async_llm import LiveRequest
 from penstock_frontend.engine.kv_events import KvEventBatch
@@ -36,15 +35,10 @@ def generate_request(
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input is not set: give tokenized or text", field="input")
-    routing = convert.routing(inference_pb.RoutingHints(), metadata)
-    if message.HasField("data_parallel_rank"):
-        routing["data_parallel_rank"] = _rank(message.data_parallel_rank)
     return GenerateRequest(
         prompt=message.text if kind == "text" else message.tokenized.input_ids,
         sampling=sampling(message.sampling_params, stream=message.stream),
-        request_id=message.request_id,
-        **routing,
-        deadline=deadline(time_left),
+        context=context_of(message, metadata, time_left),
     )
 
 
@@ -56,9 +50,7 @@ def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time
         inputs=[message.tokenized.input_ids],
         fields=["tokenized.input_ids"],
         params=PoolingParams(task=PoolingTask.EMBED),
-        request_id=message.request_id,
-        **convert.routing(inference_pb.RoutingHints(), metadata),
-        deadline=deadline(time_left),
+        context=context_of(message, metadata, time_left),
     )
 
 
@@ -198,20 +190,6 @@ def _top_logprobs(logprobs: Logprobs) -> list[pb.TopLogProbs]:
     ]
 
 
-def _rank(rank: int) -> int:
-    if rank < 0:
-        raise InvalidArgument(
-            f"data_parallel_rank is {rank}; it must not be negative: leave it unset for any engine",
-            field="data_parallel_rank",
-        )
-    return rank
-
-
-def deadline(time_left: float | None) -> float | None:
-    """When a call ends, in seconds since the Unix epoch; None for never."""
-    return None if time_left is None else time.time() + time_left
-
-
 def call_details(context: Any) -> dict[str, Any]:
     """What a call carries beside its message: arguments of the functions above."""
     return {"metadata": _metadata(context), "time_left": context.time_remaining()}
@@ -219,8 +197,7 @@ def call_details(context: Any) -> dict[str, Any]:
 
 def tenant_of(context: Any) -> str:
     """Whose requests a call is about."""
-    tenant: str = convert.routing(inference_pb.RoutingHints(), _metadata(context))["tenant"]
-    return tenant
+    return context_of_call(_metadata(context)).tenant
 
 
 def _metadata(context: Any) -> dict[str, str]:

@@ -16,6 +16,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
 from penstock_common.rpc.sampling import refuse_set
 from penstock_frontend.admission import demand_of
+from penstock_frontend.api.call_context import deadline_after
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
 from penstock_frontend.api.vllm import convert
@@ -63,9 +64,9 @@ class VllmEngineServicer:
         """Continues a prompt: chunks as they come, or everything at the end."""
         converted = convert.generate_request(request, **convert.call_details(context))
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
-            limits = await self._llm.engines.wait_until_usable(converted.deadline)
+            limits = await self._llm.engines.wait_until_usable(converted.context.deadline)
             converted.sampling["truncate_prompt_tokens"] = limits.max_model_len - 1
-        live = self._llm.accept(converted.request_id, demand_of(converted), abortable=True)
+        live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         responses = convert.GenerateResponses(converted, live, stream=request.stream)
@@ -91,7 +92,7 @@ class VllmEngineServicer:
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served. Waits for an engine: its limits are part of the answer."""
-        limits = await self._llm.engines.wait_until_usable(convert.deadline(context.time_remaining()))
+        limits = await self._llm.engines.wait_until_usable(deadline_after(context.time_remaining()))
         defaults = self._card.sampling_defaults
         return pb.GetModelInfoResponse(
             model_path=self._model.path,

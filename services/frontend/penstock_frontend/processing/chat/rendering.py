@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.templates import ChatTemplates
 from penstock_frontend.processing.parsers import registry
@@ -59,10 +60,11 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to answer; for the rest see ``GenerateRequest``.
+    """A conversation to answer.
 
     ``tool_choice``: ``auto``, ``none`` or ``required``; ``named_tool`` is the name of the one that must be called, and wins.
-    ``template_kwargs``: more variables of the chat template (``enable_thinking``).
+    ``template_kwargs``: more variables of the chat template (``enable_thinking``). ``sampling`` holds the sampling parameters
+    that the client set, under the names of ``SamplingParams``.
     """
 
     messages: Sequence[ChatMessage]
@@ -73,14 +75,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
-    model: str = ""
-    request_id: str = ""
-    cache_salt: str = ""
-    data_parallel_rank: int | None = None
-    priority: int = 0
-    tenant: str = ""
-    trace_context: dict[str, str] = {}
-    deadline: float | None = None
+    context: RequestContext = RequestContext()
 
     @property
     def may_call(self) -> bool:
@@ -113,14 +108,7 @@ class ChatRenderer:
             prompt=await self._tokenizer.in_pool(self._prompt, request),
             add_special_tokens=False,  # the template writes them
             sampling=request.sampling,
-            model=request.model,
-            request_id=request.request_id,
-            cache_salt=request.cache_salt,
-            data_parallel_rank=request.data_parallel_rank,
-            priority=request.priority,
-            tenant=request.tenant,
-            trace_context=request.trace_context,
-            deadline=request.deadline,
+            context=request.context,
         )
 
     def _prompt(self, request: ChatRequest) -> str:

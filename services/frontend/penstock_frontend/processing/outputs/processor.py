@@ -58,7 +58,7 @@ class RequestState:
     ) -> None:
         params = request.sampling_params
         self.request_id = request.request_id
-        self.external_id = request.external_request_id
+        self.external_id = request.context.external_request_id
         self.engine_id = ""
         self.num_prompt = len(request.prompt_token_ids)
         self.num_cached = 0

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgumen
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
@@ -27,20 +27,14 @@ POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs to pool, each on its own. ``fields`` names them for errors, as ``inputs[0].text``.
 
-    ``seconds`` has the second text of every pair for a model that reads pairs. ``deadline``: seconds since the Unix epoch.
+    ``seconds`` has the second text of every pair for a model that reads pairs.
     """
 
     inputs: Sequence[Prompt]
     fields: Sequence[str]
     params: PoolingParams
     seconds: Sequence[str] = ()
-    model: str = ""
-    request_id: str = ""
-    data_parallel_rank: int | None = None
-    priority: int = 0
-    tenant: str = ""
-    trace_context: dict[str, str] = {}
-    deadline: float | None = None
+    context: RequestContext = RequestContext()
 
 
 class PoolingResult(msgspec.Struct, frozen=True):
@@ -75,10 +69,7 @@ class PoolingInputs:
         """Everything that can be said without an engine: one request per input. ``limits``: of the engines where they are
         known: texts far beyond them are refused before they are tokenized.
         """
-        self._inputs.check_model(request.model)
-        self._inputs.check_tenant(request.tenant)
-        self._inputs.check_trace_context(request.trace_context)
-        arrival_time = time.time()
+        context = self._inputs.checked_context(request.context, request_id)
         for index in range(len(request.inputs)):
             self._check_input(request, index, limits)
         tokenized = await (self._pairs(request) if request.seconds else self._singles(request))
@@ -86,17 +77,10 @@ class PoolingInputs:
             EngineCoreRequest(
                 # Unique even where a client uses an id again.
                 request_id=f"{request_id}-p{next(self._serial):x}",
-                external_request_id=request_id,
                 prompt_token_ids=ids,
                 pooling_params=request.params,
                 second_text_start=second_text_start,
-                arrival_time=arrival_time,
-                data_parallel_rank=request.data_parallel_rank,
-                priority=request.priority,
-                deadline=request.deadline,
-                trace_context=request.trace_context,
-                tenant=request.tenant,
-                tenant_weight=self._inputs.fairness.weight_of(request.tenant),
+                context=context,
             )
             for ids, second_text_start in tokenized
         ]

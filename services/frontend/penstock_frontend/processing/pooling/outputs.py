@@ -19,7 +19,7 @@ class PooledState:
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request_id = request.request_id
-        self.external_id = request.external_request_id
+        self.external_id = request.context.external_request_id
         self.num_prompt = len(request.prompt_token_ids)
         self.started = time.monotonic()
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()

@@ -11,6 +11,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument, NotFound, Unimplemented, nearest
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
@@ -69,8 +70,27 @@ class InputProcessor:
                 f"routing.tenant has {size} bytes; the limit is {self._limits.max_tenant_bytes}", field="routing.tenant"
             )
 
-    def check_trace_context(self, trace_context: Mapping[str, str]) -> None:
-        """Raise InvalidArgument when what every engine request carries along is too large."""
+    def checked_context(self, context: RequestContext, request_id: str) -> RequestContext:
+        """The context as engines get it: with the id that the client knows the request by, when it came, and its tenant's weight.
+        Raises NotFound for another model, InvalidArgument for what is too large.
+        """
+        self.check_model(context.model)
+        self.check_tenant(context.tenant)
+        self._check_trace_context(context.trace_context)
+        salt_size = len(context.cache_salt.encode())
+        if salt_size > self._limits.max_cache_salt_bytes:
+            raise InvalidArgument(
+                f"cache_salt has {salt_size} bytes; the limit is {self._limits.max_cache_salt_bytes}",
+                field="cache_salt",
+            )
+        return msgspec.structs.replace(
+            context,
+            external_request_id=request_id,
+            arrival_time=time.time(),
+            tenant_weight=self.fairness.weight_of(context.tenant),
+        )
+
+    def _check_trace_context(self, trace_context: Mapping[str, str]) -> None:
         size = sum(len(name.encode()) + len(value.encode()) for name, value in trace_context.items())
         if size > self._limits.max_trace_context_bytes:
             raise InvalidArgument(
@@ -85,19 +105,10 @@ class InputProcessor:
         """Everything that can be said without an engine. ``request_id``: as from ``request_id()``. ``limits``: of the engines
         where they are known: a prompt far beyond them is refused before it is tokenized.
         """
-        self.check_model(request.model)
-        self.check_tenant(request.tenant)
-        self.check_trace_context(request.trace_context)
+        context = self.checked_context(request.context, request_id)
         params = sampling.resolve(request.sampling, self._defaults, self._limits)
-        salt_size = len(request.cache_salt.encode())
-        if salt_size > self._limits.max_cache_salt_bytes:
-            raise InvalidArgument(
-                f"cache_salt has {salt_size} bytes; the limit is {self._limits.max_cache_salt_bytes}",
-                field="cache_salt",
-            )
         if params.bad_words:
             params = await self._with_bad_words(params)
-        arrival_time = time.time()
         if limits is not None:
             _check_early(request.prompt, limits.max_model_len, truncated=params.truncate_prompt_tokens is not None)
             _check_parts(request.prompt, limits)
@@ -108,18 +119,10 @@ class InputProcessor:
         return EngineCoreRequest(
             # Unique even where a client uses an id again.
             request_id=f"{request_id}-{next(self._serial):x}",
-            external_request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             prompt_embeds=prompt.embeds,
             sampling_params=params,
-            arrival_time=arrival_time,
-            cache_salt=request.cache_salt,
-            data_parallel_rank=request.data_parallel_rank,
-            priority=request.priority,
-            deadline=request.deadline,
-            trace_context=request.trace_context,
-            tenant=request.tenant,
-            tenant_weight=self.fairness.weight_of(request.tenant),
+            context=context,
             reasoning_ended=reasoning.parser.ended_by(request.prompt)
             if reasoning is not None and isinstance(request.prompt, str)
             else None,

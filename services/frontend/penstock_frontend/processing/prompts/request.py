@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt
 
 
@@ -14,20 +15,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue: text, token ids, or parts of these and vectors.
 
     ``sampling`` holds the sampling parameters that the client set, under the names of ``SamplingParams``.
-    ``deadline`` is in seconds since the Unix epoch. ``tenant``: who the request is for, whose share it takes.
     """
 
     prompt: str | Sequence[int] | MixedPrompt
     sampling: dict[str, Any] = {}
-    model: str = ""
-    request_id: str = ""
     add_special_tokens: bool = True
-    cache_salt: str = ""
-    data_parallel_rank: int | None = None
-    priority: int = 0
-    tenant: str = ""
-    trace_context: dict[str, str] = {}
-    deadline: float | None = None
+    context: RequestContext = RequestContext()
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ def take(queue):
 
 
 def served(queue, count):
-    return [take(queue).tenant for _ in range(count)]
+    return [take(queue).context.tenant for _ in range(count)]
 
 
 class Shares:
@@ -71,18 +71,18 @@ class Shares:
             assert high - low <= bound + 1e-6, f"{pair}: {high - low} in tokens by weight, at most {bound}"
 
     def add(self, request):
-        share = request.num_tokens / WEIGHTS[request.tenant]
-        self.largest[request.tenant] = max(self.largest[request.tenant], share)
-        self.waiting[request.tenant].append(request)
+        share = request.num_tokens / WEIGHTS[request.context.tenant]
+        self.largest[request.context.tenant] = max(self.largest[request.context.tenant], share)
+        self.waiting[request.context.tenant].append(request)
         self.check()
 
     def gone(self, request):
-        self.waiting[request.tenant].remove(request)
+        self.waiting[request.context.tenant].remove(request)
         self.check()
 
     def start(self, request):
-        assert self.waiting[request.tenant][0] is request, "first come, first served within a tenant"
-        self.given[request.tenant] += request.num_tokens / WEIGHTS[request.tenant]
+        assert self.waiting[request.context.tenant][0] is request, "first come, first served within a tenant"
+        self.given[request.context.tenant] += request.num_tokens / WEIGHTS[request.context.tenant]
         self.gone(request)
 
 
@@ -172,8 +172,8 @@ def test_output_counts_when_a_request_ends():
     order = []
     for _ in range(120):
         request = take(queue)
-        order.append(request.tenant)
-        request.all_token_ids += [0] * (90 if request.tenant == "a" else 0)
+        order.append(request.context.tenant)
+        request.all_token_ids += [0] * (90 if request.context.tenant == "a" else 0)
         queue.charge(request)
     assert order.count("d") == pytest.approx(10 * order.count("a"), rel=0.15)
 
@@ -181,7 +181,7 @@ def test_output_counts_when_a_request_ends():
 def test_output_counts_for_a_tenant_with_nothing_waiting():
     queue = fair_queue(prepared("d", tokens=10), *(prepared("a", tokens=10) for _ in range(100)))
     request = take(queue)
-    assert request.tenant == "d"
+    assert request.context.tenant == "d"
     request.all_token_ids += [0] * 90
     queue.charge(request)
     for _ in range(5):
@@ -193,7 +193,7 @@ def test_endless_newcomers_starve_nobody():
     queue = fair_queue(*(prepared("old", tokens=100) for _ in range(3)))
     for index in itertools.count():
         queue.add(prepared(f"newcomer {index}", tokens=10))
-        if take(queue).tenant == "old" and queue._levels[0]._tenants["old"].queue.num_tokens == 100:
+        if take(queue).context.tenant == "old" and queue._levels[0]._tenants["old"].queue.num_tokens == 100:
             break
         assert index < 100
 
@@ -230,7 +230,7 @@ def test_a_request_that_comes_back_is_not_counted_again():
             request.status = RequestStatus.PREEMPTED
             queue.add(request)
             assert take(queue) is request
-        order.append(request.tenant)
+        order.append(request.context.tenant)
     assert order.count("a") == 25
 
 
@@ -238,9 +238,9 @@ def test_by_priority_the_number_decides_first_and_tenants_share_among_equals():
     requests = [prepared(tenant, tokens=10, priority=p) for p in (1, 0) for tenant in "ad" for _ in range(4)]
     queue = fair_queue(*requests, by_priority=True)
     order = [take(queue) for _ in range(16)]
-    assert [request.priority for request in order] == [0] * 8 + [1] * 8
+    assert [request.context.priority for request in order] == [0] * 8 + [1] * 8
     for part in (order[:8], order[8:]):
-        assert sorted(r.tenant for r in part[:4]) == ["a", "a", "d", "d"]
+        assert sorted(r.context.tenant for r in part[:4]) == ["a", "a", "d", "d"]
 
 
 def test_the_weight_is_that_of_the_tenants_latest_request():

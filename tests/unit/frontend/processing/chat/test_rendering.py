@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import InvalidArgument
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import (
     ChatMessage,
@@ -66,10 +67,10 @@ async def test_the_turn_is_not_opened_when_that_is_not_wanted(chatml: Renderer) 
 
 
 async def test_everything_but_the_prompt_goes_on_unchanged(chatml: Renderer) -> None:
-    fields: dict[str, Any] = {"model": "m", "request_id": "r", "cache_salt": "s", "priority": 3, "tenant": "t"}
-    fields |= {"data_parallel_rank": 1, "trace_context": {"traceparent": "x"}, "deadline": 5.0, "sampling": {"n": 2}}
-    rendered = await chatml.renderer.render(ChatRequest(messages=[HI], **fields))
-    assert {name: getattr(rendered, name) for name in fields} == fields
+    context = RequestContext(external_request_id="r", tenant="t", trace_context={"traceparent": "x"})
+    rendered = await chatml.renderer.render(ChatRequest(messages=[HI], sampling={"n": 2}, context=context))
+    assert rendered.context is context
+    assert rendered.sampling == {"n": 2}
     assert not rendered.add_special_tokens
 
 

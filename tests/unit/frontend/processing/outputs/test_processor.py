@@ -15,6 +15,7 @@ from penstock_common.errors import (
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, PrefillStats, RequestError
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import OutputKind, SamplingParams
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import OutputProcessor, RequestState
@@ -43,7 +44,7 @@ def ids_of(text: str) -> list[int]:
 def add(processor: OutputProcessor, request_id: str = "r", **params: Any) -> RequestState:
     request = EngineCoreRequest(
         request_id=request_id,
-        external_request_id=request_id,
+        context=RequestContext(external_request_id=request_id),
         prompt_token_ids=[1, 2, 3],
         sampling_params=SamplingParams(**params),
     )

@@ -10,6 +10,7 @@ from tokenizers import normalizers
 
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
@@ -34,7 +35,10 @@ def inputs(tokenizer: Tokenizer) -> InputProcessor:
 
 
 async def process(inputs: InputProcessor, **fields: Any) -> EngineCoreRequest:
-    return await inputs.process(GenerateRequest(**fields), inputs.request_id(fields.get("request_id", "")))
+    """``fields``: of the request and of its context."""
+    context = {name: fields.pop(name) for name in RequestContext.__struct_fields__ if name in fields}
+    request = GenerateRequest(**fields, context=RequestContext(**context))
+    return await inputs.process(request, inputs.request_id(request.context.external_request_id))
 
 
 async def test_text_is_tokenized_with_the_special_tokens_of_the_tokenizer(
@@ -56,9 +60,9 @@ async def test_truncation_keeps_the_last_tokens(inputs: InputProcessor) -> None:
 
 
 async def test_ids_towards_the_engine_are_unique_even_for_the_same_request_id(inputs: InputProcessor) -> None:
-    requests = [await process(inputs, prompt=(1,), request_id="r") for _ in range(3)]
+    requests = [await process(inputs, prompt=(1,), external_request_id="r") for _ in range(3)]
     assert len({r.request_id for r in requests}) == 3
-    assert {r.external_request_id for r in requests} == {"r"}
+    assert {r.context.external_request_id for r in requests} == {"r"}
 
 
 def test_a_request_without_an_id_gets_a_random_one(inputs: InputProcessor) -> None:
@@ -73,7 +77,7 @@ def test_a_request_without_an_id_gets_a_random_one(inputs: InputProcessor) -> No
         ({"prompt": "x" * 51}, "text", "51 characters; the limit is 50"),
         ({"prompt": (1,) * 51}, "token_ids.ids", "51 ids; the limit is 50"),
         ({"prompt": "x", "cache_salt": "s" * 257}, "cache_salt", "257 bytes; the limit is 256"),
-        ({"prompt": "x", "request_id": "é" * 129}, "request_id", "258 bytes; the limit is 256"),
+        ({"prompt": "x", "external_request_id": "é" * 129}, "request_id", "258 bytes; the limit is 256"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_before_an_engine_is_needed(

@@ -3,13 +3,17 @@
 from typing import Any
 
 from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.processing.prompts import parallel_sampling
 
 
 def request(**params: Any) -> EngineCoreRequest:
     return EngineCoreRequest(
-        request_id="r-1", external_request_id="r", prompt_token_ids=[1, 2], sampling_params=SamplingParams(**params)
+        request_id="r-1",
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(**params),
+        context=RequestContext(external_request_id="r"),
     )
 
 
@@ -19,7 +23,7 @@ def test_each_sequence_has_the_next_seed_and_an_id_of_its_own() -> None:
     assert [child.sampling_params.seed for child in children] == [7, 8, 9]
     assert {child.sampling_params.n for child in children} == {1}
     assert {child.sampling_params.temperature for child in children} == {0.5}
-    assert {child.external_request_id for child in children} == {"r"}
+    assert {child.context.external_request_id for child in children} == {"r"}
 
 
 def test_a_single_sequence_is_the_request_itself() -> None:

@@ -1,0 +1,60 @@
+"""What a call says of its requests beside their messages. gRPC's metadata and HTTP's headers have the same names."""
+
+import time
+from collections.abc import Mapping
+
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import InvalidArgument
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.auth.principal import tenant_of_caller
+
+_INT32 = range(-(2**31), 2**31)
+_UINT32 = range(2**32)
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_RANK_HEADERS = ("x-penstock-data-parallel-rank", "x-data-parallel-rank")
+"""Ours, and vLLM's."""
+_NO_HINTS = pb.RoutingHints()
+
+
+def context_of_call(
+    metadata: Mapping[str, str], *, deadline: float | None = None, hints: pb.RoutingHints = _NO_HINTS
+) -> RequestContext:
+    """The context that a call gives each of its requests. A message's ``hints`` go before the call's ``metadata``, which is
+    not looked at then. ``deadline``: the call's, in seconds since the Unix epoch. Raises InvalidArgument, naming the key.
+    """
+    return RequestContext(
+        data_parallel_rank=hints.data_parallel_rank
+        if hints.HasField("data_parallel_rank")
+        else _rank_of_call(metadata),
+        priority=hints.priority
+        if hints.HasField("priority")
+        else _integer(metadata, "x-penstock-priority", _INT32) or 0,
+        tenant=tenant_of_caller(hints.tenant or metadata.get("x-penstock-tenant", "")),
+        trace_context=dict(hints.trace_context) or {k: metadata[k] for k in _TRACE_HEADERS if k in metadata},
+        deadline=deadline,
+    )
+
+
+def deadline_after(time_left: float | None) -> float | None:
+    """Seconds since the Unix epoch when a call ends that has ``time_left`` seconds; None for never."""
+    return None if time_left is None else time.time() + time_left
+
+
+def _rank_of_call(metadata: Mapping[str, str]) -> int | None:
+    ranks = (_integer(metadata, key, _UINT32) for key in _RANK_HEADERS)
+    return next((rank for rank in ranks if rank is not None), None)
+
+
+def _integer(metadata: Mapping[str, str], key: str, allowed: range) -> int | None:
+    text = metadata.get(key)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = allowed.stop
+    if value not in allowed:
+        raise InvalidArgument(
+            f"metadata {key} is {text!r}; it must be an integer from {allowed.start} to {allowed.stop - 1}", field=key
+        )
+    return value
