@@ -26,16 +26,23 @@ EXPLODES = 'root ::= x{0,1000} "b"\nx ::= "a"{0,1000}\n'
 """Behind the long token there are more ways to go on than can be counted in time."""
 
 
+CONFIG = StructuredOutputConfig(token_budget=0.05)
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    made = Children(CONFIG)
+    yield made
+    made.close()
+    made.thread.shutdown()
+
+
 @pytest.fixture
-def follower() -> Iterator[GrammarFollower]:
-    config = StructuredOutputConfig(token_budget=0.05)
-    children = Children(config)
-    made = GrammarFollower(config, 4, frozenset({EOS}), children)
+def follower(children: Children) -> Iterator[GrammarFollower]:
+    made = GrammarFollower(CONFIG, 4, frozenset({EOS}), children)
     made.start(INFO.serialize_json().encode())
     yield made
     made.close()
-    children.close()
-    children.thread.shutdown()
 
 
 def compiled(follower: GrammarFollower, grammar: str) -> CompiledConstraint:
