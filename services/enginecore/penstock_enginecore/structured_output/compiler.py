@@ -19,11 +19,11 @@ from penstock_enginecore.structured_output.trial import costs_too_much
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """``text``: the compiled grammar, serialized, or why there is none. ``memory``: it took more than its share. ``costly``: a
-    token of it does.
+    """``taken``: the job is here, and what ends the process from now on is its fault. ``text``: the compiled grammar, serialized,
+    or why there is none. ``memory``: it took more than its share. ``costly``: a token of it does.
     """
 
-    kind: Literal["ready", "compiled", "refused", "memory", "costly"]
+    kind: Literal["ready", "taken", "compiled", "refused", "memory", "costly"]
     text: str = ""
 
 
@@ -41,7 +41,7 @@ Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
 
 
 def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memory: int) -> None:
-    """Say ready, then answer each Job with a Reply until ``connection`` is closed.
+    """Say ready, then take each Job and answer it with a Reply until ``connection`` is closed.
 
     ``memory`` is in bytes above what is in use when the first Job may come.
     """
@@ -56,6 +56,7 @@ def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memor
             job = decoder.decode(connection.recv_bytes())
         except EOFError:
             return
+        connection.send_bytes(encoder.encode(Reply("taken")))
         reply = answer(compiler, job)
         connection.send_bytes(encoder.encode(reply))
         if reply.kind == "memory":

@@ -20,6 +20,8 @@ TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
 """Reason of an error for a constraint whose tokens cost too much to follow."""
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory."""
+_ATTEMPTS = 3
+"""Processes that are handed a constraint, where each ends before it takes it."""
 _JOIN_TIMEOUT = 10.0
 _LOOK = 0.1
 """Seconds between two looks at what a process has computed."""
@@ -58,11 +60,10 @@ class CompileProcess:
         """
         kind, _ = constraint.constraint
         field = f"{FIELD}.{kind}"
-        connection = self._started()
         job = compiler.Job(constraint, self._config.max_constraint_bytes, self._config.token_budget)
+        connection = self._handed_over(msgspec.msgpack.encode(job))
         try:
-            connection.send_bytes(msgspec.msgpack.encode(job))
-            reply = self._compiled(connection, self._config.compile_timeout)
+            reply = None if connection is None else self._compiled(connection, self._config.compile_timeout)
         except (EOFError, OSError):
             code = self._stop()
             self._raise_if_closed()
@@ -124,6 +125,23 @@ class CompileProcess:
             self._raise_if_closed()
             raise Internal(f"the process that compiles constraints did not start (exit code {code})", field=FIELD)
         return ours
+
+    def _handed_over(self, job: bytes) -> "Connection[Any, Any] | None":
+        """The connection to a process that has taken ``job``; None when it does not say so in time. One that was killed while it
+        had nothing to do is seen to be gone only now. Raises Internal when several end before they take it.
+        """
+        for _ in range(_ATTEMPTS):
+            connection = self._started()
+            try:
+                connection.send_bytes(job)
+                taken = self._receive(connection, _STARVED * self._config.compile_timeout)
+                return None if taken is None else connection
+            except (EOFError, OSError):
+                code = self._stop()
+                self._raise_if_closed()
+        raise Internal(
+            f"the process that compiles constraints ended before it took one (exit code {code})", field=FIELD
+        )
 
     def _compiled(self, connection: "Connection[Any, Any]", limit: float) -> compiler.Reply | None:
         """The reply; None once the process has computed for ``limit`` seconds, or waited for a core for many times that."""

@@ -296,6 +296,15 @@ def test_shutdown_ends_the_process_and_what_waits():
     assert isinstance(backend.compile(StructuredOutput(regex="b")).exception(TIMEOUT), Unavailable)
 
 
+def test_a_process_that_was_killed_while_idle_costs_no_constraint_an_error(backend: XgrammarBackend):
+    """Its exit code comes from its parent, which takes a moment to see that it has ended."""
+    assert allowed(follow(backend, regex="idle"))
+    for number in range(20):
+        assert backend.compiler_pid is not None
+        os.kill(backend.compiler_pid, signal.SIGKILL)
+        backend.compile(StructuredOutput(regex=f"killed{number}")).result(TIMEOUT)
+
+
 def test_the_least_recently_used_constraint_is_forgotten():
     backend = backend_with(cache_size=2)
     a, b, c = (StructuredOutput(regex=f"{name}++") for name in "abc")  # refused, which is remembered as well
