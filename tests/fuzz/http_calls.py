@@ -124,6 +124,8 @@ _MOST_REPEATED = 100_000_000
 _MOST_TAKEN = 32 * 1024 * 1024
 """The default of http.max_body_bytes: what sends more is answered, and cut off while it still sends."""
 _MOST_TOKENS = 32
+_COMPUTED = 20_000
+"""Bytes of a body that are surely computed in a second: a thousand inputs of a thousand tokens are much work."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 
 
@@ -170,7 +172,7 @@ def make_case(rng: Random) -> HttpCase:
         raw = _chunked(path, data, rng)
         return HttpCase(path, raw, may, cancel=0.3)
     cancel = rng.choice((0.0, 0.005, 0.05)) if rng.random() < 0.06 else None
-    return HttpCase(path, raw, may, cancel)
+    return HttpCase(path, raw, may, cancel, timeout=TIMEOUT + len(raw) / _COMPUTED)
 
 
 def bounded(body: Any) -> Any:
