@@ -1,4 +1,4 @@
-"""How fast work leaves a bounded place, and so when there will be room in it."""
+"""How fast work leaves a bounded queue, and so when there will be room in it."""
 
 import math
 
@@ -11,7 +11,7 @@ _MEMORY = 10.0
 
 
 class DrainRate:
-    """Requests and units (tokens, characters) per second, weighted towards the latest.
+    """Requests and units (tokens, characters) that leave a queue per second, weighted towards the latest.
 
     Rates are averages with weights that fall exponentially with age: what has left, over the time in which there was
     something to leave. Time with nothing there says nothing about the speed, so it neither counts nor ages what was
@@ -27,7 +27,7 @@ class DrainRate:
         self._units = 0.0
 
     def begin(self, now: float) -> None:
-        """Something has come into the empty place."""
+        """Something has come into the empty queue."""
         self._last = now
 
     def left(self, now: float, units: float, requests: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class DrainRate:
     def time_for(self, now: float, requests: float, units: float) -> float | None:
         """Seconds until so many requests and so many units have left; None when nothing has been observed.
 
-        A place that nothing leaves any more gets slower with every second.
+        A queue that nothing leaves any more gets slower with every second.
         """
         self._advance(now)
         if not self._requests:

@@ -46,7 +46,7 @@ class Histogram(Collector):
         bounds: Sequence[float],
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """``bounds``: see ``Buckets``."""
+        """``bounds``: upper ends of each series' buckets, inclusive and ascending; one more for all that is larger is implied."""
         self._name, self._text, self._label_names = name, text, labels
         self._bounds = bounds
         self._series: dict[tuple[str, ...], Buckets] = {}

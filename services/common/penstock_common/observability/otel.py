@@ -25,25 +25,25 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class OtelSpan:
-    """See ``tracing.Span``."""
+    """A span of OpenTelemetry as a ``tracing.Span``."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
 
     @cached_property
     def headers(self) -> Headers:
-        """See ``tracing.Span``."""
+        """Its context as W3C headers, to hand on; written once."""
         headers: dict[str, str] = {}
         _w3c.inject(headers, trace.set_span_in_context(self._span))
         return headers
 
     @property
     def recording(self) -> bool:
-        """See ``tracing.Span``."""
+        """Whether it was sampled: otherwise attributes need not be gathered."""
         return self._span.is_recording()
 
     def end(self, attributes: Attributes, *, error: str = "") -> None:
-        """See ``tracing.Span``."""
+        """Hand it to the exporter's thread, once, where it was sampled. ``error``: the text of its status; empty: none."""
         if not self._span.is_recording():
             return
         self._span.set_attributes(dict(attributes))
@@ -52,8 +52,10 @@ class OtelSpan:
 
 
 class OtelTracer:
-    """See ``tracing.Tracer``. Further settings, such as headers and certificates for the collector, are OpenTelemetry's own
-    environment variables (``OTEL_EXPORTER_OTLP_*``, ``OTEL_RESOURCE_ATTRIBUTES``).
+    """Makes spans of OpenTelemetry as a ``tracing.Tracer`` and sends them to a collector over OTLP.
+
+    Further settings, such as headers and certificates for the collector, are OpenTelemetry's own environment variables
+    (``OTEL_EXPORTER_OTLP_*``, ``OTEL_RESOURCE_ATTRIBUTES``).
     """
 
     def __init__(self, config: TracingConfig, *, service: str, instance: str) -> None:
@@ -75,7 +77,7 @@ class OtelTracer:
     def start(
         self, name: str, parent: Headers, *, server: bool = False, attributes: Attributes | None = None
     ) -> OtelSpan:
-        """See ``tracing.Tracer``."""
+        """Begin a span now, below ``parent`` where that is valid; sampling follows the parent, else the configured ratio."""
         kind = trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL
         context = _w3c.extract(parent)
         return OtelSpan(self._tracer.start_span(name, context, kind, dict(attributes or {})))
@@ -91,7 +93,7 @@ class OtelTracer:
         events: Sequence[tuple[str, float]] = (),
         error: str = "",
     ) -> None:
-        """See ``tracing.Tracer``."""
+        """Add a span that is over. Times are seconds since the Unix epoch."""
         span = self._tracer.start_span(
             name, _w3c.extract(parent), attributes=dict(attributes), start_time=int(began * _NANOSECONDS)
         )
@@ -101,7 +103,7 @@ class OtelTracer:
         span.end(int(ended * _NANOSECONDS))
 
     def shutdown(self) -> None:
-        """See ``tracing.Tracer``."""
+        """Send what is left, for ``_FLUSH_TIMEOUT`` seconds at most. Blocks."""
         flushing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         flushing.start()
         flushing.join(_FLUSH_TIMEOUT)

@@ -26,7 +26,7 @@ class CallTelemetry:
         self._tracer = tracer
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
-        """See ``CallObserver``."""
+        """Count a call that begins, and begin its span where it is one request. What is returned is told the status code."""
         _, service, name = method.split("/", 2)
         self._started.labels(kind, service, name).inc()
         span = self._span(service, name, request, context) if kind in ("unary", "server_stream") else None

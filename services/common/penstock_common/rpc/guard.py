@@ -45,7 +45,7 @@ class CallerGuard(grpc.aio.ServerInterceptor):
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
-    """Lets a method's callers in by the names in their certificates (see PeersConfig).
+    """Lets a method's callers in by the names in their certificates (SAN), DNS names and URIs; ``PeersConfig`` says whose.
 
     ``allowed``: by method (``/package.Service/Method``), names of which a peer must have one; what is not there is for nobody.
     gRPC's own services are open to every peer whose certificate the listener's authority issued.

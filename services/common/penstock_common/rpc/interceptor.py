@@ -33,7 +33,7 @@ class Unobserved:
     """Looks at no call."""
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
-        """See ``CallObserver``."""
+        """Take no notice of the call, nor of its end."""
         del method, kind, request, context
         return lambda _: None
 

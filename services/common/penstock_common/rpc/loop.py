@@ -20,7 +20,7 @@ class GrpcEventLoop(uvloop.Loop):
     """
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]  # variadic there
-        """See asyncio. The reader of gRPC's events is told of many at once."""
+        """Call ``callback`` with ``args`` when ``fd`` can be read, as asyncio does; that of gRPC's events once for a burst."""
         if isinstance(fd, socket.socket) and _is_of_grpc(callback):
             super().add_reader(fd, _take_burst, fd, callback, *args)
         else:

@@ -52,7 +52,7 @@ def checked(message: Any) -> Any:
 
 
 class CheckedMessages:
-    """A stream's messages, each counted until the next is asked for. The first that cannot be taken raises: see ``checked``."""
+    """A stream's messages, each counted until the next is asked for. The first that cannot be taken raises as in ``checked``."""
 
     def __init__(self, messages: AsyncIterable[Any]) -> None:
         self._messages = messages

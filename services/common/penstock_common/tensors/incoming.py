@@ -11,7 +11,7 @@ _MAX_REMEMBERED = 1024
 
 
 class _Transfer:
-    """``touched``: when the last piece came, or the last message that keeps it, in monotonic seconds. ``in_use``: a message has
+    """``touched``: when the last chunk came, or the last message that keeps it, in monotonic seconds. ``in_use``: a message has
     referred to it; its bytes do not change any more.
     """
 
@@ -26,7 +26,7 @@ class _Transfer:
 class IncomingTensors:
     """The tensors of one stream whose messages have not come yet.
 
-    Pieces of a tensor come in order, those of others between them. A piece never raises: what is wrong with a tensor is told
+    Chunks of a tensor come in order, those of others between them. A chunk never raises: what is wrong with a tensor is told
     to the message that refers to it, and ends that alone. All tensors together hold ``max_bytes`` at most; one of which
     nothing has come for ``STALE_AFTER`` seconds is dropped.
     """
@@ -43,7 +43,7 @@ class IncomingTensors:
         return len(self._transfers)
 
     def add(self, transfer_id: int, offset: int, data: bytes) -> None:
-        """Take a piece in. One behind a failure is dropped."""
+        """Take a chunk in. One behind a failure is dropped."""
         self.drop_stale()
         if transfer_id in self._failed:
             return
