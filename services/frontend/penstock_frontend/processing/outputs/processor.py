@@ -1,9 +1,9 @@
 """From what engines produce to what clients read."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from penstock_common.errors import RequestFailed, Unavailable
+from penstock_common.errors import RequestFailed
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
@@ -13,6 +13,7 @@ from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetric
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.outputs.logprobs import LogprobsReader
+from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
 from penstock_frontend.processing.prompts.request import Finish, Usage
@@ -92,6 +93,10 @@ class RequestState:
         """Token counts so far."""
         return Usage(self.num_prompt, self.num_cached, self.text.num_tokens)
 
+    def fail(self, error: RequestFailed) -> None:
+        """End the call, with all of its sequences."""
+        self.collector.fail(error)
+
     def moved(self) -> None:
         """It goes on on another engine, whose clock says nothing of the times before."""
         self.decoded += self.last_token_time - self.first_token_time
@@ -108,20 +113,16 @@ class RequestState:
                 self.num_preemptions += 1
 
 
-class OutputProcessor:
+class OutputProcessor(RequestStates[RequestState]):
     """Follows every request of this frontend and turns engine steps into deltas.
 
-    The outputs of a sequence come in order and without gaps, whichever engines they are from: see ``engine/journal.py``.
+    The outputs of a sequence come in order and without gaps, whichever engines they are from: the journal sees to that.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._states: dict[str, RequestState] = {}
-
-    def __len__(self) -> int:
-        """Requests that have not ended."""
-        return len(self._states)
 
     def add(self, *requests: EngineCoreRequest) -> list[RequestState]:
         """Follow the sequences of one call from now on; their outputs go to one collector, under their index."""
@@ -130,10 +131,6 @@ class OutputProcessor:
         states = [RequestState(request, self._tokenizer, collector, index) for index, request in enumerate(requests)]
         self._states.update((state.request_id, state) for state in states)
         return states
-
-    def remove(self, state: RequestState) -> bool:
-        """Stop following a request. Returns whether it had not ended yet."""
-        return self._states.pop(state.request_id, None) is not None
 
     def abort(self, state: RequestState) -> bool:
         """End a request with what there is of its output. Returns whether it had not ended yet."""
@@ -196,24 +193,6 @@ class OutputProcessor:
             incident(e, request="", doing="counting a step")
         return to_abort
 
-    def moved(self, request_ids: Iterable[str]) -> None:
-        """These requests go on on another engine."""
-        for request_id in request_ids:
-            if (state := self._states.get(request_id)) is not None:
-                state.moved()
-
-    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests, where they have not ended yet."""
-        for request_id in request_ids:
-            if (state := self._states.get(request_id)) is not None:
-                self._fail(state, error)
-
-    def fail_all(self, error: RequestFailed) -> list[str]:
-        """End every request; returns their ids."""
-        request_ids = list(self._states)
-        self.fail(request_ids, error)
-        return request_ids
-
     def _advance_tokens(
         self, state: RequestState, token_ids: list[int], metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
@@ -238,7 +217,7 @@ class OutputProcessor:
     ) -> bool:
         """Give one output to its request. Returns whether the request has ended."""
         if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._fail(state, _failure(output))
+            self._fail(state, failure_of(output))
             return True
         token_ids = output.new_token_ids
         logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
@@ -268,10 +247,6 @@ class OutputProcessor:
         self._finish(state, finish, metrics)
         state.collector.put(delta, finish, index=state.index, prompt_logprobs=prompt_logprobs)
         return True
-
-    def _fail(self, state: RequestState, error: RequestFailed) -> None:
-        self._states.pop(state.request_id, None)
-        state.collector.fail(error)
 
 
 def _report_nans(state: RequestState, count: int) -> None:
@@ -312,12 +287,3 @@ def _count_end(state: RequestState, finish: Finish, metrics: EngineMetrics) -> N
         generated=finish.usage.completion_tokens,
         max_tokens=state.max_tokens,
     )
-
-
-def _failure(output: EngineCoreOutput) -> RequestFailed:
-    if output.error is not None:
-        return output.error.to_exception()
-    if output.finish_reason is FinishReason.ABORT:
-        # Requests that the client ended are not followed any more: the engine did this, on its way out.
-        return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
-    return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")

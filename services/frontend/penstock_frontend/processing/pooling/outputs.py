@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock_common.errors import Internal, RequestFailed, Unavailable
+from penstock_common.errors import Internal, RequestFailed
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.ports import OutputHandler
+from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 
 
 class PooledState:
@@ -24,29 +25,34 @@ class PooledState:
         self.started = time.monotonic()
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
 
+    def settle(self, output: EngineCoreOutput) -> None:
+        """Give the call its answer."""
+        if not self.answer.done():  # cancelled with its call
+            self.answer.set_result(output)
 
-class PooledOutputs:
-    """Follows every pooling request of this frontend. See ``OutputHandler``, whose part for these requests it is.
+    def fail(self, error: RequestFailed) -> None:
+        """End the call with an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def moved(self) -> None:
+        """It goes on on another engine. Nothing is kept of the one before."""
+
+
+class PooledOutputs(RequestStates[PooledState]):
+    """The ``OutputHandler`` of pooling requests: follows every one of this frontend until its answer.
 
     ``on_done``: called for each that ends well, with the id of the engine that did it.
     """
 
     def __init__(self, on_done: Callable[[PooledState, str], None]) -> None:
+        super().__init__()
         self._on_done = on_done
-        self._states: dict[str, PooledState] = {}
-
-    def __len__(self) -> int:
-        """Requests that have not ended."""
-        return len(self._states)
 
     def add(self, request: EngineCoreRequest) -> PooledState:
         """Follow a request from now on."""
         state = self._states[request.request_id] = PooledState(request)
         return state
-
-    def remove(self, state: PooledState) -> bool:
-        """Stop following a request. Returns whether it had not ended yet."""
-        return self._states.pop(state.request_id, None) is not None
 
     def process(
         self,
@@ -72,31 +78,13 @@ class PooledOutputs:
 
     def _end(self, state: PooledState, output: EngineCoreOutput, engine: str) -> None:
         if output.pooling_output is None or output.finish_reason is not FinishReason.STOP:
-            self._fail(state, _failure(output))
+            failed = output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            no_result = "the engine ended a pooling request without a result"
+            self._fail(state, failure_of(output) if failed else Internal(no_result))
             return
         self._on_done(state, engine)
         del self._states[state.request_id]
-        _settle(state, output)
-
-    def moved(self, request_ids: Iterable[str]) -> None:
-        """See ``OutputHandler.moved``: nothing is kept of the engine."""
-
-    def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests, where they have not ended yet."""
-        for request_id in request_ids:
-            if (state := self._states.get(request_id)) is not None:
-                self._fail(state, error)
-
-    def fail_all(self, error: RequestFailed) -> list[str]:
-        """End every request; returns their ids."""
-        request_ids = list(self._states)
-        self.fail(request_ids, error)
-        return request_ids
-
-    def _fail(self, state: PooledState, error: RequestFailed) -> None:
-        self._states.pop(state.request_id, None)
-        if not state.answer.done():
-            state.answer.set_exception(error)
+        state.settle(output)
 
 
 class SplitOutputs:
@@ -112,36 +100,21 @@ class SplitOutputs:
         timestamp: float = 0.0,
         tokens: Sequence[NewTokens] = (),
     ) -> list[str]:
-        """See ``OutputHandler.process``."""
+        """Have each handler take its part of a step's outputs; returns the ids that the engine need not go on with."""
         return [id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens)]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """See ``OutputHandler.fail``."""
+        """End these requests, whichever handler knows them."""
         ids = list(request_ids)
         for handler in self._handlers:
             handler.fail(ids, error)
 
     def fail_all(self, error: RequestFailed) -> list[str]:
-        """See ``OutputHandler.fail_all``."""
+        """End every request of every handler; returns their ids."""
         return [request_id for handler in self._handlers for request_id in handler.fail_all(error)]
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """See ``OutputHandler.moved``."""
+        """These requests have lost their engine and go on elsewhere."""
         ids = list(request_ids)
         for handler in self._handlers:
             handler.moved(ids)
-
-
-def _settle(state: PooledState, output: EngineCoreOutput) -> None:
-    if not state.answer.done():  # cancelled with its call
-        state.answer.set_result(output)
-
-
-def _failure(output: EngineCoreOutput) -> RequestFailed:
-    if output.error is not None:
-        return output.error.to_exception()
-    if output.finish_reason is FinishReason.ABORT:
-        return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
-    if output.finish_reason is FinishReason.ERROR:
-        return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")
-    return Internal("the engine ended a pooling request without a result")
