@@ -11,7 +11,6 @@ from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
@@ -135,7 +134,7 @@ class OtherScheduler(DefaultScheduler):
 class StuckScheduler(DefaultScheduler):
     """Takes requests and starts none."""
 
-    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+    def _schedule_group(self, *_: object) -> None:
         pass
 
 

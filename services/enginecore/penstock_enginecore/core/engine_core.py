@@ -18,10 +18,11 @@ from penstock_enginecore.core.error_dump import dump_step, keep_step
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.grammar_intake import GrammarIntake
+from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput

@@ -13,7 +13,8 @@ from penstock_common.errors import RequestFailed, Unimplemented
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, SchedulerOutput
 from penstock_enginecore.core.structured_output.base import Grammar, GrammarBackend, bitmask_words

@@ -7,6 +7,7 @@ from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReas
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.structured_output.base import Grammar
 
 
@@ -40,18 +41,6 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
     RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
-
-
-class Hold(enum.Flag):
-    """Why a waiting request is not looked at: it waits for something of its own, not for its turn."""
-
-    NONE = 0
-    GRAMMAR = enum.auto()
-    """Its constraint is being compiled."""
-    PAUSE = enum.auto()
-    """It came while the engine was pausing."""
-    TRIAL = enum.auto()
-    """A step with it failed: it waits to be tried with fewer others. See ``StepTrial``."""
 
 
 _serial = itertools.count(1)

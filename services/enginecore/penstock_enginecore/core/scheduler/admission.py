@@ -4,21 +4,19 @@ from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import ResourceExhausted
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.scheduler.fair_queue import FairQueue
-from penstock_enginecore.core.scheduler.held import HeldRequests
+from penstock_enginecore.core.scheduler.waiting import WaitingRequests
 
 
 class QueueAdmission:
     """Refuses what would overfill the queue, and measures how fast requests leave it for the model.
 
-    ``held``: waiting requests that have something of their own to wait for; they count. An empty queue takes any request.
+    Requests that are held count. An empty queue takes any request.
     One that outlived another engine was admitted there: it is never refused, however full this queue is.
     """
 
-    def __init__(self, config: SchedulerConfig, waiting: FairQueue, held: HeldRequests) -> None:
+    def __init__(self, config: SchedulerConfig, waiting: WaitingRequests) -> None:
         self._config = config
         self._waiting = waiting
-        self._held = held
         self._rate = DrainRate()
 
     def check(self, request: Request, now: float) -> None:
@@ -27,14 +25,14 @@ class QueueAdmission:
         ``now``: monotonic seconds. Until a request has left the queue there is no rate to go by. Then the wait of its
         head stands for the time that the whole queue takes, and half of that is what the client is told.
         """
-        num_waiting = len(self._waiting) + len(self._held)
+        num_waiting = len(self._waiting)
         if not num_waiting:
             self._rate.begin(now)
             return
         if request.outlives:
             return
         config = self._config
-        num_tokens = self._waiting.num_tokens + self._held.num_tokens + request.num_tokens
+        num_tokens = self._waiting.num_tokens + request.num_tokens
         if num_waiting >= config.max_waiting_requests:
             why = f"{num_waiting} requests are waiting, scheduler.max_waiting_requests is {config.max_waiting_requests}"
         elif num_tokens > config.max_waiting_tokens:
@@ -44,7 +42,7 @@ class QueueAdmission:
         too_many = max(num_waiting + 1 - config.max_waiting_requests, 0)
         seconds = self._rate.time_for(now, too_many, max(num_tokens - config.max_waiting_tokens, 0))
         if seconds is None:
-            head = self._waiting.peek() if self._waiting else next(iter(self._held))
+            head = self._waiting.head() or self._waiting.longest_held()
             seconds = (now - head.queued_time) / 2
         raise ResourceExhausted(f"the engine's queue is full: {why}", retry_after=retry_after(seconds))
 

@@ -10,8 +10,9 @@ from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig
+from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.request import Hold, Request
+from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
 
@@ -86,7 +87,7 @@ class Scheduler(Protocol):
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """A step has failed, those behind it were not run, and the workers have forgotten every request: all are computed again.
-        Returns the request that the step failed of, for the caller to end, once that is known; see ``StepTrial``.
+        Returns the request that the step failed of, for the caller to end, once that is known.
         """
 
     @property

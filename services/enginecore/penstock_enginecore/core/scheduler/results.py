@@ -9,7 +9,7 @@ from penstock_common.types.outputs import RequestError
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
-from penstock_enginecore.core.scheduler.outbox import Outbox
+from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.stops import append_tokens
 
@@ -17,9 +17,9 @@ from penstock_enginecore.core.scheduler.stops import append_tokens
 class StepResults:
     """Takes results in, in the order of the steps."""
 
-    def __init__(self, kv_cache: KVCacheManager, outbox: Outbox, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, kv_cache: KVCacheManager, outputs: ClientOutputs, eos_token_ids: frozenset[int]) -> None:
         self._kv_cache = kv_cache
-        self._outbox = outbox
+        self._outputs = outputs
         self._eos_token_ids = eos_token_ids
 
     def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:
@@ -48,7 +48,7 @@ class StepResults:
                 del request.all_token_ids[num_known:]  # its client has not been told of them
                 request.status = RequestStatus.FINISHED_ERROR
                 error = log_incident(request, e, doing="taking in what a step gave the request")
-                self._outbox.add_end(request, [], error=error)
+                self._outputs.add_end(request, [], error=error)
                 finished.append(request)
         return finished
 
@@ -57,25 +57,25 @@ class StepResults:
         key = request.key
         if results.pooled and (vectors := results.pooled.get(key)) is not None:
             request.status = RequestStatus.FINISHED_STOPPED
-            self._outbox.add_end(request, [], pooled=vectors)
+            self._outputs.add_end(request, [], pooled=vectors)
             return True
         prompt_logprobs = _unsent(request, results.prompt_logprobs.get(key)) if results.prompt_logprobs else None
         if not token_ids:
             if prompt_logprobs is not None:
-                self._outbox.add_tokens(request, [], prompt_logprobs=prompt_logprobs)
+                self._outputs.add_tokens(request, [], prompt_logprobs=prompt_logprobs)
             return False
         if request.num_placeholders:
             request.num_placeholders -= len(token_ids)
         token_ids, ended = append_tokens(request, token_ids, self._eos_token_ids)
         error = self._follow_grammar(request, token_ids) if request.grammar is not None else None
         if error is not None:
-            self._outbox.add_end(request, [], error=error)
+            self._outputs.add_end(request, [], error=error)
             return True
         logprobs = results.logprobs.get(key) if results.logprobs else None
         if logprobs is not None and len(logprobs) > len(token_ids):
             logprobs = logprobs.slice(0, len(token_ids))
         num_nans = results.num_nans_in_logits.get(key, 0) if results.num_nans_in_logits else 0
-        add = self._outbox.add_end if ended or request.finished else self._outbox.add_tokens
+        add = self._outputs.add_end if ended or request.finished else self._outputs.add_tokens
         add(request, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_nans=num_nans)
         return request.finished
 

@@ -1,4 +1,4 @@
-"""What the scheduler has to say to each frontend until the step is over."""
+"""What the scheduler tells each client, until the step is over."""
 
 from collections import defaultdict
 
@@ -28,7 +28,7 @@ class _ForClient:
         self.finished: list[str] = []
 
 
-class Outbox:
+class ClientOutputs:
     """Collects outputs per client: one ``EngineCoreOutputs`` per step and client.
 
     New tokens and nothing else go in columns, for clients that number their requests.

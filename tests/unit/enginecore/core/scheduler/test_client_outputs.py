@@ -7,7 +7,7 @@ from penstock_common.types.outputs import EngineCoreOutputs, EventType, Schedule
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request, RequestStatus
-from penstock_enginecore.core.scheduler.outbox import Outbox
+from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
 
 
 def running(request_id: str, number: int, *, client: str = "c") -> Request:
@@ -23,32 +23,32 @@ def running(request_id: str, number: int, *, client: str = "c") -> Request:
     return request
 
 
-def say(outbox: Outbox, request: Request, *token_ids: int, **fields: object) -> None:
+def say(clients: ClientOutputs, request: Request, *token_ids: int, **fields: object) -> None:
     request.all_token_ids.extend(token_ids)
-    outbox.add_tokens(request, list(token_ids), **fields)  # type: ignore[arg-type]
+    clients.add_tokens(request, list(token_ids), **fields)  # type: ignore[arg-type]
 
 
-def taken(outbox: Outbox, client: str = "c") -> EngineCoreOutputs:
-    return outbox.take(SchedulerStats(), 1.0)[client]
+def taken(clients: ClientOutputs, client: str = "c") -> EngineCoreOutputs:
+    return clients.take(SchedulerStats(), 1.0)[client]
 
 
 def test_tokens_of_numbered_requests_go_in_columns() -> None:
-    outbox, first, second = Outbox(), running("a", 3), running("b", 4)
-    say(outbox, first, 10)
-    say(outbox, second, 20)
-    taken(outbox)
-    say(outbox, first, 11)
-    say(outbox, second, 21, 22)
-    outputs = taken(outbox)
+    clients, first, second = ClientOutputs(), running("a", 3), running("b", 4)
+    say(clients, first, 10)
+    say(clients, second, 20)
+    taken(clients)
+    say(clients, first, 11)
+    say(clients, second, 21, 22)
+    outputs = taken(clients)
     assert outputs.outputs == []
     assert outputs.tokens is not None
     assert list(outputs.tokens.rows()) == [(3, 1, [11]), (4, 1, [21, 22])]
 
 
 def test_tokens_of_requests_without_a_number_are_outputs() -> None:
-    outbox, request = Outbox(), running("a", 0)
-    say(outbox, request, 10)
-    outputs = taken(outbox)
+    clients, request = ClientOutputs(), running("a", 0)
+    say(clients, request, 10)
+    outputs = taken(clients)
     assert outputs.tokens is None
     assert [(o.request_id, o.offset, o.new_token_ids) for o in outputs.outputs] == [("a", 0, [10])]
 
@@ -57,66 +57,66 @@ def test_tokens_of_requests_without_a_number_are_outputs() -> None:
     "fields", [{"num_nans": 1}, {"logprobs": Logprobs()}, {"prompt_logprobs": Logprobs()}], ids=lambda f: next(iter(f))
 )
 def test_tokens_with_more_to_say_are_outputs(fields: dict[str, object]) -> None:
-    outbox, request = Outbox(), running("a", 3)
-    say(outbox, request, 10, **fields)
-    outputs = taken(outbox)
+    clients, request = ClientOutputs(), running("a", 3)
+    say(clients, request, 10, **fields)
+    outputs = taken(clients)
     assert outputs.tokens is None
     assert [o.new_token_ids for o in outputs.outputs] == [[10]]
 
 
 def test_tokens_with_an_event_are_outputs() -> None:
-    outbox, request = Outbox(), running("a", 3)
+    clients, request = ClientOutputs(), running("a", 3)
     request.record_event(EventType.PREEMPTED, 1.0)
-    say(outbox, request, 10)
-    assert [event.type for output in taken(outbox).outputs for event in output.events] == [EventType.PREEMPTED]
+    say(clients, request, 10)
+    assert [event.type for output in taken(clients).outputs for event in output.events] == [EventType.PREEMPTED]
 
 
 def test_the_first_and_the_last_output_of_a_request_are_outputs() -> None:
-    outbox, request = Outbox(), running("a", 3)
+    clients, request = ClientOutputs(), running("a", 3)
     request.prefill_reported, request.num_cached_tokens = False, 0
-    say(outbox, request, 10)
-    first = taken(outbox)
-    say(outbox, request, 11)
-    second = taken(outbox)
+    say(clients, request, 10)
+    first = taken(clients)
+    say(clients, request, 11)
+    second = taken(clients)
     request.status = RequestStatus.FINISHED_STOPPED
-    outbox.add_end(request, [])
-    last = taken(outbox)
+    clients.add_end(request, [])
+    last = taken(clients)
     assert [len(frame.outputs) for frame in (first, second, last)] == [1, 0, 1]
     assert last.finished_requests == ["a"]
 
 
 def test_no_row_stands_before_an_earlier_output_of_its_request() -> None:
-    outbox, request, other = Outbox(), running("a", 3), running("b", 4)
-    say(outbox, request, 10, num_nans=1)
-    say(outbox, request, 11)
-    say(outbox, other, 20)
-    outputs = taken(outbox)
+    clients, request, other = ClientOutputs(), running("a", 3), running("b", 4)
+    say(clients, request, 10, num_nans=1)
+    say(clients, request, 11)
+    say(clients, other, 20)
+    outputs = taken(clients)
     assert [(o.request_id, o.offset) for o in outputs.outputs] == [("a", 0), ("a", 1)]
     assert outputs.tokens is not None
     assert list(outputs.tokens.rows()) == [(4, 0, [20])]
 
 
 def test_a_request_that_ends_in_the_step_of_a_row_ends_behind_it() -> None:
-    outbox, request = Outbox(), running("a", 3)
-    say(outbox, request, 10)
+    clients, request = ClientOutputs(), running("a", 3)
+    say(clients, request, 10)
     request.status = RequestStatus.FINISHED_ABORTED
-    outbox.add_end(request, [])
-    outputs = taken(outbox)
+    clients.add_end(request, [])
+    outputs = taken(clients)
     assert outputs.tokens is not None
     assert list(outputs.tokens.rows()) == [(3, 0, [10])]
     assert [o.offset for o in outputs.outputs] == [1]
 
 
 def test_a_token_that_is_none_is_refused() -> None:
-    outbox, request = Outbox(), running("a", 3)
+    clients, request = ClientOutputs(), running("a", 3)
     with pytest.raises(OverflowError):
-        say(outbox, request, -1)
+        say(clients, request, -1)
 
 
 def test_each_client_has_columns_of_its_own() -> None:
-    outbox = Outbox()
-    say(outbox, running("a", 1, client="c"), 10)
-    say(outbox, running("a", 1, client="d"), 20)
-    frames = outbox.take(SchedulerStats(), 1.0)
+    clients = ClientOutputs()
+    say(clients, running("a", 1, client="c"), 10)
+    say(clients, running("a", 1, client="d"), 20)
+    frames = clients.take(SchedulerStats(), 1.0)
     rows = {client: list(frame.tokens.rows()) for client, frame in frames.items() if frame.tokens is not None}
     assert rows == {"c": [(1, 0, [10])], "d": [(1, 0, [20])]}

@@ -1,0 +1,37 @@
+"""What one step may hold."""
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import SchedulerConfig
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+
+
+class StepBudget:
+    """The limits of every step: tokens to compute, and running requests.
+
+    Whatever else a step has only so much of (inputs of an encoder, slots for adapters) is a limit here and a condition of
+    ``has_room``. What is spent stands in the step's output alone, so that a request which is taken out again gives its share
+    back.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, supports_chunked_prefill: bool, max_model_len: int) -> None:
+        """``max_model_len`` in tokens. Raises ConfigError when a prompt that must be computed at once may be too long for it."""
+        self.max_num_tokens = config.max_num_batched_tokens
+        # Each running request needs a token of every step.
+        self.max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.chunked_prefill = config.enable_chunked_prefill and supports_chunked_prefill
+        self._max_prompt_tokens = config.long_prefill_token_threshold if self.chunked_prefill else 0
+        if not self.chunked_prefill and self.max_num_tokens < max_model_len:
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens is {self.max_num_tokens}; without chunked prefill "
+                f"it must be at least max_model_len, {max_model_len}"
+            )
+
+    def has_room(self, output: SchedulerOutput, num_running: int) -> bool:
+        """Whether one more request can start in the step, beside ``num_running`` that run."""
+        return num_running < self.max_num_running and output.total_num_scheduled_tokens < self.max_num_tokens
+
+    def tokens_for(self, num_tokens: int, output: SchedulerOutput) -> int:
+        """How many of a request's ``num_tokens`` due tokens the step takes, of what is left."""
+        if 0 < self._max_prompt_tokens < num_tokens:
+            num_tokens = self._max_prompt_tokens
+        return min(num_tokens, self.max_num_tokens - output.total_num_scheduled_tokens)

@@ -1,0 +1,150 @@
+"""How requests come, and how each ends exactly once."""
+
+import itertools
+from collections.abc import Iterable
+
+from penstock_common.types.outputs import EventType, RequestError
+from penstock_enginecore.core.hold import Hold
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.scheduler.admission import QueueAdmission
+from penstock_enginecore.core.scheduler.base import SchedulerContext
+from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
+from penstock_enginecore.core.scheduler.deadlines import DeadlineQueue
+from penstock_enginecore.core.scheduler.requests import RequestTable
+from penstock_enginecore.core.scheduler.running import RunningRequests
+from penstock_enginecore.core.scheduler.stops import check_stop
+from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+
+
+class RequestLifecycle:
+    """Takes requests in and ends them, wherever they are: waiting, held or running.
+
+    ``finished_keys``: requests that have ended and that the workers have not been told of.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext,
+        *,
+        requests: RequestTable,
+        waiting: WaitingRequests,
+        running: RunningRequests,
+        admission: QueueAdmission,
+        kv_cache: KVCacheManager,
+        outputs: ClientOutputs,
+    ) -> None:
+        self._clock = context.monotonic_clock
+        self._wall_clock = context.wall_clock
+        self._eos_token_ids = context.eos_token_ids
+        self._requests = requests
+        self._waiting = waiting
+        self._running = running
+        self._admission = admission
+        self._kv_cache = kv_cache
+        self._outputs = outputs
+        self._deadlines = DeadlineQueue()
+        self._arrivals = itertools.count()
+        self.finished_keys: list[str] = []
+
+    def add(self, request: Request, hold: Hold) -> None:
+        """Queue a request; one whose prior output has reached a stop ends at once.
+
+        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
+        """
+        self._requests.check_unused(request.client_id, request.request_id)
+        if check_stop(request, self._eos_token_ids):
+            self._outputs.add_end(request, [])
+            return
+        request.queued_time = now = self._clock()
+        self._admission.check(request, now)
+        request.arrival = next(self._arrivals)
+        request.record_event(EventType.QUEUED, now)
+        request.hold = hold
+        self._waiting.add(request)
+        self._requests.add(request)
+        self._deadlines.add(request)
+
+    def abort(self, client_id: str, request_ids: Iterable[str]) -> list[str]:
+        """End those of a client's requests that live, with ABORT outputs. Returns their ids."""
+        found = self._requests.find(client_id, request_ids)
+        self.end(found, RequestStatus.FINISHED_ABORTED)
+        return [request.request_id for request in found]
+
+    def abort_client(self, client_id: str) -> None:
+        """End all requests of a client that has gone, without outputs."""
+        self.end(self._requests.of_client(client_id), RequestStatus.FINISHED_ABORTED)
+        self._outputs.forget(client_id)
+
+    def abort_all(self, error: RequestError) -> None:
+        """End every request with an ABORT output."""
+        self.end(list(self._requests.by_key.values()), RequestStatus.FINISHED_ABORTED, error)
+
+    def abort_expired(self) -> None:
+        """End the requests whose deadline has passed, with ABORT outputs."""
+        now = self._wall_clock()
+        for request in self._deadlines.pop_expired(now):
+            late = now - (request.context.deadline or now)
+            message = f"the deadline passed {late:.3f} s ago, after {request.num_output_tokens} output tokens"
+            error = RequestError(
+                code="DEADLINE_EXCEEDED", message=message, field="deadline", reason="DEADLINE_EXCEEDED"
+            )
+            self.end([request], RequestStatus.FINISHED_ABORTED, error)
+
+    def fail(self, request: Request, error: RequestError) -> bool:
+        """End a request that cannot be served, with an ERROR output; one that has ended is left alone, and False returned."""
+        if request.key not in self._requests.by_key:
+            return False
+        self.end([request], RequestStatus.FINISHED_ERROR, error)
+        return True
+
+    def fail_too_long(self, request: Request) -> None:
+        """End a request whose tokens need more KV blocks than there are."""
+        pool = self._kv_cache.pool
+        message = (
+            f"the sequence of {request.num_tokens} tokens needs more than the {pool.num_usable_blocks} KV cache blocks "
+            f"of {self._kv_cache.block_size} tokens there are"
+        )
+        error = RequestError(code="RESOURCE_EXHAUSTED", message=message, reason="KV_CACHE_TOO_SMALL")
+        self.end([request], RequestStatus.FINISHED_ERROR, error)
+
+    def end(self, requests: list[Request], status: RequestStatus, error: RequestError | None = None) -> None:
+        """End living requests with one output each."""
+        was_running = False
+        for request in requests:
+            if request.status is RequestStatus.RUNNING:
+                was_running = True
+                self.finished_keys.append(request.key)
+            else:
+                self._waiting.remove(request)
+            request.status = status
+            self._forget(request)
+            self._outputs.add_end(request, [], error=error)
+        if was_running:
+            self._running.drop_finished()
+
+    def ended_by_step(self, requests: list[Request]) -> None:
+        """Forget running requests that a step's results have ended, and whose output says so."""
+        for request in requests:
+            self.finished_keys.append(request.key)
+            self._forget(request)
+        if requests:
+            self._running.drop_finished()
+
+    def take_finished_keys(self) -> list[str]:
+        """Requests that have ended since the last call and that the workers know."""
+        keys, self.finished_keys = self.finished_keys, []
+        return keys
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a living request, in seconds since the epoch."""
+        return self._deadlines.next_deadline()
+
+    def _forget(self, request: Request) -> None:
+        self._kv_cache.free(request)
+        self._requests.remove(request)
+        self._deadlines.discard(request)
+        if request.grammar is not None:
+            request.grammar.close()
+        if request.num_charged_tokens:
+            self._waiting.charge(request)

@@ -1,0 +1,39 @@
+"""The tokens that running requests get of a step."""
+
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.request_log import log_incident
+from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.preemption import Preemption
+from penstock_enginecore.core.scheduler.rows import num_tokens_due
+
+
+class RunningScheduler:
+    """Lets running requests go on, in their order, as far as a step's budget and the KV blocks go."""
+
+    def __init__(self, *, budget: StepBudget, preemption: Preemption, lifecycle: RequestLifecycle) -> None:
+        self._budget = budget
+        self._preemption = preemption
+        self._lifecycle = lifecycle
+
+    def schedule(self, output: SchedulerOutput, requests: list[Request]) -> None:
+        """Add to the step what is due of each. What goes wrong with one ends that one alone. Hot: once per request and step."""
+        budget, max_num_tokens = self._budget, self._budget.max_num_tokens
+        for request in requests:
+            if output.total_num_scheduled_tokens >= max_num_tokens:
+                break
+            try:
+                # 0: its next token is on its way. Not running: it had to make room.
+                num_new_tokens = num_tokens_due(request)
+                if num_new_tokens == 0 or request.status is not RequestStatus.RUNNING:
+                    continue
+                if num_new_tokens > 1:
+                    num_new_tokens = budget.tokens_for(num_new_tokens, output)
+                new_block_ids = self._preemption.make_room(request, num_new_tokens, output)
+                if new_block_ids is None:  # it gave up its own blocks, or ended
+                    continue
+                output.add_known(request, num_new_tokens, new_block_ids)
+            except Exception as e:
+                output.remove(request)
+                self._lifecycle.fail(request, log_incident(request, e, doing="scheduling the request"))

@@ -1,0 +1,99 @@
+"""The waiting requests that start in a step."""
+
+from penstock_common.types.outputs import EventType
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
+from penstock_enginecore.core.request import Request, RequestStatus
+from penstock_enginecore.core.request_log import log_incident
+from penstock_enginecore.core.scheduler.admission import QueueAdmission
+from penstock_enginecore.core.scheduler.base import Clock
+from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.scheduler.running import RunningRequests
+from penstock_enginecore.core.scheduler.waiting import WaitingRequests
+
+
+class WaitingScheduler:
+    """Starts waiting requests while a step's budget and the KV blocks last.
+
+    ``watermark_blocks`` stay free when a request starts beside others.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: StepBudget,
+        waiting: WaitingRequests,
+        running: RunningRequests,
+        admission: QueueAdmission,
+        lifecycle: RequestLifecycle,
+        kv_cache: KVCacheManager,
+        watermark_blocks: int,
+        clock: Clock,
+    ) -> None:
+        self._budget = budget
+        self._waiting = waiting
+        self._running = running
+        self._admission = admission
+        self._lifecycle = lifecycle
+        self._kv_cache = kv_cache
+        self._watermark_blocks = watermark_blocks
+        self._clock = clock
+
+    def schedule(self, output: SchedulerOutput) -> None:
+        """Start requests in the order of the policy until one has no room."""
+        while self.has_room(output) and (request := self._waiting.head()) is not None:
+            if not self.try_start(request, output):
+                break
+
+    def has_room(self, output: SchedulerOutput) -> bool:
+        """Whether another request can start in the step, KV blocks aside."""
+        return self._budget.has_room(output, len(self._running))
+
+    def try_start(self, request: Request, output: SchedulerOutput) -> bool:
+        """Start a waiting request while there is room, or end one that can never start. Returns False when its blocks, or its
+        prompt, find none now. What goes wrong with it ends that request alone.
+        """
+        try:
+            return self._start_or_end(request, output)
+        except Exception as e:
+            output.remove(request)
+            failure = log_incident(request, e, doing="scheduling the request")
+            unknown = request.status is RequestStatus.RUNNING
+            self._lifecycle.fail(request, failure)
+            if unknown:  # to the workers, who need not forget it
+                self._lifecycle.finished_keys.remove(request.key)
+            return True
+
+    def _start_or_end(self, request: Request, output: SchedulerOutput) -> bool:
+        kv_cache = self._kv_cache
+        if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
+            self._lifecycle.fail_too_long(request)
+            return True
+        computed = kv_cache.get_computed_blocks(request)
+        num_missing_tokens = request.num_tokens - computed.num_tokens
+        num_new_tokens = self._budget.tokens_for(num_missing_tokens, output)
+        if num_new_tokens < num_missing_tokens and not self._budget.chunked_prefill:
+            return False
+        reserve = self._reserved_blocks(request, computed.num_tokens + num_new_tokens) if self._running else 0
+        if not kv_cache.admit(request, computed, num_new_tokens, reserve=reserve):
+            return False
+        self._waiting.start(request)
+        self._start(request, computed.num_tokens, num_new_tokens, output)
+        return True
+
+    def _reserved_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks that must stay free when a request starts beside others: for its other tokens, and the watermark."""
+        rest = self._kv_cache.num_blocks_for(request.num_tokens) - self._kv_cache.num_blocks_for(num_tokens)
+        return rest + self._watermark_blocks
+
+    def _start(self, request: Request, num_computed: int, num_new_tokens: int, output: SchedulerOutput) -> None:
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = request.num_processed_tokens = num_computed
+        now = self._clock()
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_computed
+            self._admission.started(request, now)
+        request.record_event(EventType.SCHEDULED, now)
+        self._running.add(request)
+        output.add_new(request, num_new_tokens, self._kv_cache.block_ids(request))
