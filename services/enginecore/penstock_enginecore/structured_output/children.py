@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from penstock_common.errors import Internal, Unavailable
 from penstock_enginecore.config import StructuredOutputConfig
-from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output.child import start_python
+from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,
     Compile,

@@ -16,8 +16,8 @@ from penstock_common.errors import Internal, InvalidArgument, RequestFailed, Res
 from penstock_common.observability.incidents import incident
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.core.structured_output.base import Grammar, bitmask_words
-from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output.children import Children, Forked
+from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.followed import NO_MASK, CompiledConstraint, FollowedGrammar
 from penstock_enginecore.structured_output.messages import (
     MAX_PACKET,

@@ -12,9 +12,9 @@ import msgspec
 from penstock_common.errors import Internal, InvalidArgument, Unavailable
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import StructuredOutputConfig
-from penstock_enginecore.core.structured_output.constraint import FIELD
 from penstock_enginecore.structured_output import compiler
 from penstock_enginecore.structured_output.children import START_TIMEOUT, Children, Forked
+from penstock_enginecore.structured_output.constraints.source import FIELD
 
 TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
 """Reason of an error for a constraint whose tokens cost too much to follow."""

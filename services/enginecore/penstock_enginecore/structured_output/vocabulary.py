@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock_common.errors import Unimplemented
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.core.structured_output.constraint import FIELD
+from penstock_enginecore.structured_output.constraints.source import FIELD
 
 _FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

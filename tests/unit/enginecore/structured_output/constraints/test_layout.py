@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
 from penstock_enginecore.core.structured_output.base import bitmask_words
-from penstock_enginecore.core.structured_output.constraint import grammar_source
-from penstock_enginecore.core.structured_output.layout import INDENT, MAX_INDENT
+from penstock_enginecore.structured_output.constraints.layout import INDENT, MAX_INDENT
+from penstock_enginecore.structured_output.constraints.source import grammar_source
 from penstock_enginecore.structured_output.grammar import XgrammarGrammar
 from penstock_enginecore.structured_output.vocabulary import token_bytes
 from tests.fakes.models.random_schemas import random_schema
 from tests.fakes.models.schema_values import random_value
 
-MODEL = Path(__file__).resolve().parents[4] / "examples/demo_model/penstock-tiny"
+MODEL = Path(__file__).resolve().parents[5] / "examples/demo_model/penstock-tiny"
 VOCAB_SIZE, EOS = 2048, 1
 LAYOUTS: list[dict[str, Any]] = [{}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}, {"separators": (",", ":")}]
 OBJECT = {

@@ -5,7 +5,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from penstock_common.nesting import nests_deeper
-from penstock_enginecore.core.structured_output.json_types import (
+from penstock_enginecore.structured_output.constraints.json_types import (
     SchemaError,
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.structured_output.constraint import check_constraint, grammar_source
+from penstock_enginecore.structured_output.constraints.source import check_constraint, grammar_source
 
 KEYWORDS = {
     "object": ["properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"],
@@ -186,7 +186,7 @@ def test_an_error_quotes_the_beginning_of_a_value():
 
 
 def test_a_class_of_many_characters_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch):
-    from penstock_enginecore.core.structured_output import charset
+    from penstock_enginecore.structured_output.constraints import charset
 
     merged, seen = charset._merged, []
     monkeypatch.setattr(charset, "_merged", lambda ranges: merged(seen.append(1) or ranges))

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock_enginecore.core.structured_output.formats import FORMATS
+from penstock_enginecore.structured_output.constraints.formats import FORMATS
 
 
 def matches(name: str, text: str) -> bool:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from penstock_enginecore.core.structured_output.json_types import (
+from penstock_enginecore.structured_output.constraints.json_types import (
     Schema,
     SchemaError,
     shown,
 )
-from penstock_enginecore.core.structured_output.regex import MAX_REPEAT
+from penstock_enginecore.structured_output.constraints.regex import MAX_REPEAT
 
 
 def bound(

@@ -10,9 +10,16 @@ import re
 from typing import Any
 
 from penstock_common.types.sampling import JsonWhitespace
-from penstock_enginecore.core.structured_output import number
-from penstock_enginecore.core.structured_output.charset import ANY, ESCAPED, PLAIN_IN_JSON, CharSet, as_json, literal
-from penstock_enginecore.core.structured_output.layout import Layout, Level, behind_string, deeper, layout
+from penstock_enginecore.structured_output.constraints import number
+from penstock_enginecore.structured_output.constraints.charset import (
+    ANY,
+    ESCAPED,
+    PLAIN_IN_JSON,
+    CharSet,
+    as_json,
+    literal,
+)
+from penstock_enginecore.structured_output.constraints.layout import Layout, Level, behind_string, deeper, layout
 
 _SHARED = {
     "char": as_json(ANY),

@@ -7,7 +7,7 @@ boundaries) is refused by name and place, never ignored.
 
 from dataclasses import dataclass
 
-from penstock_enginecore.core.structured_output.charset import ANY, CharSet, as_json, as_text
+from penstock_enginecore.structured_output.constraints.charset import ANY, CharSet, as_json, as_text
 
 MAX_REPEAT = 65_536
 """The largest bound of a repetition."""

@@ -6,7 +6,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import StructuredOutput
-from penstock_enginecore.core.structured_output.constraint import check_constraint
+from penstock_enginecore.structured_output.constraints.source import check_constraint
 
 DEPTHS = (50, 63, 64, 65, 200, 255, 256, 257, 900, 960, 980, 1000, 5000)
 SCHEMAS = (

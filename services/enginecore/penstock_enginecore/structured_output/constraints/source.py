@@ -8,12 +8,12 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import JsonWhitespace, StructuredOutput
-from penstock_enginecore.core.structured_output.charset import literal
-from penstock_enginecore.core.structured_output.json_grammar import Rules
-from penstock_enginecore.core.structured_output.json_schema import schema_grammar
-from penstock_enginecore.core.structured_output.json_text import parse
-from penstock_enginecore.core.structured_output.json_types import SchemaError, shown
-from penstock_enginecore.core.structured_output.regex import RegexError, whole
+from penstock_enginecore.structured_output.constraints.charset import literal
+from penstock_enginecore.structured_output.constraints.json_grammar import Rules
+from penstock_enginecore.structured_output.constraints.json_schema import schema_grammar
+from penstock_enginecore.structured_output.constraints.json_text import parse
+from penstock_enginecore.structured_output.constraints.json_types import SchemaError, shown
+from penstock_enginecore.structured_output.constraints.regex import RegexError, whole
 
 FIELD = "sampling_params.structured_output"
 _MAX_TAG_DEPTH = 64

@@ -10,11 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock_common.types.sampling import JsonWhitespace
-from penstock_enginecore.core.structured_output import number
-from penstock_enginecore.core.structured_output.formats import FORMATS
-from penstock_enginecore.core.structured_output.json_grammar import Rules, json_literal, other_strings
-from penstock_enginecore.core.structured_output.json_keywords import bound, count, in_order, mapping, required_names
-from penstock_enginecore.core.structured_output.json_types import (
+from penstock_enginecore.structured_output.constraints import number
+from penstock_enginecore.structured_output.constraints.formats import FORMATS
+from penstock_enginecore.structured_output.constraints.json_grammar import Rules, json_literal, other_strings
+from penstock_enginecore.structured_output.constraints.json_keywords import (
+    bound,
+    count,
+    in_order,
+    mapping,
+    required_names,
+)
+from penstock_enginecore.structured_output.constraints.json_types import (
     KEYWORDS,
     TYPES,
     Schema,
@@ -22,8 +28,8 @@ from penstock_enginecore.core.structured_output.json_types import (
     SchemaTypes,
     shown,
 )
-from penstock_enginecore.core.structured_output.layout import Layout, Level, deeper
-from penstock_enginecore.core.structured_output.regex import RegexError, in_json_string
+from penstock_enginecore.structured_output.constraints.layout import Layout, Level, deeper
+from penstock_enginecore.structured_output.constraints.regex import RegexError, in_json_string
 
 MAX_DEPTH = 64
 """How deeply schemas may nest."""
