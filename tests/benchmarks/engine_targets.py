@@ -16,6 +16,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 
@@ -38,7 +39,7 @@ class InProcessEngine:
 
     async def __aenter__(self) -> "InProcessEngine":
         self._loop = asyncio.get_running_loop()
-        self._busy_loop = BusyLoop(self._engine, self)
+        self._busy_loop = BusyLoop(self._engine, EngineControl(self._engine), self)
         self._thread = threading.Thread(target=self._busy_loop.run, daemon=True)
         self._thread.start()
         return self

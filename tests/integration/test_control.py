@@ -13,6 +13,7 @@ import torch
 from penstock.common.v1 import finish_pb2
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams as Params
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler.pause import PauseState
 from tests.fakes.clients.session_client import SessionClient, connected
 from tests.fakes.engines.engine_harness import make_config
@@ -244,13 +245,14 @@ def tokens_of(engine: Any, request_id: str) -> list[int]:
 @pytest.mark.parametrize("level", [1, 2])
 def test_weights_and_cache_come_back_as_they_were(path: Path, level: int) -> None:
     engine = build_engine(path)
+    control = EngineControl(engine)
     before = tokens_of(engine, "before")
-    assert engine.control.sleep(level).result() is None
-    [info] = engine.control.collective_rpc("worker_info")
+    assert control.sleep(level).result() is None
+    [info] = engine.executor.collective_rpc("worker_info")
     assert info["kv_cache_bytes"] == 0
     assert (info["weight_bytes"] == 0) == (level == 2)
-    engine.control.wake_up()
-    [info] = engine.control.collective_rpc("worker_info")
+    control.wake_up()
+    [info] = engine.executor.collective_rpc("worker_info")
     assert info["kv_cache_bytes"] > 0
     assert info["weight_bytes"] > 0
     assert tokens_of(engine, "after") == before
@@ -259,9 +261,10 @@ def test_weights_and_cache_come_back_as_they_were(path: Path, level: int) -> Non
 
 def test_a_profile_is_a_trace_file_with_the_steps_operators(path: Path, tmp_path: Path) -> None:
     engine = build_engine(path, profiler={"directory": str(tmp_path / "traces")})
-    engine.control.start_profile()
+    control = EngineControl(engine)
+    control.start_profile()
     tokens_of(engine, "r")
-    [trace] = engine.control.stop_profile()
+    [trace] = control.stop_profile()
     names = {event.get("name") for event in json.loads(Path(trace).read_text())["traceEvents"]}
     assert "penstock::linear" in names
     engine.shutdown()
@@ -269,15 +272,16 @@ def test_a_profile_is_a_trace_file_with_the_steps_operators(path: Path, tmp_path
 
 def test_profiling_needs_a_directory_and_a_beginning(path: Path, tmp_path: Path) -> None:
     engine = build_engine(path)
+    control = EngineControl(engine)
     with pytest.raises(Exception, match="profiler.directory is not configured"):
-        engine.control.start_profile()
+        control.start_profile()
     with pytest.raises(Exception, match="no profile is being taken"):
-        engine.control.stop_profile()
+        control.stop_profile()
     engine.shutdown()
 
 
 def test_only_registered_methods_of_workers_can_be_called(path: Path) -> None:
     engine = build_engine(path)
     with pytest.raises(Exception, match="no utility method 'shutdown'"):
-        engine.control.collective_rpc("shutdown")
+        EngineControl(engine).collective_rpc("shutdown")
     engine.shutdown()

@@ -11,7 +11,8 @@ from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.core.engine_core import EngineCore, EngineDeadError
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.step_recovery import EngineDeadError
 from penstock_enginecore.executor.input_batch import InputBatch
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pool_runner import PoolRunner

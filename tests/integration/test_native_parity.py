@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.native.decoder import KNOWN
@@ -46,7 +47,7 @@ def greedy(engine: EngineCore, name: str = "r", **params: Any) -> list[list[int]
 
 
 def computing(engine: EngineCore) -> str:
-    [info] = engine.control.collective_rpc("worker_info")
+    [info] = engine.executor.collective_rpc("worker_info")
     return str(info["computing"])
 
 
@@ -188,7 +189,7 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_s
     engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype})
     assert "decoder" in computing(engine)
     assert greedy(engine) == expected
-    [info] = engine.control.collective_rpc("worker_info")
+    [info] = engine.executor.collective_rpc("worker_info")
     assert info["weight_bytes"] < 0.7 * 4 * sum(p.numel() for p in model.parameters())
     assert info["kv_cache_bytes"] == 2 * 128 * 16 * 2 * 2 * 16 * 4  # layers, slots, keys and values, heads, float32
     engine.shutdown()
@@ -208,7 +209,7 @@ def test_float16_is_computed_as_float32_whatever_the_processor_has(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype})
     assert ("decoder" if architecture in DECODERS else "linear") in computing(engine)
-    assert engine.control.collective_rpc("worker_info")[0]["dtype"] == "float32"
+    assert engine.executor.collective_rpc("worker_info")[0]["dtype"] == "float32"
     assert greedy(engine) == expected
     engine.shutdown()
 
@@ -217,7 +218,7 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_tiny_model("qwen3", tmp_path, hidden_size=64, intermediate_size=1024, num_hidden_layers=4)
     engines = [build_engine(tmp_path, cache=CACHE, kernels=kernels) for kernels in ({}, {"isa": "off"})]
-    packed, plain = (engine.control.collective_rpc("worker_info")[0]["weight_bytes"] for engine in engines)
+    packed, plain = (engine.executor.collective_rpc("worker_info")[0]["weight_bytes"] for engine in engines)
     assert plain <= packed < 1.1 * plain
     for engine in engines:
         engine.shutdown()
@@ -229,8 +230,9 @@ def test_packed_weights_come_back_from_sleep(level: int, tmp_path: Path) -> None
     expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64))
     engine = build_engine(tmp_path, cache=CACHE)
     assert greedy(engine) == expected
-    assert engine.control.sleep(level).result() is None
-    engine.control.wake_up()
+    control = EngineControl(engine)
+    assert control.sleep(level).result() is None
+    control.wake_up()
     assert "decoder" in computing(engine)
     assert greedy(engine, "again") == expected
     engine.shutdown()

@@ -232,7 +232,7 @@ async def test_a_real_engines_events_and_steps_are_measured(model: Path) -> None
         ready = engine.io._servicer._ready
         assert ready is not None
         registry = engine.io.registry
-        registry.register(EngineCollector(loop.stats, loop.state, loop.step_tokens, ready))
+        registry.register(EngineCollector(loop.stats, engine.control.state, engine.engine.counts.tokens, ready))
         labels = {"model_name": ready.model, "engine": ready.engine_id}
         async with FrontendServer(model, engines=[engine.address], model=named("fake", model)) as frontend:
             await frontend.outputs(token_ids=pb.TokenIds(ids=range(5)), max_tokens=3, ignore_eos=True)

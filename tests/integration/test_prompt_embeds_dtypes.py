@@ -36,7 +36,7 @@ def engine(request: pytest.FixtureRequest, saved: tuple[Path, torch.nn.Module]) 
         scheduler={"max_num_batched_tokens": 9},
         kernels=kernels,
     )
-    [info] = engine.control.collective_rpc("worker_info")
+    [info] = engine.executor.collective_rpc("worker_info")
     assert ("decoder" in info["computing"]) is request.param
     return engine
 

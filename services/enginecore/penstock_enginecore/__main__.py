@@ -9,7 +9,7 @@ from penstock_common.config.command_line import from_command_line
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.engine_core import EngineDeadError
+from penstock_enginecore.core.step_recovery import EngineDeadError
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.structured_output.children import Children
 

@@ -4,6 +4,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
@@ -12,13 +13,15 @@ from penstock_common.tensors.sizes import MAX_TENSOR_BYTES
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.signals import signals_handled
+from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
+from penstock_enginecore.error_dump import dump_step
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
+from penstock_enginecore.signals import signals_handled
 from penstock_enginecore.variant import Loaded, config_of, hash_of
 
 log = get_logger()
@@ -51,7 +54,7 @@ def run(
     try:
         progress("importing torch and transformers")
         executor = make_executor(config)
-        engine = EngineCore(config, executor, make_grammars=make_grammars, progress=progress)
+        engine = build_engine(config, executor, make_grammars, progress)
         try:
             engine.warm_up()
             serve(config, engine, io, started)
@@ -61,11 +64,25 @@ def run(
         io.stop()
 
 
+def build_engine(
+    config: EngineCoreConfig, executor: Executor, make_grammars: GrammarBackendFactory | None, progress: Progress
+) -> EngineCore:
+    """Load the model. ``progress`` gets a line as each phase begins. Raises ConfigError and ModelLoadError."""
+    return EngineCore(
+        config,
+        executor,
+        make_grammars=make_grammars,
+        keep_failed_step=partial(dump_step, config=config.error_dump),
+        progress=progress,
+    )
+
+
 def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: float) -> None:
     """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log."""
-    busy_loop = BusyLoop(engine, io.sessions)
+    control = EngineControl(engine)
+    busy_loop = BusyLoop(engine, control, io.sessions)
     ready = describe(config, engine)
-    io.registry.register(EngineCollector(busy_loop.stats, busy_loop.state, busy_loop.step_tokens, ready))
+    io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready))
     metrics = MetricsServer(config.metrics, io.registry)
     try:
         with signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown):

@@ -3,15 +3,24 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from penstock_enginecore.config import (
+    CacheConfig,
+    EngineCoreConfig,
+    ErrorDumpConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
+from penstock_enginecore.error_dump import dump_step
 from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
@@ -38,6 +47,7 @@ def make_config(
     drain_timeout: float = 30.0,
     max_concurrent_batches: int = 1,
     kind: str = "uniproc",
+    error_dump: ErrorDumpConfig | None = None,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """A small engine; further arguments go to SchedulerConfig."""
@@ -52,6 +62,7 @@ def make_config(
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
         executor=ExecutorConfig(kind=kind, max_concurrent_batches=max_concurrent_batches),
         drain_timeout=drain_timeout,
+        error_dump=error_dump or ErrorDumpConfig(),
     )
 
 
@@ -66,7 +77,14 @@ def make_engine(
     executor = executor or FakeExecutor(block_size=config_struct.cache.block_size)
     clocks = {"monotonic_clock": clock, "wall_clock": clock} if clock else {}
     make_grammars = (lambda *_, **__: grammars) if grammars else None
-    return EngineCore(config_struct, executor, progress=lambda line: None, make_grammars=make_grammars, **clocks)
+    return EngineCore(
+        config_struct,
+        executor,
+        progress=lambda line: None,
+        make_grammars=make_grammars,
+        keep_failed_step=partial(dump_step, config=config_struct.error_dump),
+        **clocks,
+    )
 
 
 _numbers = itertools.count()

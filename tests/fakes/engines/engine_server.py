@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock_enginecore.app import describe
+from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
-from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.rpc.io_thread import IoThread
@@ -41,11 +41,10 @@ class EngineServer:
 
     def load(self) -> "EngineServer":
         """Load the model and serve."""
-        self.engine = EngineCore(
-            self.config, self.executor, make_grammars=self.make_grammars, progress=lambda line: None
-        )
+        self.engine = build_engine(self.config, self.executor, self.make_grammars, lambda line: None)
         self.engine.warm_up()
-        self.busy_loop = BusyLoop(self.engine, self.io.sessions)
+        self.control = EngineControl(self.engine)
+        self.busy_loop = BusyLoop(self.engine, self.control, self.io.sessions)
         self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
         self.thread.start()
         if self.config.coordinator.address:  # what it is reached at is known only now

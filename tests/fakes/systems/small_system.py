@@ -67,7 +67,7 @@ class Engine(EngineServer):
         super().load()
         loop, ready = self.busy_loop, self.io._servicer._ready
         assert ready is not None
-        self.io.registry.register(EngineCollector(loop.stats, loop.state, loop.step_tokens, ready))
+        self.io.registry.register(EngineCollector(loop.stats, self.control.state, self.engine.counts.tokens, ready))
         return self
 
     @property

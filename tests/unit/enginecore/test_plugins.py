@@ -81,7 +81,7 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
     extensions.register_utility("num_blocks", num_blocks)
     engine = make_engine(num_blocks=20, scheduler="mine")
     assert isinstance(engine.scheduler, OtherScheduler)
-    assert engine.utilities.invoke("num_blocks", [2]) == 40
+    assert EngineControl(engine).utilities.invoke("num_blocks", [2]) == 40
     assert attention.create_backend("mine", attention.torch.device("cpu")) is made
     assert factory.make_executor(make_config(kind="mine")) == "an executor"
     with pytest.raises(ValueError, match="registered already"):

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import Internal, RequestFailed, Unavailable
-from penstock_common.observability.histogram import Buckets
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -27,8 +26,8 @@ from penstock_common.types.outputs import (
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.core.control import EngineState
-from penstock_enginecore.core.engine_core import EngineCore, EngineDeadError
+from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.queues import (
     AbortRequests,
     AddRequest,
@@ -44,19 +43,23 @@ from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.request_log import log_aborted, log_refused
 from penstock_enginecore.core.scheduler.base import Clock
 from penstock_enginecore.core.shutdown import ShutdownEffect, ShutdownPhase, ShutdownState
+from penstock_enginecore.core.step_recovery import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
 
 class BusyLoop:
-    """Drives an ``EngineCore``.
+    """Drives an ``EngineCore``, and its ``control`` between steps.
 
     For health by progress: while ``has_work`` is true, ``last_step_time`` (monotonic seconds; also set when work
     arrives at an idle engine) should move; if it does not for ``wedged_after`` seconds, the engine is wedged.
     """
 
-    def __init__(self, engine: EngineCore, sink: OutputSink, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, engine: EngineCore, control: EngineControl, sink: OutputSink, *, clock: Clock = time.monotonic
+    ) -> None:
         self._engine = engine
+        self._control = control
         self._sink = sink
         self._clock = clock
         self._queues = InputQueues()
@@ -64,7 +67,7 @@ class BusyLoop:
         self._idle = True
         self.last_step_time = clock()
         engine.wake = partial(self._queues.put, Wakeup())
-        engine.control.on_drain = self._shutdown.drain
+        control.on_drain = self._shutdown.drain
 
     # From any thread.
 
@@ -93,7 +96,7 @@ class BusyLoop:
         self._queues.put(ClientGone(client_id))
 
     def request_shutdown(self, timeout: float | None = None) -> None:
-        """Ask the loop to drain, within ``timeout`` seconds if given, and return. For signals see ``signals_handled``."""
+        """Ask the loop to drain, within ``timeout`` seconds if given, and return. Handlers of signals may call it."""
         self._shutdown.request(timeout)
         self._queues.put(Wakeup())
 
@@ -118,15 +121,6 @@ class BusyLoop:
             seconds_since_last_step=self.seconds_since_last_step(),
             wedged=self.wedged,
         )
-
-    def state(self) -> EngineState:
-        """Whether the engine is paused or sleeps, and what went wrong in it."""
-        return self._engine.control.state()
-
-    @property
-    def step_tokens(self) -> Buckets:
-        """Steps by the tokens they computed."""
-        return self._engine.control.step_tokens
 
     @property
     def draining(self) -> bool:
@@ -212,6 +206,7 @@ class BusyLoop:
     def _step(self) -> None:
         if self._engine.has_work:
             self._emit(self._engine.step(self._drain_aborts))
+            self._control.after_step()
             self.last_step_time = self._clock()
         if events := self._engine.take_kv_events():
             self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()))
@@ -254,7 +249,7 @@ class BusyLoop:
     def _answer(self, call: UtilityCall) -> None:
         """Call the method. A result that is still to come is sent when it is there."""
         try:
-            result = self._engine.call_utility(call.method, call.arguments)
+            result = self._control.utilities.call(call.method, call.arguments)
         except EngineDeadError:  # it took in a step that failed
             raise
         except Exception as e:

@@ -7,22 +7,19 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
-from penstock_common.observability.histogram import Buckets
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
-from penstock_enginecore.core.iteration_log import IterationLog
+from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.base import Scheduler
-from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.utility import UtilityRegistry, utility
 
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper ends of the buckets of tokens per step; vLLM's."""
 MAX_DRAIN_TIMEOUT = 86_400.0
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
@@ -43,7 +40,7 @@ class Controllable(Protocol):
     executor: Executor
     kv_cache_config: KVCacheConfig
     model: ModelInfo
-    utilities: UtilityRegistry
+    counts: StepCounts
 
     @property
     def max_model_len(self) -> int:
@@ -53,7 +50,7 @@ class Controllable(Protocol):
     def paused(self) -> bool:
         """Whether nothing is scheduled."""
 
-    def finish_batches(self) -> bool:
+    def finish_steps(self) -> bool:
         """Take in the results of every step that was started. Returns False when one failed."""
 
     def abort_all(self, error: RequestError) -> None:
@@ -61,7 +58,7 @@ class Controllable(Protocol):
 
 
 class EngineControl:
-    """The engine's utilities. Called between steps, on the busy loop's thread.
+    """The engine's utilities. Called between steps, on the busy loop's thread, which calls ``after_step`` behind each step.
 
     An engine that sleeps is paused as well; it schedules again once everything that slept is awake. One that an operator
     paused, before or meanwhile, waits for ``resume`` as well.
@@ -73,11 +70,9 @@ class EngineControl:
         self._pause_asked_for = False
         self._waiting: list[tuple[Future[None], bool]] = []
         self._sleep_level = 0
-        self._num_nan_logits = 0
-        self.step_tokens = Buckets(STEP_TOKENS)
-        """Steps by the tokens they computed; any thread may read it."""
         self.on_drain: Callable[[float], None] = _cannot_drain
-        self._log = IterationLog(engine.config.iteration_log_interval)
+        self.utilities = extend(UtilityRegistry(self), "engine")
+        """What frontends can call by name: the methods of this class that are marked so, and what plugins add."""
 
     # Draining.
 
@@ -107,7 +102,7 @@ class EngineControl:
 
     def _pause(self, mode: Mode, clear_cache: bool) -> Future[None]:
         engine = self._engine
-        engine.finish_batches()
+        engine.finish_steps()
         done: Future[None] = Future()
         if mode == "wait" and not self._asleep:
             engine.scheduler.pause(PauseState.DRAINING)
@@ -141,12 +136,11 @@ class EngineControl:
         return self._engine.paused
 
     def after_step(self) -> None:
-        """Between steps: see whether a pause that waits has come to its end; log what the steps did."""
-        self._log.tick(self._engine.scheduler.stats)
+        """Between steps: see whether a pause that waits has come to its end."""
         scheduler = self._engine.scheduler
         if not self._waiting or not scheduler.drained:
             return
-        self._engine.finish_batches()
+        self._engine.finish_steps()
         scheduler.pause(PauseState.PAUSED)
         waiting, self._waiting = self._waiting, []
         if any(clear_cache for _, clear_cache in waiting):
@@ -224,7 +218,7 @@ class EngineControl:
         """Forget all cached prefixes. False, and nothing done, while a request is running, unless ``preempt_running``: then the
         running requests give up their blocks and are computed again.
         """
-        self._engine.finish_batches()
+        self._engine.finish_steps()
         if preempt_running:
             self._engine.scheduler.preempt_all()
         return self._engine.scheduler.reset_prefix_cache()
@@ -239,7 +233,7 @@ class EngineControl:
     @utility
     def stop_profile(self) -> list[str]:
         """Stop the profilers. Returns the paths of the traces on the engine's machine, one per worker."""
-        self._engine.finish_batches()
+        self._engine.finish_steps()
         return self._engine.executor.collective_rpc("stop_profile")
 
     @utility
@@ -264,21 +258,15 @@ class EngineControl:
             "dtype": engine.model.dtype,
             "pause_state": engine.scheduler.pause_state.value,
             "asleep": sorted(self._asleep),
-            "utilities": list(engine.utilities.names),
+            "utilities": list(self.utilities.names),
         }
-
-    def count_step(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Note a step that is over, for the log and the metrics."""
-        self._log.count(scheduled, results)
-        if scheduled.total_num_scheduled_tokens:
-            self.step_tokens.observe(scheduled.total_num_scheduled_tokens)
-        if results.num_nans_in_logits:
-            self._num_nan_logits += sum(results.num_nans_in_logits.values())
 
     def state(self) -> EngineState:
         """What stands beside the load in the metrics. Any thread may ask."""
         return EngineState(
-            paused=self._engine.paused, sleep_level=self._sleep_level, num_nan_logits=self._num_nan_logits
+            paused=self._engine.paused,
+            sleep_level=self._sleep_level,
+            num_nan_logits=self._engine.counts.num_nan_logits,
         )
 
 

@@ -2,43 +2,32 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from typing import Any
 
-from penstock_common.errors import PenstockError
-from penstock_common.observability.incidents import STEP_FAILED
 from penstock_common.types.kv_events import KvCacheEvent
-from penstock_common.types.outputs import EngineCoreOutputs, RequestError
+from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.error_dump import dump_step, keep_step
 from penstock_enginecore.core.executor import Executor, Progress
-from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
-from penstock_enginecore.core.kv_cache.no_cache import size_without_kv_cache
-from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.iteration_log import IterationLog
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
+from penstock_enginecore.core.startup import size_engine
+from penstock_enginecore.core.step_counts import StepCounts
+from penstock_enginecore.core.step_recovery import KeepFailedStep, StepRecovery
+from penstock_enginecore.core.steps_in_flight import DrainAborts, StepsInFlight
 from penstock_enginecore.core.structured_output.base import GrammarBackend, GrammarBackendFactory
-from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.core.validation import RequestLimits, validate_request
 
 logger = logging.getLogger(__name__)
 
-MAX_UNEXPLAINED_FAILURES = 3
-"""So often in a row a step may fail although each of its requests passes alone; then the engine ends."""
 
-
-class EngineDeadError(PenstockError):
-    """A step failed in a way the engine cannot go on from. The message is for operators and frontends."""
+def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats) -> None:
+    """A failed step is told in the log alone."""
 
 
 class EngineCore:
@@ -47,7 +36,8 @@ class EngineCore:
     All methods belong to the busy loop's thread, except ``preprocess``. Building one loads the model: it may take
     minutes. Raises ModelLoadError or ConfigError when the engine cannot start.
 
-    ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused. ``wake`` is
+    ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused.
+    ``keep_failed_step`` is called when a step has failed that somebody should look into. ``wake`` is
     called, on any thread, when a compiled constraint lets a waiting request go on: whoever waits for work should call
     ``step``.
     """
@@ -58,6 +48,7 @@ class EngineCore:
         executor: Executor,
         *,
         make_grammars: GrammarBackendFactory | None = None,
+        keep_failed_step: KeepFailedStep = _keep_nothing,
         progress: Progress = logger.info,
         monotonic_clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
@@ -65,24 +56,23 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.wake: Callable[[], None] = lambda: None
-        self._wall_clock = wall_clock
-        self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
-        self._max_batches = max(config.executor.max_concurrent_batches, 2 if config.scheduler.async_scheduling else 1)
         self.stalled = False
-        self.model = executor.load_model(progress)
-        self.kv_cache_config = self._size_kv_cache(progress)
+        self._wall_clock = wall_clock
+        max_steps = max(config.executor.max_concurrent_batches, 2 if config.scheduler.async_scheduling else 1)
+        self.model = model = executor.load_model(progress)
+        self.kv_cache_config = size_engine(config, executor, model, progress, max_steps=max_steps)
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
-            grammars = make_grammars(config, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids)
+            grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
                 config=config.scheduler,
                 kv_cache=self.kv_cache_config,
                 # Pooling needs every token's hidden state, which the cache does not hold.
-                enable_prefix_caching=config.cache.enable_prefix_caching and self.model.pooling is None,
+                enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
                 enable_kv_events=config.cache.enable_kv_events,
-                supports_chunked_prefill=self.model.supports_chunked_prefill,
-                eos_token_ids=self.model.eos_token_ids,
+                supports_chunked_prefill=model.supports_chunked_prefill,
+                eos_token_ids=model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,
             )
@@ -91,45 +81,24 @@ class EngineCore:
             grammars,
             self.scheduler,
             lambda: self.wake(),
-            vocab_size=self.model.vocab_size,
-            eos_token_ids=self.model.eos_token_ids,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
         )
         executor.initialize_kv_cache(self.kv_cache_config)
         self._limits = RequestLimits(
-            model=self.model, max_model_len=self.max_model_len, max_logprobs=config.model.max_logprobs
+            model=model, max_model_len=self.max_model_len, max_logprobs=config.model.max_logprobs
         )
-        self.control = EngineControl(self)
-        self.utilities = extend(UtilityRegistry(self.control), "engine")
-
-    def _size_kv_cache(self, progress: Progress) -> KVCacheConfig:
-        executor, config = self.executor, self.config
-        progress("preparing the kernels, and a forward pass of one token")
-        specs = executor.kv_cache_specs()
-        if not specs:
-            sized = size_without_kv_cache(
-                config.scheduler,
-                requested_max_model_len=config.model.max_model_len,
-                model_max_len=self.model.max_len,
-            )
-            progress(f"no KV cache; sequences of up to {sized.max_model_len} tokens")
-            return sized
-        sized = size_kv_cache(
-            specs,
-            executor.available_kv_cache_memory(),
-            config.cache,
-            requested_max_model_len=config.model.max_model_len,
-            model_max_len=self.model.max_len,
-            max_tokens_in_flight=config.scheduler.max_num_batched_tokens * self._max_batches,
+        self.counts = StepCounts()
+        self._log = IterationLog(config.iteration_log_interval)
+        self._steps = StepsInFlight(
+            executor,
+            self.scheduler,
+            self._grammars,
+            StepRecovery(executor, self.scheduler, keep_failed_step),
+            max_steps=max_steps,
+            on_done=self._count_step,
         )
-        tokens = (sized.num_blocks - 1) * sized.block_size
-        groups = len(sized.groups)
-        use = f"{tokens} tokens in all" if groups == 1 else f"shared by {groups} groups of layers"
-        progress(
-            f"KV cache: {sized.num_blocks} blocks of {sized.block_size} tokens, {use}; "
-            f"sequences of up to {sized.max_model_len} tokens"
-        )
-        return sized
 
     @property
     def max_model_len(self) -> int:
@@ -185,7 +154,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return bool(self._batches) or self.scheduler.has_work
+        return bool(self._steps) or self.scheduler.has_work
 
     def time_to_next_deadline(self) -> float | None:
         """Seconds until the next request expires, negative if it has; None when no request has a deadline."""
@@ -194,7 +163,7 @@ class EngineCore:
 
     # A step.
 
-    def step(self, drain_aborts: Callable[[], None]) -> dict[str, EngineCoreOutputs]:
+    def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
         """Keep the executor busy, then take in the oldest step's results. Returns what to tell each client, by client id.
 
         While there is room for another step in the executor, and something to do in one, it is started before anything is
@@ -202,90 +171,35 @@ class EngineCore:
         ``stalled`` says whether there was nothing to do: another step is of use only once something has changed.
         Raises EngineDeadError.
         """
+        steps = self._steps
         self._grammars.take()
-        started = len(self._batches) < self._max_batches and self._start_batch(drain_aborts)
-        room = len(self._batches) < self._max_batches
-        if self._batches and not (started and room and not self._batches[0][1].done()):
-            self._finish_batch(drain_aborts)
+        started = steps.has_room and self._start_step(drain_aborts)
+        if steps and not (started and steps.has_room and not steps.oldest_is_done):
+            steps.finish_oldest(drain_aborts)
             started = True
-        self.control.after_step()
+        self._log.tick(self.scheduler.stats)
         outputs = self.scheduler.take_outputs()
         self.stalled = not started and not outputs
         return outputs
 
-    def _start_batch(self, drain_aborts: Callable[[], None]) -> bool:
+    def _start_step(self, drain_aborts: DrainAborts) -> bool:
         """Schedule a step and hand it to the executor. Returns whether there was anything to hand over."""
         scheduled = self.scheduler.schedule()
-        if not (scheduled.num_scheduled_tokens or scheduled.finished_request_ids or scheduled.preempted_request_ids):
+        if not scheduled.concerns_workers:
             return False
-        try:
-            self.executor.execute_model(scheduled)
-            # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
-            if self._batches and self.scheduler.constrained(scheduled) and not self.finish_batches(drain_aborts):
-                return True
-            future = self.executor.sample_tokens(self._grammars.bitmask(scheduled))
-        except EngineDeadError:
-            raise
-        except Exception as e:
-            if self.finish_batches(drain_aborts):  # those before it are not concerned
-                self._recover(scheduled, e)
-            return True
-        self._batches.append((scheduled, future))
+        self._steps.start(scheduled, drain_aborts)
         return True
 
-    def _finish_batch(self, drain_aborts: Callable[[], None]) -> bool:
-        """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then."""
-        scheduled, future = self._batches.popleft()
-        try:
-            results = future.result()
-        except Exception as e:
-            del future  # it knows the error, which knows this frame
-            self._recover(scheduled, e)
-            return False
-        drain_aborts()
-        self.scheduler.update_from_output(scheduled, results)
-        self.control.count_step(scheduled, results)
-        return True
+    def finish_steps(self, drain_aborts: DrainAborts = lambda: None) -> bool:
+        """Take in the results of every step that was started. Returns False when one failed: those behind it are lost.
 
-    def finish_batches(self, drain_aborts: Callable[[], None] = lambda: None) -> bool:
-        """Take in the results of every step that was started. Returns False when one failed: those behind it are lost."""
-        while self._batches:
-            if not self._finish_batch(drain_aborts):
-                return False
-        return True
-
-    def _recover(self, scheduled: SchedulerOutput, error: Exception) -> None:
-        """Go on after a failed step, the oldest in flight, without the request that failed it.
-
-        Every request is computed again, and the scheduler tries those of the step in ever smaller groups until one fails alone:
-        that one ends. Raises EngineDeadError when a step without requests failed, when the executor cannot compute any more,
-        and when a step fails again and again of no single request.
+        Raises EngineDeadError.
         """
-        behind = [future for _, future in self._batches]
-        self._batches.clear()
-        wait(behind)
-        if not scheduled.num_scheduled_tokens:
-            raise self._dead(scheduled, error) from error
-        try:
-            self.executor.recover()
-        except Exception as e:
-            logger.warning("the executor does not compute any more: %s: %s", type(e).__name__, e)
-            raise self._dead(scheduled, error) from error
-        stats = self.scheduler.stats()
-        culprit = self.scheduler.step_failed(scheduled)
-        if culprit is not None:
-            keep_step(scheduled, error, stats, self.config.error_dump)
-            doing = "a step with this request alone"
-            self.scheduler.fail(culprit, log_incident(culprit, error, doing=doing, reason=STEP_FAILED))
-        elif self.scheduler.num_unexplained_failures >= MAX_UNEXPLAINED_FAILURES:
-            raise self._dead(scheduled, error) from error
-        else:
-            num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
-            logger.warning("a step of %d requests failed (%s); they are tried in smaller groups", num_requests, name)
+        return self._steps.finish_all(drain_aborts)
 
-    def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
-        dump_step(scheduled, error, self.scheduler.stats(), self.config.error_dump)
-        return EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
+    def _count_step(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        self._log.count(scheduled, results)
+        self.counts.count(scheduled, results)
 
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call; for every client."""
@@ -300,7 +214,3 @@ class EngineCore:
         """Release the device."""
         self._grammars.shutdown()
         self.executor.shutdown()
-
-    def call_utility(self, method: str, arguments: bytes) -> Any:
-        """Call a utility with a msgpack array. Returns its result, or a Future of it. Raises RequestFailed."""
-        return self.utilities.call(method, arguments)

@@ -15,6 +15,7 @@ from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_frontend.engine.base import RankLoad
 from penstock_frontend.engine.variants import Variant, variants_of
@@ -44,7 +45,7 @@ class InProcessEngine:
         self._closed = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._busy_loop = BusyLoop(engine, self)
+        self._busy_loop = BusyLoop(engine, EngineControl(engine), self)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
 
     def start(self) -> None:

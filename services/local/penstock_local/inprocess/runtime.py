@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from penstock_common.memory import host_memory
 from penstock_common.observability.logging import configure_library
-from penstock_enginecore.app import describe
+from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_enginecore.core.engine_core import EngineCore
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.config import ModelConfig as FrontendModelConfig
@@ -79,7 +78,7 @@ class Runtime:
             limits=limits,
             reasoning=reasoning_of(parsers.reasoning, files.tokenizer),
         )
-        core = EngineCore(config, make_executor(config), make_grammars=make_grammar_backend, progress=logger.info)
+        core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
         self.engine = InProcessEngine(core, describe(config, core), SplitOutputs(outputs, pooled), self._loop)
         self.llm = AsyncLLM(
             tokenizer=files.tokenizer,

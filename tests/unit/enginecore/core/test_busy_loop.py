@@ -12,8 +12,9 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.core.busy_loop import BusyLoop
-from penstock_enginecore.core.engine_core import EngineDeadError
-from penstock_enginecore.core.signals import signals_handled
+from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.signals import signals_handled
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,
@@ -72,13 +73,14 @@ class Rig:
 
     def __init__(self, executor=None, sink=None, *, clock=time.monotonic, **config):
         self.engine = make_engine(executor, **config)
+        self.control = EngineControl(self.engine)
         self.executor = self.engine.executor
         self.gate = threading.Event()
         self.gate.set()
         self.in_step = threading.Event()
         self.executor.on_execute = self.pass_gate
         self.sink = sink or RecordingSink()
-        self.loop = BusyLoop(self.engine, self.sink, clock=clock)
+        self.loop = BusyLoop(self.engine, self.control, self.sink, clock=clock)
         self.error = None
         self.thread = threading.Thread(target=self.run)
 
@@ -383,13 +385,6 @@ def test_a_signal_wakes_the_loop_whether_it_is_idle_or_about_to_be(round_number)
     assert rig.sink.draining_timeout is not None
 
 
-def test_signal_handling_is_put_back():
-    before = signal.getsignal(signal.SIGUSR1)
-    with signals_handled((signal.SIGUSR1,), lambda: None):
-        assert signal.getsignal(signal.SIGUSR1) != before
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
 def test_the_heap_of_start_up_is_frozen():
     with running() as rig:
         request = make_request()
@@ -458,7 +453,7 @@ def test_a_utility_that_meets_the_end_of_the_engine_does_not_hide_it():
         raise EngineDeadError("a step failed: the device is gone")
 
     rig = Rig()
-    rig.engine.call_utility = dead
+    rig.control.utilities.call = dead
     rig.thread.start()
     rig.loop.call_utility(CLIENT, 1, "pause", b"")
     rig.join()

@@ -1,15 +1,14 @@
 """The step as a whole, and what happens when it fails."""
 
-import json
 import logging
 
-import msgspec
 import pytest
 
 from penstock_common.errors import ConfigError
 from penstock_common.types.outputs import FinishReason
-from penstock_enginecore.config import ErrorDumpConfig
-from penstock_enginecore.core.engine_core import EngineCore, EngineDeadError
+from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.step_recovery import EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
@@ -111,32 +110,6 @@ def test_a_failed_prefill_is_logged_without_the_prompt(caplog):
     assert "777777" not in caplog.text
 
 
-@pytest.mark.parametrize("include_tokens", [False, True])
-def test_a_failed_step_can_be_kept_in_a_file(tmp_path, include_tokens):
-    config = ErrorDumpConfig(directory=str(tmp_path / "dumps"), include_tokens=include_tokens)
-    engine = make_engine(FakeExecutor(fail_at_step=0, vocab_size=10**6))
-    engine.config = msgspec.structs.replace(engine.config, error_dump=config)
-    add(engine, make_request([777777, 888888], request_id="victim"))
-    with pytest.raises(EngineDeadError):
-        engine.step(lambda: None)
-    [file] = (tmp_path / "dumps").iterdir()
-    dump = json.loads(file.read_text())
-    assert "the fake device is gone" in dump["error"]
-    assert dump["stats"]["num_running_reqs"] == 1
-    assert dump["scheduler_output"]["new"][0]["num_prompt_tokens"] == 2
-    assert ("777777" in file.read_text()) == include_tokens
-
-
-def test_a_dump_that_cannot_be_written_does_not_hide_the_failure(tmp_path, caplog):
-    (tmp_path / "file").touch()
-    engine = make_engine(FakeExecutor(fail_at_step=0))
-    engine.config = msgspec.structs.replace(engine.config, error_dump=ErrorDumpConfig(directory=str(tmp_path / "file")))
-    add(engine, make_request())
-    with pytest.raises(EngineDeadError, match="the fake device is gone"):
-        engine.step(lambda: None)
-    assert "cannot be written" in caplog.text
-
-
 def test_outputs_go_to_the_client_that_asked():
     engine = make_engine()
     add(engine, make_request(request_id="r", seed=1), client_id="a")
@@ -163,5 +136,5 @@ def test_the_prefix_cache_is_not_reset_under_a_running_request_that_holds_no_blo
     engine.step(lambda: None)
     assert engine.scheduler.stats().num_running_reqs == 1
     assert engine.scheduler.stats().kv_cache_usage == 0.0
-    assert engine.control.reset_prefix_cache() is False
-    assert engine.control.reset_prefix_cache(preempt_running=True) is True
+    assert EngineControl(engine).reset_prefix_cache() is False
+    assert EngineControl(engine).reset_prefix_cache(preempt_running=True) is True

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.utility import UtilityRegistry, utility
 from tests.fakes.engines.engine_harness import make_engine
 
@@ -65,12 +66,13 @@ def test_arguments_that_are_no_array_are_refused(raw):
 
 def test_the_engine_tells_about_itself_and_resets_its_prefix_cache():
     engine = make_engine(num_blocks=20)
-    info = engine.call_utility("engine_info", b"")
+    utilities = EngineControl(engine).utilities
+    info = utilities.call("engine_info", b"")
     assert info["num_kv_blocks"] == 20
     assert info["max_model_len"] == 76
     assert info["vocab_size"] == 1000
     assert {"engine_info", "reset_prefix_cache", "pause", "resume", "sleep"} < set(info["utilities"])
-    assert engine.call_utility("reset_prefix_cache", b"") is True
+    assert utilities.call("reset_prefix_cache", b"") is True
 
 
 def test_a_registered_function_gets_the_owner():

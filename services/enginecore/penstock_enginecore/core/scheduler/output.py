@@ -87,6 +87,13 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         cached.new_block_ids.append(new_block_ids or None)
 
     @property
+    def concerns_workers(self) -> bool:
+        """Whether the executor gets the step: it computes something, or the workers can forget requests. A step of which neither
+        holds may be run as well; it computes nothing.
+        """
+        return bool(self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids)
+
+    @property
     def num_tokens_after(self) -> dict[str, int]:
         """By request id, the tokens that are computed when the step is over."""
         computed = {new.request_id: new.num_computed_tokens for new in self.new_requests}

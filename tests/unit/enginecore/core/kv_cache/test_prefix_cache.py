@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock_enginecore.core.control import EngineControl
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
@@ -113,9 +114,9 @@ def test_reset_forgets_everything_but_not_under_a_running_request():
     transcript = Transcript()
     add(engine, make_request(PROMPT))
     step(engine, transcript)
-    assert not engine.control.reset_prefix_cache()
+    assert not EngineControl(engine).reset_prefix_cache()
     run_to_end(engine, transcript=transcript)
-    assert engine.control.reset_prefix_cache()
+    assert EngineControl(engine).reset_prefix_cache()
     assert cached_tokens(engine, make_request(PROMPT)) == 0
 
 

@@ -177,7 +177,6 @@ def test_a_prompt_larger_than_the_pool_ends_with_an_error_and_disturbs_nobody():
 
 def test_an_output_that_outgrows_the_pool_ends_with_an_error():
     engine = make_engine(num_blocks=8)
-    engine.scheduler = DefaultScheduler(context(num_blocks=8))
     engine.scheduler.add_request(prepared(make_request(20, request_id="grows", max_tokens=100)))
     transcript = run_to_end(engine)
     assert transcript.tokens["grows"] == oracle_tokens(0, 9, 1000)

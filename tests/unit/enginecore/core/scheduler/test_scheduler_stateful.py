@@ -7,6 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler.pause import PauseState
 from tests.fakes.engines.engine_harness import (
     CLIENT,
@@ -100,6 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             **config,
         )
+        self.control = EngineControl(self.engine)
         self.transcript = Transcript()
         self.added = {}
         self.aborted = set()
@@ -190,27 +192,27 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(preempt_running=st.booleans())
     def reset(self, preempt_running):
-        self.engine.finish_batches()
+        self.engine.finish_steps()
         was_running = self.engine.scheduler.stats().num_running_reqs > 0
-        assert self.engine.control.reset_prefix_cache(preempt_running) == (preempt_running or not was_running)
+        assert self.control.reset_prefix_cache(preempt_running) == (preempt_running or not was_running)
 
     @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear_cache=st.booleans())
     def pause(self, mode, clear_cache):
-        done = self.engine.control.pause(mode, clear_cache)
+        done = self.control.pause(mode, clear_cache)
         assert done.done() == (self.engine.scheduler.pause_state is PauseState.PAUSED)
 
     @rule(level=st.integers(0, 2), mode=st.sampled_from(["abort", "wait", "keep"]))
     def sleep(self, level, mode):
-        self.engine.control.sleep(level, mode)
+        self.control.sleep(level, mode)
 
     @rule()
     def wake_up(self):
-        self.engine.control.wake_up()
+        self.control.wake_up()
 
     @rule()
     def resume(self):
-        if not self.engine.control.is_sleeping():
-            self.engine.control.resume()
+        if not self.control.is_sleeping():
+            self.control.resume()
 
     @rule(seconds=st.floats(0.1, 5))
     def time_passes(self, seconds):
@@ -218,6 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step(self, drain_aborts=lambda: None):
         step(self.engine, self.transcript, drain_aborts)
+        self.control.after_step()
         for scheduled in self.engine.executor.steps:
             assert scheduled.total_num_scheduled_tokens <= self.budget
             assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
@@ -240,8 +243,8 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        self.engine.control.wake_up()
-        self.engine.control.resume()
+        self.control.wake_up()
+        self.control.resume()
         self.grammars.compile_all()
         self.masks_arrive()
         self.masks_change_their_pace(slow=False, prompt=True)

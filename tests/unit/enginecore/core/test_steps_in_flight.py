@@ -4,6 +4,7 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
@@ -27,7 +28,7 @@ def unhurried(**options):
 
 
 def in_flight(engine):
-    return len(engine._batches)
+    return len(engine._steps)
 
 
 @pytest.mark.parametrize("config", [{}, ASYNC, {"max_concurrent_batches": 3}, {**ASYNC, "max_concurrent_batches": 3}])
@@ -100,3 +101,17 @@ def test_a_constrained_request_is_sampled_once_its_last_token_is_known():
     transcript = run_to_end(engine, *requests)
     assert_as_expected(engine, transcript, *requests)
     assert_nothing_left(engine)
+
+
+def test_a_step_without_requests_is_run_in_its_turn_and_changes_nothing():
+    engine = make_engine(unhurried(), **ASYNC)
+    request = make_request(max_tokens=5)
+    add(engine, request)
+    transcript = Transcript()
+    step(engine, transcript)
+    assert not SchedulerOutput().concerns_workers
+    engine._steps.start(SchedulerOutput(), lambda: None)
+    assert in_flight(engine) == 2
+    run_to_end(engine, transcript=transcript)
+    assert_as_expected(engine, transcript, request)
+    assert not engine.executor.steps[1].num_scheduled_tokens

@@ -7,8 +7,9 @@ import pytest
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import ErrorDumpConfig
-from penstock_enginecore.core.engine_core import MAX_UNEXPLAINED_FAILURES, EngineDeadError
+from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.scheduler.trial import GOOD_STEPS
+from penstock_enginecore.core.step_recovery import MAX_UNEXPLAINED_FAILURES, EngineDeadError
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     Transcript,
@@ -115,10 +116,8 @@ def test_the_stack_is_logged_once_with_the_number_that_the_client_gets(caplog):
 
 
 def test_the_step_of_the_poisoned_request_is_kept_in_a_file(tmp_path):
-    engine = make_engine(FakeExecutor(fails=poisoned()))
-    engine.config = type(engine.config)(
-        model=engine.config.model, error_dump=ErrorDumpConfig(directory=str(tmp_path / "dumps"))
-    )
+    config = ErrorDumpConfig(directory=str(tmp_path / "dumps"))
+    engine = make_engine(FakeExecutor(fails=poisoned()), error_dump=config)
     run_to_end(engine, make_request(), make_request(request_id="poison"))
     [file] = (tmp_path / "dumps").iterdir()
     assert "poison" in file.read_text()
@@ -220,9 +219,10 @@ def test_a_pause_finds_the_failed_step_in_flight():
     add(engine, good, make_request(request_id="poison"))
     transcript = Transcript()
     step(engine, transcript)
-    engine.control.pause("keep")
+    control = EngineControl(engine)
+    control.pause("keep")
     assert engine.scheduler.stats().num_running_reqs == 0
-    engine.control.resume()
+    control.resume()
     run_to_end(engine, transcript=transcript)
     assert_as_expected(engine, transcript, good)
     assert_ended_by_incident(transcript, "poison")

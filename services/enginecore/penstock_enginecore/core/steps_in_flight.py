@@ -1,0 +1,97 @@
+"""The steps that the executor has been given and whose results have not been taken in."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from penstock_enginecore.core.executor import Executor
+from penstock_enginecore.core.grammar_intake import GrammarIntake
+from penstock_enginecore.core.scheduler.base import Scheduler
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.step_recovery import EngineDeadError, StepRecovery
+
+DrainAborts = Callable[[], None]
+"""Called between a step's sampling and its update, to end what was cancelled meanwhile."""
+StepDone = Callable[[SchedulerOutput, ModelRunnerOutput], None]
+"""Called with each step that has not failed, once its results are taken in."""
+
+
+class StepsInFlight:
+    """The oldest first: results are taken in in the order of the steps. At most ``max_steps``.
+
+    A step may have no requests: the workers get it all the same, in its turn, and its results are empty.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        grammars: GrammarIntake,
+        recovery: StepRecovery,
+        *,
+        max_steps: int,
+        on_done: StepDone,
+    ) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._recovery = recovery
+        self._max_steps = max_steps
+        self._on_done = on_done
+        self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be started before one is finished."""
+        return len(self._steps) < self._max_steps
+
+    @property
+    def oldest_is_done(self) -> bool:
+        """Whether the results of the oldest step can be taken in without waiting. There must be one."""
+        return self._steps[0][1].done()
+
+    def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> None:
+        """Hand a step to the executor. One that fails at once is recovered from. Raises EngineDeadError."""
+        try:
+            self._executor.execute_model(scheduled)
+            # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
+            if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):
+                return
+            future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
+        except EngineDeadError:
+            raise
+        except Exception as e:
+            if self.finish_all(drain_aborts):  # those before it are not concerned
+                self._recovery.recover(scheduled, e)
+            return
+        self._steps.append((scheduled, future))
+
+    def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
+        """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then.
+
+        Raises EngineDeadError.
+        """
+        scheduled, future = self._steps.popleft()
+        try:
+            results = future.result()
+        except Exception as e:
+            del future  # it knows the error, which knows this frame
+            behind = [later for _, later in self._steps]
+            self._steps.clear()
+            wait(behind)
+            self._recovery.recover(scheduled, e)
+            return False
+        drain_aborts()
+        self._scheduler.update_from_output(scheduled, results)
+        self._on_done(scheduled, results)
+        return True
+
+    def finish_all(self, drain_aborts: DrainAborts) -> bool:
+        """Take in the results of every step. Returns False when one failed: those behind it are lost. Raises EngineDeadError."""
+        while self._steps:
+            if not self.finish_oldest(drain_aborts):
+                return False
+        return True
