@@ -19,6 +19,9 @@ from penstock_enginecore.config import (
     SchedulerConfig,
 )
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from penstock_enginecore.error_dump import dump_step
 from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
@@ -112,6 +115,25 @@ def make_request(
     )
 
 
+def prepared(request: EngineCoreRequest, client_id: str = CLIENT, max_model_len: int = 1000) -> Request:
+    """A request as a scheduler gets it."""
+    return Request(request, client_id=client_id, max_model_len=max_model_len)
+
+
+def scheduler_context(num_blocks: int = 8, max_model_len: int = 1000, **scheduler: Any) -> SchedulerContext:
+    """What to build a scheduler from; further arguments go to SchedulerConfig."""
+    return SchedulerContext(
+        config=SchedulerConfig(**scheduler),
+        kv_cache=KVCacheConfig(
+            num_blocks=num_blocks, block_size=4, groups=(KVCacheGroup(layer_names=("l",)),), max_model_len=max_model_len
+        ),
+        enable_prefix_caching=True,
+        eos_token_ids=frozenset(),
+        monotonic_clock=FakeClock(),
+        wall_clock=FakeClock(),
+    )
+
+
 def expected_output(
     request: EngineCoreRequest, *, max_model_len: int, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
 ) -> tuple[list[int], FinishReason]:
@@ -193,6 +215,12 @@ def step(engine: EngineCore, transcript: Transcript, drain_aborts: Callable[[], 
     """One step; what it says goes to the transcript, whichever client it is for."""
     for frame in engine.step(drain_aborts).values():
         transcript.add(frame)
+
+
+def tokens_by_step(engine: EngineCore) -> list[list[int]]:
+    """Tokens per request of each step so far, in batch order."""
+    executor: Any = engine.executor
+    return [list(s.num_scheduled_tokens.values()) for s in executor.steps if s.num_scheduled_tokens]
 
 
 def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Transcript | None = None) -> Transcript:
