@@ -33,7 +33,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Controllable(Protocol):
-    """What of an engine its operators reach."""
+    """What ``EngineControl`` needs of an engine."""
 
     config: EngineCoreConfig
     scheduler: Scheduler

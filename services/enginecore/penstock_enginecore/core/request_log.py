@@ -31,7 +31,7 @@ def log_aborted(request_ids: Sequence[str], reason: str) -> None:
 
 
 def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:
-    """Something that should not happen did, to one request: see ``incident``. Returns what to end the request with."""
+    """Log an error that is no fault of the request, under a number that its client gets. Returns what to end the request with."""
     name = request.context.external_request_id or request.request_id
     return RequestError.from_exception(incident(error, request=name, doing=doing, reason=reason))
 

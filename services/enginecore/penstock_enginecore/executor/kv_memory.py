@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock_enginecore.attention.base import KVCache
-from penstock_enginecore.core.kv_cache.grouping import PlaneWidth, plane_widths
+from penstock_enginecore.core.kv_cache.grouping import KVTensorWidth, kv_tensor_widths
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.models.attention_hook import LayerCache, LayerCaches
 
@@ -27,7 +27,7 @@ class KVMemory:
         if not self._specs:
             return {}
         num_slots = config.num_blocks * config.block_size
-        widths = plane_widths(self._specs, config.groups)
+        widths = kv_tensor_widths(self._specs, config.groups)
         planes = [self._plane(width, config.block_size, num_slots) for width in widths]
         places = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
         return {
@@ -45,7 +45,7 @@ class KVMemory:
         }
 
     def _plane(
-        self, width: PlaneWidth | KVCacheSpec, block_size: int, num_slots: int
+        self, width: KVTensorWidth | KVCacheSpec, block_size: int, num_slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: attention
         reads no slot that its request has not written.

@@ -64,7 +64,9 @@ class XgrammarBackend:
             check_constraint(constraint, self._config.max_constraint_bytes)
 
     def warm_up(self) -> "Future[None]":
-        """See ``GrammarBackend.warm_up``."""
+        """Check the tokenizer and start the processes, on a thread of their own. Returns at once; the future is done when they
+        answer, and fails with a RequestFailed when constraints cannot be served.
+        """
         if not self._eos_token_ids:
             return self._thread.submit(self._children.close)
         return self._thread.submit(self._warm_up)
@@ -82,18 +84,20 @@ class XgrammarBackend:
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """See ``GrammarBackend.start``."""
+        """Compile the constraint unless it is known, and have it followed from behind ``prior_token_ids``. Returns at once; the
+        future fails with a RequestFailed. ``changed`` is called, on any thread, when a request that missed its mask can go on.
+        """
         started: Future[Grammar] = Future()
         tokens = tuple(prior_token_ids)
         self.compile(constraint).add_done_callback(lambda compiled: self._begin(compiled, tokens, changed, started))
         return started
 
     def flush(self) -> None:
-        """See ``GrammarBackend.flush``."""
+        """Send the process the tokens that were accepted since the last call. Never blocks."""
         self._follower.flush()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """See ``GrammarBackend.wait``."""
+        """Wait for the masks of those that are ``prompt``, but no longer than a step may be held up."""
         self._follower.wait(grammars)
 
     def compile(self, constraint: StructuredOutput) -> Future[CompiledConstraint]:

@@ -33,14 +33,14 @@ class Follows(Protocol):
         """Take in a token that the mask allows."""
 
     def missed(self, grammar: "FollowedGrammar") -> bool:
-        """See ``Grammar.missed``."""
+        """Note that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
 
     def forget(self, grammar: "FollowedGrammar") -> None:
         """Do nothing more for a request."""
 
 
 class FollowedGrammar:
-    """See ``Grammar``. ``number`` names it to the process, ``compiled`` is what it follows. A mask says itself what may come, so
+    """A ``Grammar``. ``number`` names it to the process, ``compiled`` is what it follows. A mask says itself what may come, so
     the busy loop takes a token in without asking the process.
     """
 

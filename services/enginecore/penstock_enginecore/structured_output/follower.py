@@ -91,7 +91,9 @@ class GrammarFollower:
     def begin(
         self, compiled: CompiledConstraint, tokens: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """See ``GrammarBackend.start``. The process must have been started."""
+        """A grammar that has taken in ``tokens``. The future is done once its first mask is there, and fails with a
+        RequestFailed. The process must have been started.
+        """
         with self._changed:
             grammar = FollowedGrammar(self, next(self._numbers), compiled, tokens, changed)
             if self._channel is None:
@@ -114,7 +116,7 @@ class GrammarFollower:
         return self._process.pid if self._process is not None else None
 
     def missed(self, grammar: FollowedGrammar) -> bool:
-        """See ``Grammar.missed``."""
+        """Note that a step went on without the mask. True when it has come meanwhile."""
         with self._changed:
             grammar.late = not grammar.ready and grammar.failure is None
             return not grammar.late

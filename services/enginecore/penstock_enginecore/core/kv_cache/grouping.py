@@ -1,7 +1,7 @@
 """Which layers share a block table, and which share memory.
 
-Memory is made of *planes*. Plane i holds layer i of every group: a block id is owned by one group at a time, so the
-others leave that block's part of the plane alone. A block therefore takes as many planes as the largest group has
+Layers share tensors: KV tensor i holds layer i of every group. A block id is owned by one group at a time, so the
+others leave that block's part of the tensor alone. A block therefore takes a part of as many tensors as the largest group has
 layers, and groups of equal size waste nothing. (The idea is vLLM's hybrid KV cache manager.)
 """
 
@@ -14,28 +14,28 @@ MAX_GROUPS = 8
 """Each group costs a block table and a plan of its attention in every step."""
 
 
-class PlaneWidth(NamedTuple):
-    """Numbers that a token takes in a plane: as many as in the widest layer that lives there."""
+class KVTensorWidth(NamedTuple):
+    """Numbers that a token takes in a tensor: as many as in the widest of the layers that share it."""
 
     key_width: int
     value_width: int
 
 
-def plane_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[PlaneWidth]:
-    """The width of each plane. Layers whose heads differ may share one; the narrower leaves the rest unused."""
+def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[KVTensorWidth]:
+    """The width of each KV tensor. Layers whose heads differ may share one; the narrower leaves the rest unused."""
     count = max(len(group.layer_names) for group in groups)
-    planes = []
+    widths = []
     for i in range(count):
         layers = [specs[group.layer_names[i]] for group in groups if i < len(group.layer_names)]
-        planes.append(PlaneWidth(max(s.key_width for s in layers), max(s.value_width for s in layers)))
-    return planes
+        widths.append(KVTensorWidth(max(s.key_width for s in layers), max(s.value_width for s in layers)))
+    return widths
 
 
 def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> int:
-    """Bytes of one block in all planes."""
+    """Bytes of one block in all KV tensors."""
     block_size = max(spec.block_size for spec in specs.values())
     dtype_size = max(spec.dtype_size for spec in specs.values())
-    return block_size * dtype_size * sum(w.key_width + w.value_width for w in plane_widths(specs, groups))
+    return block_size * dtype_size * sum(w.key_width + w.value_width for w in kv_tensor_widths(specs, groups))
 
 
 def group_layers(
@@ -46,7 +46,7 @@ def group_layers(
     There is a group per kind of layer (its window), and where one kind has many more layers than another, as many
     groups as make their sizes similar: four full layers beside twenty windowed ones become one group and five. One
     group without a window is the last resort: it is chosen where windows save nothing, or where layers differ so much
-    in size that sharing planes costs more than windows save.
+    in size that sharing tensors costs more than windows save.
     """
     block_size = max(spec.block_size for spec in specs.values())
     kinds: dict[tuple[int | None, int | None], list[str]] = {}

@@ -60,7 +60,7 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.sliding_window is not None or self.attention_chunk is not None
 
     def first_key(self, position: int) -> int:
-        """See ``first_key``."""
+        """The first position that a query at ``position`` sees in these layers."""
         return first_key(position, self.sliding_window, self.attention_chunk)
 
     def num_blocks_for(self, num_blocks: int) -> int:

@@ -111,9 +111,9 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         if request.key not in cached.request_ids:
             self.new_requests = [new for new in self.new_requests if new.request_id != request.key]
             return
-        place = cached.request_ids.index(request.key)
+        index = cached.request_ids.index(request.key)
         for entries in (cached.request_ids, cached.num_computed_tokens, cached.new_block_ids):
-            del entries[place]
+            del entries[index]
 
     def _count(self, request: Request, num_tokens: int) -> None:
         self.num_scheduled_tokens[request.key] = num_tokens

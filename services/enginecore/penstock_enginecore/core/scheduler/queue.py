@@ -37,7 +37,7 @@ class RequestQueue:
         return len(self._requests)
 
     def rank(self, request: Request) -> Rank:
-        """See ``rank``."""
+        """What a request is ordered by here: the lowest is the most urgent."""
         return rank(request, by_priority=self._by_priority)
 
     def add(self, request: Request) -> None:

@@ -67,12 +67,12 @@ class GatedGrammar:
 
     @property
     def ready(self) -> bool:
-        """See ``Grammar``."""
+        """Whether ``mask`` is that of the next token: always so in the reasoning."""
         return self._reasoning or self._grammar.ready
 
     @property
     def mask(self) -> Mask:
-        """See ``Grammar``. An output may also begin with reasoning."""
+        """What may come next ``[ceil(vocab / 32)]``. An output may also begin with reasoning."""
         if self._reasoning:
             return self._unconstrained
         if self._gate.at is At.ENDED:
@@ -83,35 +83,35 @@ class GatedGrammar:
 
     @property
     def failure(self) -> RequestFailed | None:
-        """See ``Grammar``."""
+        """Why the grammar makes no further mask; the request ends then, also in its reasoning."""
         return self._grammar.failure
 
     @property
     def terminated(self) -> bool:
-        """See ``Grammar``."""
+        """Whether the constraint is fulfilled and the token that ends the output was accepted."""
         return self._grammar.terminated
 
     def accept(self, token_id: int) -> bool:
-        """See ``Grammar``."""
+        """Take in an output token; the grammar gets those behind the reasoning. False when it may not come here."""
         if self._reasoning and not allows(self._unconstrained, token_id):
             return False
         return not self._gate.passes(token_id) or self._grammar.accept(token_id)
 
     @property
     def prompt(self) -> bool:
-        """See ``Grammar``."""
+        """Whether a step may wait for the mask: always so in the reasoning."""
         return self._reasoning or self._grammar.prompt
 
     def wanted(self) -> bool:
-        """See ``Grammar``."""
+        """Whether a step may take the request in: always so in the reasoning."""
         return self._reasoning or self._grammar.wanted()
 
     def missed(self) -> bool:
-        """See ``Grammar``."""
+        """Say that a step went on without the mask. True when it is there after all: always so in the reasoning."""
         return self._reasoning or self._grammar.missed()
 
     def close(self) -> None:
-        """See ``Grammar``."""
+        """Give up the grammar."""
         self._grammar.close()
 
 
