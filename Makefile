@@ -95,10 +95,9 @@ test-e2e: setup ## The whole system as separate processes
 	@$(PYTEST) tests/e2e -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
-matrix: setup ## Every failure of an engine at every step, with every kind of stream; prints the table
-	@mkdir -p build && rm -f build/matrix.md
-	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=build/matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
-		status=$$?; cat build/matrix.md; exit $$status
+matrix: setup ## Every failure of an engine at every step, with every kind of stream; writes docs/failure-matrix.md
+	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=docs/failure-matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
+		status=$$?; cat docs/failure-matrix.md; exit $$status
 
 .PHONY: lint
 lint: setup proto-break ## ruff, and buf where npm is there

@@ -1,4 +1,4 @@
-"""The table of the matrix."""
+"""The page with the matrix's table, docs/failure-matrix.md."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,6 +6,15 @@ from pathlib import Path
 
 from tests.fakes.systems.matrix.rig import CellResult
 
+HEAD = """\
+# Failure matrix
+
+Written by `make matrix`; [reliability.md](reliability.md#failure-matrix) says what is done. A row is a failure. The
+columns of steps have the streams that met it there, and behind a slash those that were wrong, if any. *failed*: ended
+with an error. *duplicated*, *lost*, *differing*: more tokens than there should be, fewer, or others, or anything else
+that was not as reckoned. *neighbours*: streams on the other engines; *disturbed*: those of them that were wrong or had
+to move.
+"""
 WRONG = ("failed", "duplicated", "lost", "differing")
 
 
@@ -30,9 +39,9 @@ class Report:
         return "\n".join(lines)
 
     def write(self, path: str) -> None:
-        """Into a file; nowhere without a path."""
+        """The page with the table into a file; nowhere without a path."""
         if path and self._cells:
-            Path(path).write_text(self.table() + "\n", encoding="utf-8")
+            Path(path).write_text(f"{HEAD}\n{self.table()}\n", encoding="utf-8")
 
 
 def _row(name: str, cells: Sequence[CellResult], steps: Sequence[str]) -> str:
