@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock_enginecore.native.sampler import NativeSampler
+from penstock_enginecore.native.sampling import NativeSampling
 from penstock_enginecore.sample.rules import mask_grammar
 from tests.benchmarks.make_model import SIZES, make_model
 from tests.benchmarks.neighbours import Bench, Row
@@ -27,14 +27,14 @@ COUNTS = (1, 4)
 def masks(by: str) -> Iterator[None]:
     """Let masks be applied by ``torch`` or by the ``kernels`` meanwhile."""
     method = "mask"  # which older sources do not have
-    native = getattr(NativeSampler, method, None)
+    native = getattr(NativeSampling, method, None)
     if by == "torch" and native is not None:
-        setattr(NativeSampler, method, lambda _self, logits, grammar: mask_grammar(logits, grammar))
+        setattr(NativeSampling, method, lambda _self, logits, grammar: mask_grammar(logits, grammar))
     try:
         yield
     finally:
         if native is not None:
-            setattr(NativeSampler, method, native)
+            setattr(NativeSampling, method, native)
 
 
 def measure(model: Path, threads: int, rounds: int, ways: list[str]) -> Iterator[tuple[str, str, int, float, float]]:

@@ -11,11 +11,11 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.input_batch import InputBatch
-from penstock_enginecore.executor.scorer import OutputScores
-from penstock_enginecore.native.acceleration import open_kernels
-from penstock_enginecore.native.sampler import NativeSampler
-from penstock_enginecore.sample.sampler import sample
+from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.executor.generation.scorer import OutputScores
+from penstock_enginecore.native.backend import open_backend
+from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.sample.sampler import TorchSampler
 
 ROWS, VOCAB, PROMPT_LEN = 64, 128_256, 1000
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
@@ -65,13 +65,13 @@ def _median(logits: torch.Tensor, params: Mapping[str, Any], rounds: int) -> flo
     return statistics.median(times) * 1e3
 
 
-def _sampler() -> NativeSampler | None:
-    """The kernels, with as many threads as torch, where the engine would have them."""
-    library = open_kernels(KernelsConfig(), torch.device("cpu"), torch.get_num_threads())
-    return None if library is None else NativeSampler(library)
+def _sampler() -> Sampler:
+    """With the kernels, and as many threads as torch, where the engine would have them."""
+    native = open_backend(KernelsConfig(), torch.device("cpu"), torch.get_num_threads())
+    return TorchSampler(None if native is None else native.sampling())
 
 
-def _step(params: Mapping[str, Any], sampler: NativeSampler | None) -> Callable[[torch.Tensor], None]:
+def _step(params: Mapping[str, Any], sampler: Sampler) -> Callable[[torch.Tensor], None]:
     """What the worker does with the logits of a step of ``ROWS`` requests."""
     batch = InputBatch(max_model_len=2 * PROMPT_LEN, block_size=16, num_groups=1, eos_token_ids=frozenset({2}))
     ids = [str(i) for i in range(ROWS)]
@@ -99,7 +99,7 @@ def _step(params: Mapping[str, Any], sampler: NativeSampler | None) -> Callable[
         inputs = batch.sampling_inputs(ids, mask)
         wanted = batch.logprobs(ids)
         scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
-        sampled = sample(logits, inputs, sampler)
+        sampled = sampler.sample(logits, inputs)
         scores.logprobs(ids, sampled.token_ids)
         batch.append_tokens(ids, sampled.token_ids)
 

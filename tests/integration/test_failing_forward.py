@@ -13,10 +13,11 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.step_recovery import EngineDeadError
-from penstock_enginecore.executor.input_batch import InputBatch
-from penstock_enginecore.executor.model_runner import ModelRunner
-from penstock_enginecore.executor.pool_runner import PoolRunner
-from penstock_enginecore.executor.prompt_vectors import PromptVectors
+from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
+from penstock_enginecore.forward.backbone import Backbone
+from penstock_enginecore.forward.modules import ModulesForward
+from penstock_enginecore.forward.native import NativeForward
 from tests.fakes.engines.in_process import CLIENT, build_engine
 from tests.fakes.models.pooling_models import ENCODERS, save_pooling_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -25,6 +26,7 @@ POISON = 7
 """A token that no good prompt holds, and no output: its logit is forbidden."""
 LENGTHS = (3, 16, 34, 5)
 NEW_TOKENS = 10
+FORWARD_PASSES = (ModulesForward, NativeForward)
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +99,14 @@ def test_a_forward_pass_that_raises_ends_the_request_it_raises_for(
 ) -> None:
     engine = build_engine(path, kernels=kernels, scheduler=scheduler, cache={"block_size": 16, "num_blocks": 64})
     quiet = run(engine, *good_requests())
-    forward = ModelRunner._forward
+    for forward in FORWARD_PASSES:
 
-    def raising(self: ModelRunner, token_ids: Any, *arguments: Any) -> torch.Tensor:
-        if (token_ids == POISON).any():
-            raise RuntimeError("index_put_ expects the same dtype")
-        return forward(self, token_ids, *arguments)
+        def raising(self: Any, batch: Any, *rest: Any, run: Any = forward.run, **named: Any) -> Any:
+            if (batch.token_ids == POISON).any():
+                raise RuntimeError("index_put_ expects the same dtype")
+            return run(self, batch, *rest, **named)
 
-    monkeypatch.setattr(ModelRunner, "_forward", raising)
+        monkeypatch.setattr(forward, "run", raising)
     assert_unharmed(engine, generating("bad", [20, 21, POISON, 22]), quiet)
     assert "in raising" in caplog.text, "the log has the stack of what went wrong"
     engine.shutdown()
@@ -165,10 +167,11 @@ def test_a_step_that_fails_before_or_behind_the_model_ends_one_request(
 def test_a_model_that_fails_on_every_token_ends_the_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(path, cache={"block_size": 16, "num_blocks": 64})
 
-    def broken(*_: Any) -> torch.Tensor:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(ModelRunner, "_forward", broken)
+    for forward in FORWARD_PASSES:
+        monkeypatch.setattr(forward, "run", broken)
     with pytest.raises(EngineDeadError, match="illegal memory access"):
         run(engine, *good_requests())
     engine.shutdown()
@@ -185,14 +188,14 @@ def test_a_pooling_engine_ends_the_one_request_as_well(tmp_path: Path, monkeypat
         for name, ids in prompts.items()
     ]
     quiet = run(engine, *requests)
-    hidden = PoolRunner._hidden
+    hidden = Backbone.run
 
-    def raising(self: PoolRunner, inputs: Any, context: Any) -> torch.Tensor:
-        if (inputs.token_ids == POISON).any():
+    def raising(self: Backbone, batch: Any) -> torch.Tensor:
+        if (batch.token_ids == POISON).any():
             raise RuntimeError("no such token")
-        return hidden(self, inputs, context)
+        return hidden(self, batch)
 
-    monkeypatch.setattr(PoolRunner, "_hidden", raising)
+    monkeypatch.setattr(Backbone, "run", raising)
     outputs = run(engine, *requests)
     for name in ("a", "b"):
         assert outputs[name][-1].finish_reason is FinishReason.STOP

@@ -3,21 +3,23 @@
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, OPTConfig, PretrainedConfig
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import SamplingParams
-from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput
-from penstock_enginecore.executor import scorer
+from penstock_enginecore.executor.generation import scorer
 from penstock_enginecore.executor.uniproc import UniprocExecutor
-from penstock_enginecore.models.attention_hook import use_context
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.models.head import Head
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.models.support import ProbeContext
 from tests.fakes.engines import in_process
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
@@ -89,7 +91,7 @@ def run(engine: EngineCore, requests: list[tuple[str, list[int], SamplingParams]
 def test_prompt_and_output_tokens_of_a_mixed_batch_are_scored(
     gemma: tuple[Path, torch.nn.Module], tokens_per_step: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(scorer, "_MAX_LOGITS_BYTES", chunk_bytes)
     path, model = gemma
     # The requests share prompts: those that score theirs must not skip what is cached.
     engine = build_engine(path, model=ALL, scheduler={"max_num_batched_tokens": tokens_per_step})
@@ -185,22 +187,19 @@ def test_a_model_that_does_not_come_apart_is_scored_all_the_same(
 def test_scoring_a_prompt_never_makes_logits_of_more_rows_than_fit(
     gemma: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "_CHUNK_BYTES", 4 * VOCAB_SIZE * 5)
+    monkeypatch.setattr(scorer, "_MAX_LOGITS_BYTES", 4 * VOCAB_SIZE * 5)
     model = load_model(ModelConfig(path=str(gemma[0])), torch.device("cpu"), lambda line: None)
-    head = Head(model.module)
+    config = ForwardConfig(torch.device("cpu"), "reference", KernelsConfig(isa="off"), num_threads=1, block_size=16)
+    forward = build_forward(model, config).forward
     rows = []
     handle = model.module.get_output_embeddings().register_forward_hook(
         lambda module, args, output: rows.append(output.shape[1])
     )
-    targets = scorer.PromptTargets("a", torch.arange(30).numpy(), torch.arange(30).numpy(), 1)
-    ids = torch.arange(1, 31)[None]
-
-    def forward(keep: object) -> torch.Tensor:
-        return model.module(input_ids=ids, logits_to_keep=torch.from_numpy(keep), use_cache=False).logits[0]
-
-    with torch.inference_mode(), use_context(ProbeContext()):
-        scorer.PromptScorer(head, torch.device("cpu"), comes_apart=True).run(
-            forward, torch.tensor([29]).numpy(), [targets]
-        )
+    targets = scorer.PromptTargets("a", np.arange(30), np.arange(30), 1)
+    probe = Probe.largest(30, max_len=64, block_size=16)
+    forward.bind(forward.memory.throwaway(16, probe.num_blocks))
+    with torch.inference_mode():
+        batch = ForwardBatch(np.arange(1, 31), probe.positions, [probe.metadata])
+        scorer.score_prompts(forward, batch, np.array([29]), [targets])
     handle.remove()
     assert rows == [1, 5, 5, 5, 5, 5, 5]

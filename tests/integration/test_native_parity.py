@@ -13,8 +13,8 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.executor.model_runner import ModelRunner
-from penstock_enginecore.native.decoder import KNOWN
+from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.forward.native import KNOWN
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 
@@ -140,7 +140,7 @@ def test_what_the_decoder_does_not_compute_runs_module_by_module_and_the_log_say
     expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64, **changes))
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path, cache=cache)
-    assert f"the model runs module by module: {reason}" in caplog.text
+    assert f"; decoder not used: {reason}" in caplog.text
     assert greedy(engine) == expected
     engine.shutdown()
 
@@ -150,9 +150,9 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
 ) -> None:
     torch.set_num_threads(1)
     expected = expected_tokens(save_tiny_model("granite", tmp_path, hidden_size=64, residual_multiplier=0.5))
-    monkeypatch.setattr("penstock_enginecore.native.decoder.KNOWN", KNOWN | {"GraniteForCausalLM"})
+    monkeypatch.setattr("penstock_enginecore.forward.native.KNOWN", KNOWN | {"GraniteForCausalLM"})
     engine = build_engine(tmp_path, cache=CACHE)
-    assert "as one program its logits differ by" in caplog.text
+    assert "; decoder not used: its results differ by" in caplog.text
     assert "linear" in computing(engine)
     assert greedy(engine) == expected
     engine.shutdown()
@@ -171,7 +171,7 @@ def test_linear_layers_that_cannot_be_packed_stay_as_they_are(
     with monkeypatch.context() as broken, caplog.at_level(logging.INFO):
         broken.setattr("penstock_enginecore.native.linear.PackedLinear.forward", forward)
         engine = build_engine(tmp_path, cache=CACHE)
-    assert "linear layers are not packed" in caplog.text
+    assert "; linear not used: " in caplog.text
     assert computing(engine).split("(")[1].startswith("attention, sampler")
     assert greedy(engine) == expected
     engine.shutdown()
@@ -245,9 +245,9 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     torch.set_num_threads(1)
     save_tiny_model("qwen3", tmp_path, hidden_size=64)
     seen: dict[tuple[str, int], list[bytes]] = {}
-    sample = ModelRunner.sample
+    sample = GenerationRunner.sample
 
-    def spy(self: ModelRunner, grammar: Any = None) -> Any:
+    def spy(self: GenerationRunner, grammar: Any = None) -> Any:
         if self._pending is not None:
             inputs = self._pending.inputs
             for i, logits in zip(inputs.sampling_requests, self._pending.logits, strict=True):
@@ -255,7 +255,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
                 seen.setdefault(key, []).append(logits.numpy().tobytes())
         return sample(self, grammar)
 
-    monkeypatch.setattr(ModelRunner, "sample", spy)
+    monkeypatch.setattr(GenerationRunner, "sample", spy)
     for scheduler in ({}, {"max_num_batched_tokens": 5}, {"max_num_batched_tokens": 64}):
         engine = build_engine(tmp_path, cache=CACHE, scheduler=scheduler)
         greedy(engine, "crowd-")

@@ -11,7 +11,7 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.executor.generation.runner import GenerationRunner
 from tests.fakes.engines.in_process import CLIENT, build_engine, generate
 from tests.fakes.engines.poisoned_pool import PoisonedPool
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -38,14 +38,14 @@ def greedy(engine: EngineCore, name: str) -> list[list[int]]:
 
 def spy_on_logits(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     seen: list[bytes] = []
-    sample = ModelRunner.sample
+    sample = GenerationRunner.sample
 
-    def spy(self: ModelRunner, grammar: Any = None) -> Any:
+    def spy(self: GenerationRunner, grammar: Any = None) -> Any:
         if self._pending is not None:
             seen.append(self._pending.logits.numpy().tobytes())
         return sample(self, grammar)
 
-    monkeypatch.setattr(ModelRunner, "sample", spy)
+    monkeypatch.setattr(GenerationRunner, "sample", spy)
     return seen
 
 
@@ -103,7 +103,7 @@ def drive(engine: EngineCore, add: dict[int, EngineCoreRequest]) -> dict[str, li
 
 def values(engine: EngineCore) -> list[torch.Tensor]:
     executor: Any = engine.executor
-    return [layer.cache.values for layer in executor._worker.runner._layers.values()]
+    return [layer.cache.values for layer in executor._worker.runner._caches.values()]
 
 
 def clear(engine: EngineCore) -> None:

@@ -16,8 +16,9 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.pool_runner import PoolRunner
+from penstock_enginecore.executor.pooling.runner import PoolingRunner
 from penstock_enginecore.executor.worker import Worker
+from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.pooling_models import (
@@ -248,11 +249,11 @@ def test_profiling_the_largest_step_leaves_the_runner_as_it_was(tmp_path: Path) 
     config = EngineCoreConfig(
         model=ModelConfig(path=str(tmp_path), device="cpu", task="embed"), cache=CacheConfig(num_blocks=64)
     )
-    worker = Worker(config)
+    worker = Worker(WorkerConfig(engine=config))
     worker.load_model(lambda line: None)
     specs = worker.kv_cache_specs()
-    assert isinstance(worker.runner, PoolRunner)
-    worker.runner.profile(2 * MAX_POSITIONS + 3)
+    assert isinstance(worker.runner, PoolingRunner)
+    worker.runner.profile(2 * MAX_POSITIONS + 3, 1)
     worker.initialize_kv_cache(
         KVCacheConfig(
             num_blocks=9, block_size=16, groups=(KVCacheGroup(layer_names=tuple(specs)),), max_model_len=MAX_POSITIONS

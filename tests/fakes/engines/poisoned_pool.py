@@ -7,9 +7,12 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, StepPlan
+from penstock_enginecore.attention.cpu import CPUAttention
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.executor.model_runner import ModelRunner
-from penstock_enginecore.models.attention_hook import LayerCaches
+from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.native.attention import NativeAttention
+from penstock_enginecore.native.library import open_library
 
 
 class PoisonedPool:
@@ -20,42 +23,37 @@ class PoisonedPool:
     def __init__(self, engine: EngineCore) -> None:
         self.steps = 0
         self._groups = engine.kv_cache_config.groups
+        self._writer = NativeAttention(open_library("auto", 1), CPUAttention())  # goes by the layout of each cache
         executor: Any = engine.executor
-        self._runner: ModelRunner = executor._worker.runner
-        self._forward = self._runner._forward
-        self._runner._forward = self._poisoned  # type: ignore[method-assign]
+        self._runner: GenerationRunner = executor._worker.runner
+        self._run = self._runner._forward.run
+        self._runner._forward.run = self._poisoned  # type: ignore[method-assign]
 
-    def _poisoned(
-        self,
-        token_ids: Any,
-        positions: Any,
-        rows: Any,
-        attention: list[AttentionMetadata],
-        layers: LayerCaches,
-        vectors: Any = None,
-    ) -> torch.Tensor:
-        unseen = self._unseen(attention, len(next(iter(layers.values())).cache.keys))
+    def _poisoned(self, batch: ForwardBatch, rows: Any, **named: Any) -> ForwardOutput:
+        layers = self._runner._caches
+        unseen = self._unseen(batch.attention, len(next(iter(layers.values())).cache.keys))
         saved = []
         for layer in layers.values():
             cache = layer.cache
             parts = cache.keys, cache.values
             before = [part.clone() for part in parts]
-            plan = StepPlan(replace(attention[0], slot_mapping=unseen), torch.device("cpu"))
+            plan = StepPlan(replace(batch.attention[0], slot_mapping=unseen), torch.device("cpu"))
             nan = (
                 torch.full((len(unseen), cache.num_kv_heads, part.shape[1] // cache.num_kv_heads), torch.nan)
                 for part in parts
             )
-            self._runner._backend.write(cache, plan, *(x.to(cache.keys.dtype) for x in nan))
+            self._writer.write(cache, plan, *(x.to(cache.keys.dtype) for x in nan))
             for part, old in zip(parts, before, strict=True):
                 saved.append((part, part.isnan() & ~old.isnan(), old))
-        output = self._forward(token_ids, positions, rows, attention, layers, vectors)
+        output = self._run(batch, rows, **named)
         for part, place, old in saved:
             part[place] = old[place]
         self.steps += 1
         return output
 
-    def _unseen(self, attention: list[AttentionMetadata], num_slots: int) -> Any:
+    def _unseen(self, attention: Any, num_slots: int) -> Any:
         seen = [np.zeros(0, dtype=np.int64)]
+        metadata: AttentionMetadata
         for group, metadata in zip(self._groups, attention, strict=True):
             for i, count in enumerate(np.diff(metadata.query_start_loc)):
                 length = int(metadata.seq_lens[i])

@@ -1,9 +1,4 @@
-"""Paged attention: what every backend is, and what it gets.
-
-The KV cache of a layer is two flat tensors of *slots*, one slot per token. Block ``b`` owns the slots ``b * block_size
-.. (b + 1) * block_size - 1``; block 0 is the null block, which stays zero. A slot holds all heads of its token side by
-side, so that fetching a token is one contiguous copy whatever the block size is.
-"""
+"""Paged attention: what every backend is, and what it gets."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,30 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock_enginecore.attention.kv_cache import SLOTS, KVCache, KVLayout
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Keys ``[num_slots, num_kv_heads * head_size]`` and values ``[num_slots, num_kv_heads * head_size_v]`` of one
-    layer.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    num_kv_heads: int
-
-    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at ``slots`` (int64, flat), as ``[len(slots), num_kv_heads, head size]``."""
-        heads = (len(slots), self.num_kv_heads, -1)
-        return self.keys.index_select(0, slots).view(heads), self.values.index_select(0, slots).view(heads)
-
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens: ``slots`` int64 ``[tokens]``, ``keys`` and ``values`` ``[tokens, num_kv_heads, head
-        size]``.
-        """
-        self.keys.index_copy_(0, slots, keys.reshape(len(slots), -1))
-        self.values.index_copy_(0, slots, values.reshape(len(slots), -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +51,29 @@ class AttentionMetadata:
 class AttentionParams:
     """How a layer attends. ``sliding_window``: tokens a query sees, itself included. ``softcap``: scores become
     ``softcap * tanh(score / softcap)``. ``sinks`` ``[num_heads]``: a logit per head that takes part in the softmax and
-    has no value. ``chunk``: a query at position p sees no key before position ``p // chunk * chunk``.
+    has no value. ``attention_chunk``: a query at position p sees no key before position
+    ``p // attention_chunk * attention_chunk``.
     """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    chunk: int | None = None
+    attention_chunk: int | None = None
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is derived from the metadata once per step and shared between layers. ``by_reach`` belongs to the backend;
-    its keys are a layer's sliding window and chunk.
+    """What is derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
+
+    ``by_mask`` belongs to the backend, for what it derives when the first layer of a kind attends; its keys are a layer's
+    sliding window and attention chunk.
     """
 
     metadata: AttentionMetadata
     device: torch.device
     slot_mapping: torch.Tensor = field(init=False)
-    by_reach: dict[tuple[int | None, int | None], object] = field(default_factory=dict)
+    by_mask: dict[tuple[int | None, int | None], object] = field(default_factory=dict)
     _positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -109,8 +87,49 @@ class StepPlan:
         return self._positions
 
 
+class CapturedPlan(Protocol):
+    """The plan of a captured graph: its tensors keep their addresses, and a replay finds in them what stands there then."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """What the layers are given while the graph is captured."""
+
+    def replay(self, metadata: AttentionMetadata) -> None:
+        """Write a step's metadata into the tensors of ``plan``, before the graph is launched for that step and on the same
+        stream. The step has at most the requests and tokens of the captured one; what is left over is padding, whose slots are
+        the null block's. ValueError for a larger step.
+        """
+
+
 class AttentionBackend(Protocol):
-    """Keeps the keys and values of a paged cache, in an order of its own within a layer's memory, and attends over them."""
+    """Keeps the keys and values of a paged cache and attends over them.
+
+    In a step, ``plan`` comes once per KV cache group; then ``write`` and ``attend`` once per layer, with the group's plan.
+    Nothing of a step may be kept in the backend itself: steps may be planned while the one before computes.
+    """
+
+    def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
+        """How ``write`` puts a layer of ``spec`` into its memory, and ``attend`` reads it; asked when that is allocated."""
+        return SLOTS
+
+    def plan(self, metadata: AttentionMetadata, device: torch.device) -> StepPlan:
+        """What the layers of a group share in a step. Called on the host, outside of any graph, before the first layer runs: here
+        a backend copies to the device, and decides how to split the work.
+        """
+        return StepPlan(metadata, device)
+
+    def capture(
+        self,
+        metadata: AttentionMetadata,  # noqa: ARG002 - there is nothing to capture
+        device: torch.device,  # noqa: ARG002
+    ) -> CapturedPlan | None:
+        """Prepare a graph for steps of the shape of ``metadata``, the largest it is replayed for. Called once per graph, outside
+        of it; ``write`` and ``attend`` are then called with the plan inside the capture, where they launch kernels alone: no
+        reads on the host, no tensors of sizes that depend on the step.
+
+        None, as here, says that the backend has nothing to capture: steps are planned and launched one by one.
+        """
+        return None
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the step's new tokens: ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]``."""

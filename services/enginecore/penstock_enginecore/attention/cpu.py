@@ -16,21 +16,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from penstock_enginecore.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionParams,
-    IntArray,
-    KVCache,
-    StepPlan,
-)
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, IntArray, StepPlan
+from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.attention.selection import weighted_values
 
 _MAX_PADDING = 1.25
 """A bucket's longest request is at most this many times as long as its shortest, ..."""
 _FREE_PADDING = 32
 """... or longer by at most this many tokens, which cost less than another kernel launch."""
-_QUERY_CHUNK = 512
+_MAX_QUERIES = 512
 """Queries per masked prefill call: bounds the mask to this many rows."""
 
 
@@ -65,7 +59,7 @@ class _Work:
 
 
 class CPUAttention(AttentionBackend):
-    """See the module's docstring."""
+    """Batches requests that compute one token, runs the others one by one; the module's docstring says how."""
 
     def attend(
         self,
@@ -76,11 +70,11 @@ class CPUAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.attend``."""
-        reach = (params.sliding_window, params.chunk)
-        work = plan.by_reach.get(reach)
+        """Plans the work when the first layer of a kind attends: layers differ in what their queries see."""
+        mask = (params.sliding_window, params.attention_chunk)
+        work = plan.by_mask.get(mask)
         if not isinstance(work, _Work):
-            work = plan.by_reach[reach] = _plan(plan.metadata, *reach)
+            work = plan.by_mask[mask] = _plan(plan.metadata, *mask)
         output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         for bucket in work.decodes:
             rows = _decode(query.index_select(0, bucket.tokens), cache, bucket, params)
@@ -178,12 +172,12 @@ def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, para
             q, k, v, is_causal=True, scale=params.scaling, enable_gqa=num_heads != num_kv_heads
         )
         return output[0].transpose(0, 1)
-    chunks = []
-    for first in range(0, num_queries, _QUERY_CHUNK):
-        rows = q[:, :, first : first + _QUERY_CHUNK]
+    outputs = []
+    for first in range(0, num_queries, _MAX_QUERIES):
+        rows = q[:, :, first : first + _MAX_QUERIES]
         mask = _causal_mask(rows.shape[2], num_keys, num_keys - num_queries + first, window)
         if plain:
-            chunks.append(
+            outputs.append(
                 F.scaled_dot_product_attention(
                     rows, k, v, attn_mask=mask, scale=params.scaling, enable_gqa=num_heads != num_kv_heads
                 )
@@ -192,8 +186,8 @@ def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, para
             groups = num_heads // num_kv_heads
             sinks = None if params.sinks is None else params.sinks.view(1, num_heads, 1, 1)
             weights = _weights(rows, k.repeat_interleave(groups, 1), mask, sinks, params)
-            chunks.append(weighted_values(weights.to(v.dtype), v.repeat_interleave(groups, 1), mask))
-    return torch.cat(chunks, dim=2)[0].transpose(0, 1)
+            outputs.append(weighted_values(weights.to(v.dtype), v.repeat_interleave(groups, 1), mask))
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: int | None) -> torch.Tensor:

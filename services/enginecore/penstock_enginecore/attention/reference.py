@@ -2,7 +2,8 @@
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan
+from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.attention.selection import weighted_values
 from penstock_enginecore.core.kv_cache.spec import first_key
 
@@ -19,13 +20,13 @@ class ReferenceAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Request by request, every key and value read back from the cache."""
         metadata = plan.metadata
         outputs = []
         for i in range(metadata.num_requests):
             start, end = (int(x) for x in metadata.query_start_loc[i : i + 2])
             length = int(metadata.seq_lens[i])
-            first = first_key(length - (end - start), params.sliding_window, params.chunk)
+            first = first_key(length - (end - start), params.sliding_window, params.attention_chunk)
             slots = torch.from_numpy(metadata.slots(i, first, length)).to(plan.device)
             keys, values = cache.gather(slots)
             outputs.append(_attend_one(query[start:end], keys, values, first, params))
@@ -48,8 +49,8 @@ def _attend_one(
     visible = key_position <= query_position
     if params.sliding_window is not None:
         visible &= key_position > query_position - params.sliding_window
-    if params.chunk is not None:
-        visible &= key_position >= query_position // params.chunk * params.chunk
+    if params.attention_chunk is not None:
+        visible &= key_position >= query_position // params.attention_chunk * params.attention_chunk
     scores = scores.masked_fill(~visible, float("-inf"))
     if params.sinks is not None:
         sinks = params.sinks.float()[:, None, None].expand(num_heads, num_queries, 1)

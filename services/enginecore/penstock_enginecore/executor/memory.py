@@ -10,7 +10,7 @@ _CPU_FRACTION = 4
 _CPU_LIMIT = 4 * 2**30
 
 
-def cpu_pool_bytes() -> int:
+def cpu_kv_cache_bytes() -> int:
     """A quarter of the memory that is free for this process, at most 4 GiB."""
     return min(available_host_memory() // _CPU_FRACTION, _CPU_LIMIT)
 
@@ -23,8 +23,8 @@ def available_host_memory() -> int:
     return memory.available
 
 
-def check_pool(config: CacheConfig, device: torch.device) -> None:
-    """Raise ConfigError when the pool that was asked for is larger than what the device has left, before anything is on it."""
+def check_kv_cache_memory(config: CacheConfig, device: torch.device) -> None:
+    """Raise ConfigError, before anything is on the device, when the KV cache that was asked for is larger than what is left."""
     memory = host_memory() if device.type == "cpu" else _device_memory(device)
     if config.kv_cache_memory is not None and memory is not None:
         check_fits("cache.kv_cache_memory", config.kv_cache_memory, memory)
@@ -35,7 +35,7 @@ def _device_memory(device: torch.device) -> Memory:
     return Memory(torch.cuda.get_device_name(device), total, free)
 
 
-def cuda_pool_bytes(config: CacheConfig, device: torch.device) -> int:
+def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
     """What ``memory_utilization`` of the device leaves beside the peak since ``reset_peak_memory_stats``, all processes
     counted.
     """

@@ -14,45 +14,46 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunne
 from penstock_enginecore.core.utility import UtilityRegistry
 from penstock_enginecore.executor.device_thread import DeviceThread
 from penstock_enginecore.executor.worker import Worker
+from penstock_enginecore.executor.worker_config import WorkerConfig
 
 T = TypeVar("T")
 
 
 class UniprocExecutor:
-    """See ``Executor``. Everything that touches the device runs on one thread, in the order of the calls."""
+    """An ``Executor`` of one worker. Everything that touches the device runs on one thread, in the order of the calls."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
         self._thread = DeviceThread()
-        self._worker = self._thread.call(partial(Worker, config))
+        self._worker = self._thread.call(partial(Worker, WorkerConfig(engine=config)))
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
         self._failed = False  # belongs to the device thread
         self._shut_down = False
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """See ``Executor.load_model``."""
+        """Waits for the worker to load the weights. Raises ModelLoadError."""
         return self._thread.call(partial(self._worker.load_model, progress))
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """See ``Executor.kv_cache_specs``."""
+        """Demand of every attention layer, by layer name in execution order."""
         return self._thread.call(self._worker.kv_cache_specs)
 
     def available_kv_cache_memory(self) -> int:
-        """See ``Executor.available_kv_cache_memory``."""
+        """Bytes that may become KV cache. Waits for the profiling step."""
         return self._thread.call(self._worker.available_kv_cache_memory)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """See ``Executor.initialize_kv_cache``."""
+        """Waits for the worker to allocate the KV cache."""
         self._thread.call(partial(self._worker.initialize_kv_cache, config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """See ``Executor.execute_model``."""
+        """Queues the forward pass behind the steps before."""
         self._forward = self._thread.submit(
             partial(self._compute, partial(self._worker.runner.execute, scheduler_output))
         )
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """See ``Executor.sample_tokens``."""
+        """Queues the sampling behind the forward pass. RuntimeError without one; the future raises what went wrong in either."""
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("execute_model must come before sample_tokens")
@@ -77,7 +78,7 @@ class UniprocExecutor:
             raise
 
     def recover(self) -> None:
-        """See ``Executor.recover``."""
+        """Waits for the worker to forget every request and compute a token. Raises what is wrong when that does not work."""
 
         def recover() -> None:
             self._worker.recover()
@@ -87,11 +88,11 @@ class UniprocExecutor:
         self._thread.call(recover)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """See ``Executor.collective_rpc``."""
+        """Waits for the method of the one worker, behind the steps that were started."""
         return [self._thread.call(lambda: self._utilities.invoke(method, list(arguments)))]
 
     def shutdown(self) -> None:
-        """See ``Executor.shutdown``. Waits for the step that runs."""
+        """Waits for the step that runs, and releases the device. Idempotent."""
         if not self._shut_down:
             self._shut_down = True
             self._thread.call(self._worker.shutdown)

@@ -10,105 +10,70 @@ import torch
 
 from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError, Internal, InvalidArgument
-from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.utility import utility
-from penstock_enginecore.executor.memory import check_pool, cpu_pool_bytes, cuda_pool_bytes
+from penstock_enginecore.executor.loading import load_runner
+from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
-from penstock_enginecore.executor.pool_runner import PoolRunner
-from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.pooling.embedder import PoolingModel, load_pooling_model, resolve_task
+from penstock_enginecore.executor.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model onto the configured device and sizes its KV cache. Steps go to ``runner``."""
+    """Loads the model onto its device, sizes its KV cache, and sleeps and wakes. Steps go to ``runner``."""
 
-    def __init__(self, config: EngineCoreConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._device = resolve_device(config.model.device)
-        check_pool(config.cache, self._device)
-        torch.set_num_threads(config.executor.num_threads or min(torch.get_num_threads(), usable_cores()))
-        self._model: LoadedModel | PoolingModel | None = None
-        self._runner: ModelRunner | PoolRunner | None = None
+        self._engine = config.engine
+        self._device = resolve_device(self._engine.model.device, config.rank)
+        check_kv_cache_memory(self._engine.cache, self._device)
+        cores = max(1, usable_cores() // config.world_size)
+        torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
+        self._runner: ModelRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._kv_cache_asleep = False
         self._profiler: torch.profiler.profile | None = None
 
     @property
-    def model(self) -> LoadedModel | PoolingModel:
-        """The loaded model. RuntimeError before ``load_model``."""
-        if self._model is None:
-            raise RuntimeError("load_model has not been called")
-        return self._model
-
-    @property
-    def runner(self) -> ModelRunner | PoolRunner:
+    def runner(self) -> ModelRunner:
         """Executes the steps. RuntimeError before ``load_model``."""
         if self._runner is None:
             raise RuntimeError("load_model has not been called")
         return self._runner
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """See ``Executor.load_model``. Models that pool take token ids alone."""
-        config = self._config.model
-        task = resolve_task(config)
-        computing = (self._device, config.attention_backend, self._config.kernels, torch.get_num_threads())
-        if task == "generate":
-            self._model = loaded = load_model(config, self._device, progress)
-            self._runner = runner = ModelRunner(loaded, *computing)
-            return ModelInfo(
-                max_len=loaded.max_len,
-                vocab_size=loaded.vocab_size,
-                eos_token_ids=loaded.eos_token_ids,
-                hidden_size=runner.hidden_size,
-                dtype=_name(loaded.dtype),
-            )
-        self._model = pooled = load_pooling_model(config, task, self._device, progress)
-        self._runner = pool_runner = PoolRunner(pooled, *computing)
-        return ModelInfo(
-            max_len=pooled.max_len,
-            vocab_size=pooled.vocab_size,
-            eos_token_ids=pooled.eos_token_ids,
-            dtype=_name(pooled.dtype),
-            pooling=pool_runner.limits,
-            supports_chunked_prefill=not pooled.is_encoder,
-        )
+        """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
+        self._runner = load_runner(self._engine, self._device, progress)
+        return self._runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """See ``Executor.kv_cache_specs``."""
-        specs = self.runner.kv_cache_specs(self._config.cache.block_size)
-        logger.info("computing with %s", self.runner.acceleration)
-        return specs
+        """Demand of every attention layer, by layer name in execution order."""
+        return self.runner.specs
 
     def available_kv_cache_memory(self) -> int:
-        """See ``Executor.available_kv_cache_memory``. A CPU skips the profiling step: its peak is small beside the
-        default pool.
+        """Bytes that may become KV cache: what is configured, else what is left on the device. A CPU skips the profiling step:
+        its peak is small beside the default.
         """
-        if self._config.cache.kv_cache_memory is not None:
-            return self._config.cache.kv_cache_memory
+        if self._engine.cache.kv_cache_memory is not None:
+            return self._engine.cache.kv_cache_memory
         if self._device.type == "cpu":
-            return cpu_pool_bytes()
+            return cpu_kv_cache_bytes()
         torch.cuda.reset_peak_memory_stats(self._device)
-        limits = self._config.scheduler
-        if isinstance(self.runner, PoolRunner):
-            self.runner.profile(limits.max_num_batched_tokens)
-        else:
-            self.runner.profile(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.runner.profile(self._engine.scheduler.max_num_batched_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()
-        return cuda_pool_bytes(self._config.cache, self._device)
+        return cuda_kv_cache_bytes(self._engine.cache, self._device)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """See ``Executor.initialize_kv_cache``."""
+        """Allocate the KV cache."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
 
     def recover(self) -> None:
-        """See ``Executor.recover``. Memory that a step could not get is given back first; what a device has failed at is told
-        when it has finished.
+        """Forget every request, and compute a token. Memory that a step could not get is given back first; what a device has
+        failed at is told when it has finished.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -116,7 +81,7 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    # What operators may call; see EngineControl.
+    # What operators may call, through EngineControl.
 
     @utility
     def sleep(self, level: int) -> None:
@@ -124,20 +89,19 @@ class Worker:
         self.runner.drop_kv_cache()
         self._kv_cache_asleep = True
         if level == 1:
-            _move(self.model, torch.device("cpu"))
+            self.runner.to(torch.device("cpu"))
         else:
-            self._model = self._runner = None
+            self._runner = None
         self._free_memory()
 
     @utility
     def wake_up(self, tags: list[str]) -> None:
         """Take back what ``tags`` name: weights, kv_cache. The cache of dropped weights comes with them, or after."""
         if "weights" in tags:
-            if self._model is None:
+            if self._runner is None:
                 self.load_model(logger.info)
-                self.kv_cache_specs()
             else:
-                _move(self._model, self._device)
+                self._runner.to(self._device)
         if "kv_cache" in tags:
             self._kv_cache_asleep = False
         if not self._kv_cache_asleep and self._kv_cache is not None and self._runner is not None:
@@ -146,7 +110,7 @@ class Worker:
     @utility
     def start_profile(self) -> None:
         """Start the torch profiler."""
-        if not self._config.profiler.directory:
+        if not self._engine.profiler.directory:
             raise InvalidArgument("profiler.directory is not configured: there is nowhere to write a trace")
         if self._profiler is not None:
             raise InvalidArgument("a profile is being taken already; stop it first", reason="PROFILING")
@@ -163,7 +127,7 @@ class Worker:
         if profiler is None:
             raise InvalidArgument("no profile is being taken", reason="NOT_PROFILING")
         profiler.stop()
-        path = Path(self._config.profiler.directory) / f"trace-{os.getpid()}-{time.time_ns()}.json"
+        path = Path(self._engine.profiler.directory) / f"trace-{os.getpid()}-{time.time_ns()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
@@ -174,15 +138,15 @@ class Worker:
     @utility
     def worker_info(self) -> dict[str, Any]:
         """Where the worker computes: device, dtype, threads, kernels, and bytes of weights and KV cache."""
-        parameters = self._model.module.parameters() if self._model else ()
+        runner = self._runner
         return {
+            "rank": self._config.rank,
             "device": str(self._device),
-            "dtype": _name(self._model.dtype) if self._model else "",
+            "dtype": runner.info.dtype if runner else "",
             "num_threads": torch.get_num_threads(),
-            "computing": self._runner.acceleration if self._runner else "",
-            "weight_bytes": sum(p.numel() * p.element_size() for p in parameters)
-            + (self._runner.packed_bytes if self._runner else 0),
-            "kv_cache_bytes": self._runner.kv_cache_bytes if self._runner else 0,
+            "computing": runner.computing if runner else "",
+            "weight_bytes": runner.weight_bytes if runner else 0,
+            "kv_cache_bytes": runner.kv_cache_bytes if runner else 0,
         }
 
     def _free_memory(self) -> None:
@@ -191,28 +155,19 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
-        self._model = None
         self._runner = None
         self._free_memory()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _move(model: LoadedModel | PoolingModel, device: torch.device) -> None:
-    modules: list[torch.nn.Module] = [model.module]
-    if isinstance(model, PoolingModel):
-        modules += [dense.linear for dense in model.dense]
-        modules += [model.head.classifier] if model.head else []
-    for module in modules:
-        module.to(device)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device for ``model.device``; ``auto`` is the GPU where there is one. Raises ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+def resolve_device(name: str, rank: int) -> torch.device:
+    """The torch device for ``model.device``; ``auto`` is the GPU where there is one. Of several GPUs each rank has its own.
+    Raises ConfigError.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
         raise ConfigError("model.device is 'cuda' but torch finds no CUDA device here; use 'auto' or 'cpu'")
-    return torch.device(name)
+    if rank >= count:
+        raise ConfigError(f"worker {rank} has no device: torch finds {count} CUDA devices here")
+    return torch.device("cuda", rank)

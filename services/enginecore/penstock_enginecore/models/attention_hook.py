@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan
+from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.models.query_scale import query_scale
 
 ATTENTION_NAME = "penstock"
@@ -43,20 +44,8 @@ class AttentionContext(Protocol):
         """The output ``[tokens, num_heads, head_size_v]``."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """A layer's part of the KV cache and the number of the group whose block table it uses."""
-
-    cache: KVCache
-    group: int
-
-
-LayerCaches = dict[torch.nn.Module, LayerCache]
-"""By attention module."""
-
-
 class StepContext:
-    """An engine step: new keys and values go to the paged cache, then the backend attends."""
+    """An engine step: new keys and values go to the paged cache, then the backend attends. ``plans``: one per KV cache group."""
 
     def __init__(
         self, backend: AttentionBackend, layers: Mapping[torch.nn.Module, LayerCache], plans: list[StepPlan]
@@ -66,7 +55,7 @@ class StepContext:
         self._plans = plans
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See ``AttentionContext.attend``."""
+        """Write the new tokens, scale queries where the model would by position, attend."""
         layer = self._layers[call.module]
         plan = self._plans[layer.group]
         self._backend.write(layer.cache, plan, call.key, call.value)
@@ -109,14 +98,14 @@ def penstock_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
-        chunk=_chunk(module),
+        attention_chunk=_attention_chunk(module),
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     output = _context.get().attend(AttentionCall(module, q, k, v, params, attention_mask, extra))
     return output.unsqueeze(0), None
 
 
-def _chunk(module: torch.nn.Module) -> int | None:
+def _attention_chunk(module: torch.nn.Module) -> int | None:
     """Tokens of a chunk of the module's layer. transformers tells only the mask that it builds, and the configuration."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)

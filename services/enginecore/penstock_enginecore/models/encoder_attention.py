@@ -31,7 +31,7 @@ class EncoderContext:
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def attend(self, call: "AttentionCall") -> torch.Tensor:
-        """See ``attention_hook.AttentionContext.attend``."""
+        """Every prompt over its own tokens: the output ``[tokens, num_heads, head_size_v]``."""
         output = call.query.new_empty(*call.query.shape[:2], call.value.shape[2])
         for rows in self._rows:
             # [prompts, heads, length, head size]

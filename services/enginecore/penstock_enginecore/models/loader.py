@@ -40,6 +40,12 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of what the embedding layer gives for a token."""
+        embedding: Any = self.module.get_input_embeddings()
+        return int(embedding.weight.shape[1])
+
 
 def load_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> LoadedModel:
     """Read configuration and weights of ``config.path`` and move the model to ``device``. Raises ModelLoadError."""

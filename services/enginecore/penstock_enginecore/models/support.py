@@ -97,7 +97,7 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
             head_size_v=call.value.shape[2],
             dtype_size=call.key.element_size(),
             sliding_window=call.params.sliding_window,
-            attention_chunk=call.params.chunk,
+            attention_chunk=call.params.attention_chunk,
         )
     return specs
 
@@ -132,8 +132,8 @@ def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, ch
     if window is not ... and call.params.sliding_window != window:
         asked = call.params.sliding_window
         return f"the sliding window is {window} by the configuration but {asked} in the attention call"
-    if call.params.chunk != chunk:
-        return f"the attention chunk is {chunk} by the configuration but {call.params.chunk} in the attention call"
+    if call.params.attention_chunk != chunk:
+        return f"the attention chunk is {chunk} by the configuration but {call.params.attention_chunk} in the attention call"
     unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
     if unknown:
         return f"attention takes the argument '{unknown[0]}', which is not honoured"
@@ -181,12 +181,12 @@ def _most_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ProbeContext:
-    """An attention context that notes the calls and returns zeros. See ``attention_hook.AttentionContext``."""
+    """An ``AttentionContext`` that notes the calls and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See ``AttentionContext.attend``."""
+        """Zeros ``[tokens, num_heads, head_size_v]``."""
         self.calls.append(call)
         return call.query.new_zeros(call.query.shape[0], call.query.shape[1], call.value.shape[2])

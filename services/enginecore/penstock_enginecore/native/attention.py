@@ -1,45 +1,46 @@
-"""Attention by the kernels, over the paged cache as it lies: no gather, no mask in memory.
-
-Slots lie in chunks of 16 tokens, the keys of a head with the tokens side by side: see ``csrc/attention.h``. What the kernels
-do not take (a block size that 16 does not divide, an odd head size, half precision) goes to the CPU backend of torch,
-layer by layer; which of the two it is never changes while a cache lives.
-"""
+"""Attention by the kernels, over the paged cache as it lies: no gather, no mask in memory."""
 
 import ctypes
-from functools import partial
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, StepPlan
-from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
+from penstock_enginecore.attention.kv_cache import KVCache, KVLayout
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.structs import Attention, Cache, Group, Reach, Write
+from penstock_enginecore.native.structs import Attention, Cache, Group, Params, Write
 
-CHUNK = 16
+TILE = 16
 """Tokens of the cache that lie together: ``kChunk`` of the kernels."""
+TILES = KVLayout("tiles of 16", TILE)
+"""Per head, the keys of 16 tokens number by number: number i of all of them, then number i + 1; the values token by token.
+A tile takes the memory of its 16 slots. ``csrc/attention.h`` reads it.
+"""
 _MAX_HEAD_SIZE = 512
 
 
 class NativeAttention(AttentionBackend):
-    """See the module's docstring. ``fallback``: the backend for what the kernels do not take."""
+    """Keeps layers in ``TILES`` and attends with the kernels. What these do not take (a block size that 16 does not divide, an
+    odd head size, half precision) goes to ``fallback`` in its own layout, layer by layer.
+    """
 
     def __init__(self, library: NativeLibrary, fallback: AttentionBackend) -> None:
         self._library = library
         self._fallback = fallback
 
-    def takes(self, cache: KVCache, block_size: int) -> bool:
-        """Whether the kernels can keep and read ``cache``."""
-        sizes = [part.shape[1] // cache.num_kv_heads for part in (cache.keys, cache.values)]
-        return (
-            cache.keys.dtype == torch.float32
-            and block_size % CHUNK == 0
-            and max(sizes) <= _MAX_HEAD_SIZE
-            and sizes[1] % self._library.lanes == 0
+    def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:
+        """``TILES`` where the kernels can keep and read the layer, else the fallback's."""
+        taken = (
+            dtype == torch.float32
+            and spec.block_size % TILE == 0
+            and max(spec.head_size, spec.head_size_v) <= _MAX_HEAD_SIZE
+            and spec.head_size_v % self._library.lanes == 0
         )
+        return TILES if taken else self._fallback.layout(spec, dtype)
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``AttentionBackend.write``."""
-        if not self.takes(cache, plan.metadata.block_size):
+        """Into the cache's own layout."""
+        if cache.layout is not TILES:
             self._fallback.write(cache, plan, keys, values)
             return
         keys, values = keys.flatten(1).contiguous(), values.flatten(1).contiguous()
@@ -66,21 +67,21 @@ class NativeAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.attend``."""
+        """From the cache's own layout."""
         metadata = plan.metadata
-        if not self.takes(cache, metadata.block_size):
+        if cache.layout is not TILES:
             return self._fallback.attend(query, key, value, cache, plan, params)
         tokens, num_heads, head_size = query.shape
         query = query.contiguous()
         output = query.new_empty(tokens, num_heads, value.shape[2])
-        reach, sinks = reach_struct(params)
+        how, sinks = params_struct(params)
         attention = Attention(
             metadata.num_requests,
             metadata.query_start_loc.ctypes.data,
             metadata.seq_lens.ctypes.data,
             group_struct(metadata),
             cache_struct(cache),
-            reach,
+            how,
             num_heads,
             cache.num_kv_heads,
             head_size,
@@ -95,11 +96,6 @@ class NativeAttention(AttentionBackend):
         return output
 
 
-def backend(name: str, device: torch.device, library: NativeLibrary | None) -> AttentionBackend:
-    """See ``create_backend``; ``library``: the kernels to attend with, None for none."""
-    return create_backend(name, device, None if library is None else partial(NativeAttention, library))
-
-
 def cache_struct(cache: KVCache) -> Cache:
     """The kernels' view of a layer's memory."""
     return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.stride(0), cache.values.stride(0))
@@ -112,14 +108,14 @@ def group_struct(metadata: AttentionMetadata) -> Group:
     return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
 
 
-def reach_struct(params: AttentionParams) -> tuple[Reach, torch.Tensor | None]:
-    """The kernels' view of ``params``, and the tensor that it points into."""
+def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]:
+    """The kernels' view of ``params``, and the tensor that it points into, which must outlive it."""
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
-    reach = Reach(
+    struct = Params(
         params.sliding_window or 0,
-        params.chunk or 0,
+        params.attention_chunk or 0,
         params.scaling,
         params.softcap or 0.0,
         None if sinks is None else sinks.data_ptr(),
     )
-    return reach, sinks
+    return struct, sinks

@@ -33,7 +33,7 @@ class PackedLinears:
     """The linear layers of ``model`` that compute in float32, replaced by packed ones."""
 
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
-        self._places = [
+        self._replaced = [
             (parent, name, child)
             for parent in model.modules()
             for name, child in parent._modules.items()  # named_children leaves repeated ones out
@@ -41,17 +41,17 @@ class PackedLinears:
             and child.weight.dtype == torch.float32
             and child.weight.device.type == "cpu"
         ]
-        packed = {child: PackedLinear(library, child) for child in {child for _, _, child in self._places}}
-        for parent, name, child in self._places:
+        packed = {child: PackedLinear(library, child) for child in {child for _, _, child in self._replaced}}
+        for parent, name, child in self._replaced:
             setattr(parent, name, packed[child])
         self.num_layers = len(packed)
         self.num_bytes = sum(layer.packed.num_bytes for layer in packed.values())
 
     def undo(self) -> None:
         """Put the old layers back."""
-        for parent, name, child in self._places:
+        for parent, name, child in self._replaced:
             setattr(parent, name, child)
 
     def keep(self) -> None:
         """Let go of the old layers' weights."""
-        self._places = []
+        self._replaced = []

@@ -8,7 +8,7 @@ _Pointer = ctypes.c_void_p
 
 
 class Linear(ctypes.Structure):
-    """A packed weight: see ``PackedWeight``."""
+    """A packed weight ``[n, k]`` and its bias; ``half``: kept as bfloat16."""
 
     _fields_ = [("packed", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int), ("half", _Int)]
 
@@ -19,8 +19,8 @@ class Cache(ctypes.Structure):
     _fields_ = [("keys", _Pointer), ("values", _Pointer), ("key_stride", _Int), ("value_stride", _Int)]
 
 
-class Reach(ctypes.Structure):
-    """See ``AttentionParams``; what is off is 0 or null."""
+class Params(ctypes.Structure):
+    """How a layer attends, as ``AttentionParams`` says it; what is off is 0 or null."""
 
     _fields_ = [
         ("window", _Int),
@@ -43,7 +43,7 @@ class Layer(ctypes.Structure):
         ("output", Linear),
         ("gate_up", Linear),
         ("down", Linear),
-        ("reach", Reach),
+        ("params", Params),
     ]
 
 
@@ -99,7 +99,7 @@ class Attention(ctypes.Structure):
         ("seq_lens", _Pointer),
         ("group", Group),
         ("cache", Cache),
-        ("reach", Reach),
+        ("params", Params),
         ("num_heads", _Int),
         ("num_kv_heads", _Int),
         ("head_size", _Int),
@@ -155,5 +155,5 @@ class Mask(ctypes.Structure):
     ]
 
 
-ALL: tuple[type[Any], ...] = (Linear, Cache, Reach, Layer, Model, Group, Step, Attention, Write, Sampling, Mask)
+ALL: tuple[type[Any], ...] = (Linear, Cache, Params, Layer, Model, Group, Step, Attention, Write, Sampling, Mask)
 """In the order in which ``penstock_sizes`` reports their sizes."""

@@ -1,4 +1,4 @@
-"""Weights in the layout the kernels read: see ``csrc/gemm.h``."""
+"""Weights in the layout the kernels read, in panels of as many rows as two vectors have lanes (``csrc/gemm.h``)."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""Hidden states of a prompt become what its task needs, also when they come in chunks."""
+"""Hidden states of a prompt become what its task needs, also when a prompt is computed in several steps."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -26,12 +26,12 @@ class FirstToken:
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See ``Accumulator.add``."""
+        """Takes the first token of the first call."""
         if self._kept is None:
             self._kept = token_ids[:1], hidden[:1].clone()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Accumulator.rows``. One row."""
+        """One row. RuntimeError before the first token."""
         return _given(self._kept)
 
 
@@ -43,7 +43,7 @@ class LastToken:
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See ``Accumulator.add``."""
+        """Takes the last real token of each call in place of the one before."""
         last = len(token_ids) - 1
         if self._padding is not None:
             real = (token_ids != self._padding).nonzero()
@@ -53,7 +53,7 @@ class LastToken:
         self._kept = token_ids[last : last + 1], hidden[last : last + 1].clone()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Accumulator.rows``. One row."""
+        """One row. RuntimeError before the first token."""
         return _given(self._kept)
 
 
@@ -66,20 +66,20 @@ class Mean:
         self._last = torch.zeros(0, dtype=torch.int64)
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See ``Accumulator.add``."""
+        """Adds to the sum."""
         total = hidden.float().sum(dim=0, keepdim=True)
         self._sum = total if self._sum is None else self._sum + total
         self._count += len(token_ids)
         self._last = token_ids[-1:]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Accumulator.rows``. One row."""
+        """One row, with the id of the last token. RuntimeError before the first token."""
         _, total = _given(None if self._sum is None else (self._last, self._sum))
         return self._last, total / self._count
 
 
 class EveryToken:
-    """Keeps a row per token, each chunk reduced by ``transform`` at once."""
+    """Keeps a row per token, those of each call reduced by ``transform`` at once."""
 
     def __init__(self, transform: PerToken) -> None:
         self._transform = transform
@@ -87,12 +87,12 @@ class EveryToken:
         self._rows: list[torch.Tensor] = []
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See ``Accumulator.add``."""
+        """Reduces and keeps the rows."""
         self._token_ids.append(token_ids)
         self._rows.append(self._transform(token_ids, hidden))
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Accumulator.rows``. As many rows as tokens."""
+        """As many rows as tokens."""
         return torch.cat(self._token_ids), torch.cat(self._rows)
 
 

@@ -50,6 +50,11 @@ class PoolingModel:
     is_encoder: bool
     eos_token_ids: frozenset[int] = frozenset()
 
+    def modules(self) -> list[torch.nn.Module]:
+        """All that has weights: the layers, the head, the dense layers behind pooling."""
+        head = [] if self.head is None else [self.head.classifier]
+        return [self.module, *head, *(dense.linear for dense in self.dense)]
+
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
     """What ``model.task`` means for the checkpoint. Reads its configuration alone. Raises ModelLoadError."""

@@ -32,7 +32,7 @@ class Pooler:
         return PoolingLimits(tasks=frozenset(tasks))
 
     def begin(self, params: PoolingParams) -> Accumulator:
-        """What gathers the hidden states of one prompt, chunk by chunk, for ``finish``."""
+        """What gathers the hidden states of one prompt, step by step, for ``finish``."""
         match params.task:
             case PoolingTask.EMBED:
                 return _ACCUMULATORS[self._model.pooling.mode]()

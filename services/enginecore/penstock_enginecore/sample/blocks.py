@@ -7,14 +7,14 @@ import torch
 
 _PEAK_BLOCK = 256
 _FEW = 256
-_CPU_CHUNK, _DEVICE_CHUNK = 2**21, 2**27
+_CPU_SLICE, _DEVICE_SLICE = 2**21, 2**27
 
 
-def row_chunks(rows: torch.Tensor) -> list[slice]:
+def row_slices(rows: torch.Tensor) -> list[slice]:
     """Slices of ``rows`` ``[rows, width]`` to work on one after the other. A CPU's caches, and memory it need not ask the
     system for, hold the temporaries of few rows; other devices only must not run out of memory.
     """
-    size = _CPU_CHUNK if rows.device.type == "cpu" else _DEVICE_CHUNK
+    size = _CPU_SLICE if rows.device.type == "cpu" else _DEVICE_SLICE
     step = max(1, size // max(1, rows.shape[1]))
     return [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_enginecore.sample.blocks import block_sums, largest, row_chunks
+from penstock_enginecore.sample.blocks import block_sums, largest, row_slices
 from penstock_enginecore.sample.draw import draw, draw_among
 
 _STAGES = (128, 1024)
@@ -57,7 +57,7 @@ class FilterInputs:
 
 def draw_filtered(inputs: FilterInputs) -> torch.Tensor:
     """Token ids int64 ``[rows]``."""
-    parts = row_chunks(inputs.logits)
+    parts = row_slices(inputs.logits)
     if len(parts) == 1:
         return _draw_rows(inputs)
     return torch.cat([_draw_rows(inputs.rows(part)) for part in parts])
@@ -73,9 +73,9 @@ def _draw_rows(inputs: FilterInputs) -> torch.Tensor:
     for count in _STAGES:
         now = _numbers(left & (~has_top_k | (inputs.top_k < count).squeeze(1)))
         if len(now) and count < vocab:
-            looked = _among_likeliest(_select(inputs, now), mass[now], count)
-            tokens[now], mass[now] = looked.token_ids, looked.mass
-            left[now], many[now] = looked.few, looked.many
+            drawn = _among_likeliest(_select(inputs, now), mass[now], count)
+            tokens[now], mass[now] = drawn.token_ids, drawn.mass
+            left[now], many[now] = drawn.few, drawn.many
     for rows, draw_rows in ((_numbers(plain), _from_all), (_numbers(left | many), _from_kept)):
         if len(rows):
             tokens[rows] = draw_rows(_select(inputs, rows))
@@ -91,8 +91,8 @@ def _select(inputs: FilterInputs, rows: torch.Tensor) -> FilterInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
-    """What a look at the likeliest tokens gave, per row. ``token_ids`` mean nothing where the filters may keep tokens that
+class _Drawn:
+    """What a draw from the likeliest tokens gave, per row. ``token_ids`` mean nothing where the filters may keep tokens that
     were not looked at: ``few``, if the last stage may do, or ``many``. ``mass`` ``[rows, 1]``: weight of all tokens that
     pass min_p and top_k, NaN where nobody asked.
     """
@@ -103,7 +103,7 @@ class _Looked:
     mass: torch.Tensor
 
 
-def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _Looked:
+def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _Drawn:
     """Draw from the ``count`` likeliest tokens."""
     values, token_ids = largest(inputs.logits, count)
     distances = inputs.distances(values)
@@ -131,7 +131,7 @@ def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _L
     drawn = draw_among(token_ids, weights * (distances <= limit), inputs.uniforms)
     unsure = ~((limit < last) | weightless)
     few, many = unsure & may_reach, unsure & ~may_reach
-    return _Looked(drawn, few.squeeze(1), many.squeeze(1), mass)
+    return _Drawn(drawn, few.squeeze(1), many.squeeze(1), mass)
 
 
 def _mass(inputs: FilterInputs, limit: torch.Tensor) -> torch.Tensor:
@@ -162,13 +162,15 @@ def _from_kept(inputs: FilterInputs) -> torch.Tensor:
     weights, mass = _kept_weights(distances, limit)
     with_top_p = _numbers((inputs.top_p < 1).squeeze(1)).tolist()
     for row in with_top_p:
-        limit[row] = _reach(distances[row], weights[row], limit[row], inputs.top_p[row] * mass[row])
+        limit[row] = _nucleus_limit(distances[row], weights[row], limit[row], inputs.top_p[row] * mass[row])
     if with_top_p:
         weights.mul_(distances <= limit)
     return draw(weights, inputs.uniforms)
 
 
-def _reach(distances: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _nucleus_limit(
+    distances: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
     """The least distance within which the weights of a row ``[vocab]`` sum to ``wanted`` ``[1]``, ``limit`` at most; ``[1]``.
 
     A histogram of the distances says between which two of its boundaries that is; only what lies there is sorted. Elsewhere

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_enginecore.sample.blocks import largest, row_chunks
+from penstock_enginecore.sample.blocks import largest, row_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> To
 
     A rank is 1 plus the number of tokens that are strictly likelier.
     """
-    parts = [_part(logits[part], chosen[part, None], count) for part in row_chunks(logits)]
+    parts = [_part(logits[part], chosen[part, None], count) for part in row_slices(logits)]
     return TokenLogprobs(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
 
 

@@ -39,7 +39,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class GrammarRows:
-    """``bitmask`` int32 ``[len(rows), words]`` of the rows ``rows``: see ``GrammarBitmask``."""
+    """``bitmask`` int32 ``[len(rows), words]`` of ``rows``: a bit per token, lowest first, set where the grammar allows it."""
 
     rows: IntArray
     bitmask: npt.NDArray[np.int32]

@@ -4,68 +4,23 @@ Order: grammar, allowed tokens, bias, bad words, min_tokens, penalties, temperat
 batch needs is computed: rows that are greedy and without rules cost an argmax. A row's token never depends on the others.
 """
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock_enginecore.sample.base import (
+    TEMPERATURE_MAX,
+    TEMPERATURE_MIN,
+    FloatArray,
+    RowKinds,
+    SampledTokens,
+    SamplingInputs,
+)
 from penstock_enginecore.sample.blocks import peak
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered
-from penstock_enginecore.sample.rules import GrammarRows, LogitRules, apply_rules, lift_bans
-
-FloatArray = npt.NDArray[np.float64]
-
-_TEMPERATURE_MIN, _TEMPERATURE_MAX = 1e-30, 1e30
-"""Keeps temperatures that are no float32 from dividing by zero or infinity."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowKinds:
-    """What the rows of a batch ask for, which stays the same from step to step. Bool ``[rows]``: ``drawn`` at random, and
-    ``filtered``: drawn from what filters leave. ``plain_temperature`` float32: of rows that are drawn without filters, else 0.
-    """
-
-    drawn: npt.NDArray[np.bool_]
-    filtered: npt.NDArray[np.bool_]
-    plain_temperature: npt.NDArray[np.float32]
-    any_drawn: bool
-    any_filtered: bool
-
-    @classmethod
-    def of(
-        cls, temperature: FloatArray, top_k: npt.NDArray[np.int64], top_p: FloatArray, min_p: FloatArray
-    ) -> "RowKinds":
-        """See ``SamplingInputs``."""
-        drawn = temperature > 0
-        filtered = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        plain = temperature.clip(_TEMPERATURE_MIN, _TEMPERATURE_MAX).astype(np.float32)
-        plain[filtered | ~drawn] = 0.0
-        return cls(drawn, filtered, plain, bool(drawn.any()), bool(filtered.any()))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """Per row of logits, on the host. ``uniforms`` in [0, 1); temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are
-    off. ``kinds`` follows from the others.
-    """
-
-    temperature: FloatArray
-    top_k: npt.NDArray[np.int64]
-    top_p: FloatArray
-    min_p: FloatArray
-    uniforms: FloatArray
-    rules: LogitRules = field(default_factory=LogitRules)
-    kinds: RowKinds | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """``token_ids`` int64 ``[rows]``. ``num_nans`` int64 ``[rows]``, or None when no logit is NaN that might be chosen."""
-
-    token_ids: npt.NDArray[np.int64]
-    num_nans: npt.NDArray[np.int64] | None
+from penstock_enginecore.sample.rules import GrammarRows, apply_rules, lift_bans
 
 
 class SamplingKernels(Protocol):
@@ -75,7 +30,7 @@ class SamplingKernels(Protocol):
         """Whether they read logits like these."""
 
     def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
-        """Leave only the tokens whose bits are set, in place: see ``rules.mask_grammar``."""
+        """Leave only the tokens whose bits are set, in place, as ``rules.mask_grammar`` does."""
 
     def sample(
         self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: FloatArray
@@ -85,34 +40,40 @@ class SamplingKernels(Protocol):
         """
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: SamplingKernels | None = None) -> SampledTokens:
-    """Choose one token per row of ``logits`` ``[rows, vocab]``, any float dtype, any device. Rules overwrite logits that are
-    float32: what is to be known of them must be copied before. ``kernels``: those that find peaks and draw from rows
-    without filters.
+class TorchSampler:
+    """A ``Sampler`` of torch's operations, for any device. ``kernels``: those that find peaks and draw from rows without filters,
+    for the logits that they take.
     """
-    if inputs.rules:
-        logits = logits.float()
-        before = apply_rules(
-            logits, inputs.rules, kernels.mask if kernels is not None and kernels.takes(logits) else None
-        )
-        if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
-            lift_bans(logits, inputs.rules, before, empty)
-    kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
-    if kernels is not None and kernels.takes(logits):
-        peaks, token_ids = kernels.sample(logits, kinds.plain_temperature, inputs.uniforms)
-        any_left, left = kinds.any_filtered, kinds.filtered
-    else:
-        peaks, token_ids = peak(logits)
-        any_left, left = kinds.any_drawn, kinds.drawn
-    finite = np.isfinite(peaks.float().cpu().numpy())
-    # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
-    if any_left and len(drawn := np.flatnonzero(left & finite)):
-        rows = torch.from_numpy(drawn).to(logits.device)
-        everything = len(drawn) == len(logits)
-        chosen = draw_filtered(_filter_inputs(logits if everything else logits[rows], peaks[rows], inputs, drawn))
-        token_ids[rows] = chosen
-    num_nans = logits.isnan().sum(dim=-1).cpu().numpy() if not finite.all() and bool(peaks.isnan().any()) else None
-    return SampledTokens(token_ids.cpu().numpy(), num_nans)
+
+    def __init__(self, kernels: SamplingKernels | None = None) -> None:
+        self._kernels = kernels
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
+        """Rules first; then the peak of every row, which is the token of a greedy one; then draws for those that are left."""
+        kernels = self._kernels
+        if inputs.rules:
+            logits = logits.float()
+            before = apply_rules(
+                logits, inputs.rules, kernels.mask if kernels is not None and kernels.takes(logits) else None
+            )
+            if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
+                lift_bans(logits, inputs.rules, before, empty)
+        kinds = inputs.kinds or RowKinds.of(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+        if kernels is not None and kernels.takes(logits):
+            peaks, token_ids = kernels.sample(logits, kinds.plain_temperature, inputs.uniforms)
+            any_left, left = kinds.any_filtered, kinds.filtered
+        else:
+            peaks, token_ids = peak(logits)
+            any_left, left = kinds.any_drawn, kinds.drawn
+        finite = np.isfinite(peaks.float().cpu().numpy())
+        # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
+        if any_left and len(drawn := np.flatnonzero(left & finite)):
+            rows = torch.from_numpy(drawn).to(logits.device)
+            everything = len(drawn) == len(logits)
+            chosen = draw_filtered(_filter_inputs(logits if everything else logits[rows], peaks[rows], inputs, drawn))
+            token_ids[rows] = chosen
+        num_nans = logits.isnan().sum(dim=-1).cpu().numpy() if not finite.all() and bool(peaks.isnan().any()) else None
+        return SampledTokens(token_ids.cpu().numpy(), num_nans)
 
 
 def _filter_inputs(
@@ -130,7 +91,7 @@ def _filter_inputs(
     return FilterInputs(
         logits=logits,
         peaks=peaks.float()[:, None],
-        temperature=column(inputs.temperature.clip(_TEMPERATURE_MIN, _TEMPERATURE_MAX), torch.float32),
+        temperature=column(inputs.temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX), torch.float32),
         max_distance=column(max_distance.clip(min=0.0), torch.float32),
         top_k=column(top_k, torch.int64),
         top_p=column(inputs.top_p, torch.float64),

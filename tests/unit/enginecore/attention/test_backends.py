@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.attention import cpu as cpu_module
-from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
 from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.attention.kv_cache import SLOTS, KVCache, KVLayout
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
 CPU = torch.device("cpu")
 NUM_BLOCKS_SLACK = 5
@@ -25,6 +27,18 @@ class Step:
     value: torch.Tensor
     cache: KVCache
     metadata: AttentionMetadata
+
+    def layout(self, backend: AttentionBackend) -> KVLayout:
+        """How ``backend`` keeps a layer of this kind."""
+        heads, keys, values = self.cache.num_kv_heads, self.cache.keys, self.cache.values
+        spec = KVCacheSpec(
+            block_size=self.metadata.block_size,
+            num_kv_heads=heads,
+            head_size=keys.shape[1] // heads,
+            head_size_v=values.shape[1] // heads,
+            dtype_size=keys.element_size(),
+        )
+        return backend.layout(spec, keys.dtype)
 
     def run(self, backend: str, params: AttentionParams) -> torch.Tensor:
         plan = StepPlan(self.metadata, CPU)
@@ -103,12 +117,12 @@ PARAMS = {
     "softcap and window": AttentionParams(scaling=1.0, softcap=3.0, sliding_window=20),
     "sinks": AttentionParams(scaling=0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "sinks and window": AttentionParams(scaling=0.25, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), sliding_window=7),
-    "chunk": AttentionParams(scaling=0.25, chunk=10),
-    "chunk of one": AttentionParams(scaling=0.25, chunk=1),
-    "wide chunk": AttentionParams(scaling=0.25, chunk=10_000),
-    "chunk and window": AttentionParams(scaling=0.25, chunk=16, sliding_window=5),
+    "chunk": AttentionParams(scaling=0.25, attention_chunk=10),
+    "chunk of one": AttentionParams(scaling=0.25, attention_chunk=1),
+    "wide chunk": AttentionParams(scaling=0.25, attention_chunk=10_000),
+    "chunk and window": AttentionParams(scaling=0.25, attention_chunk=16, sliding_window=5),
     "chunk, softcap and sinks": AttentionParams(
-        scaling=1.0, softcap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), chunk=12
+        scaling=1.0, softcap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), attention_chunk=12
     ),
 }
 
@@ -146,7 +160,7 @@ def test_cpu_equals_reference_whatever_the_layer_asks_for(
         sliding_window=window,
         softcap=softcap,
         sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None,
-        chunk=chunk,
+        attention_chunk=chunk,
     )
     expected = step.run("reference", params)
     assert expected.isfinite().all()
@@ -155,7 +169,7 @@ def test_cpu_equals_reference_whatever_the_layer_asks_for(
 
 def test_the_reference_sees_the_query_s_own_chunk_only() -> None:
     whole = make_step([10], [10], block_size=4)
-    output = whole.run("reference", AttentionParams(scaling=0.25, chunk=4))
+    output = whole.run("reference", AttentionParams(scaling=0.25, attention_chunk=4))
     for start, end in ((0, 4), (4, 8), (8, 10)):
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in (whole.query, whole.key, whole.value))
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
@@ -192,7 +206,7 @@ def test_cpu_is_close_to_reference_in_bfloat16() -> None:
 
 
 def test_a_long_masked_prefill_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_module, "_QUERY_CHUNK", 8)
+    monkeypatch.setattr(cpu_module, "_MAX_QUERIES", 8)
     step = make_step([30, 21], [45, 21], block_size=4)
     for params in PARAMS.values():
         torch.testing.assert_close(step.run("cpu", params), step.run("reference", params), rtol=2e-5, atol=2e-6)
@@ -230,3 +244,11 @@ def test_an_unknown_backend_is_refused_with_the_nearest_name() -> None:
 def test_the_cpu_backend_is_refused_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="'cpu' but the device is cuda"):
         create_backend("cpu", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_backends_of_a_cpu_keep_slots_and_have_nothing_to_capture(name: str) -> None:
+    step, backend = make_step([1], [5], block_size=4), create_backend(name, CPU)
+    assert step.layout(backend) is SLOTS
+    assert backend.capture(step.metadata, CPU) is None
+    assert backend.plan(step.metadata, CPU).slot_mapping.tolist() == step.metadata.slot_mapping.tolist()

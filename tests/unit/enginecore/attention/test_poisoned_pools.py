@@ -1,6 +1,7 @@
 """Attention reads nothing that a query does not see: pools full of NaN and infinities give the same numbers, bit by bit."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.native.attention import backend as native_attention
+from penstock_enginecore.attention.kv_cache import KVCache
+from penstock_enginecore.native.attention import NativeAttention
 from penstock_enginecore.native.library import KernelsError, open_library
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
 
@@ -44,7 +46,7 @@ class Backend:
     def make(self) -> AttentionBackend:
         if self.name in ("cpu", "reference"):
             return create_backend(self.name, CPU)
-        return native_attention("auto", CPU, open_library(self.name, 2))
+        return create_backend("auto", CPU, partial(NativeAttention, open_library(self.name, 2)))
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -62,7 +64,12 @@ class Pool:
         self.backend = backend
         self.step = step
         metadata = step.metadata
-        self.cache = replace(step.cache, keys=step.cache.keys.clone(), values=step.cache.values.clone())
+        self.cache = replace(
+            step.cache,
+            keys=step.cache.keys.clone(),
+            values=step.cache.values.clone(),
+            layout=step.layout(backend),
+        )
         self.num_slots = len(step.cache.keys)
         ends = metadata.seq_lens
         self.owned = [metadata.slots(i, 0, int(end)) for i, end in enumerate(ends)]
@@ -101,7 +108,7 @@ class Pool:
 def first_key(params: AttentionParams, position: int) -> int:
     """Written down a second time, so that the code's own is tested."""
     window = 0 if params.sliding_window is None else max(0, position - params.sliding_window + 1)
-    chunk = 0 if params.chunk is None else position - position % params.chunk
+    chunk = 0 if params.attention_chunk is None else position - position % params.attention_chunk
     return max(window, chunk)
 
 
@@ -184,7 +191,7 @@ def test_whatever_the_layer_asks_for(
         sliding_window=window,
         softcap=softcap,
         sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None,
-        chunk=chunk,
+        attention_chunk=chunk,
     )
     step = make_step([new for _, new in requests], [cached + new for cached, new in requests], block_size=16)
     check(backend, step, params, number)

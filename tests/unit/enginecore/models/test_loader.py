@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, ModelConfig
-from penstock_enginecore.executor.memory import check_pool, cpu_pool_bytes
+from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes
 from penstock_enginecore.executor.worker import resolve_device
 from penstock_enginecore.models import loader
 from penstock_enginecore.models.errors import ModelLoadError
@@ -173,20 +173,20 @@ def test_dtype(
 
 def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == CPU
+    assert resolve_device("auto", rank=0) == CPU
     with pytest.raises(ConfigError, match=r"model\.device is 'cuda' but torch finds no CUDA device"):
-        resolve_device("cuda")
+        resolve_device("cuda", rank=0)
 
 
 def test_a_pool_larger_than_the_machine_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"cache\.kv_cache_memory is 400000000000000 bytes \(372529\.0 GiB\); this"):
-        check_pool(CacheConfig(kv_cache_memory=400_000_000_000_000), CPU)
+        check_kv_cache_memory(CacheConfig(kv_cache_memory=400_000_000_000_000), CPU)
 
 
 def test_a_pool_of_a_size_that_is_left_is_taken() -> None:
-    check_pool(CacheConfig(kv_cache_memory=2**20), CPU)
+    check_kv_cache_memory(CacheConfig(kv_cache_memory=2**20), CPU)
 
 
 def test_the_default_pool_on_a_cpu_is_bounded() -> None:
-    assert 0 < cpu_pool_bytes() <= 4 * 2**30
+    assert 0 < cpu_kv_cache_bytes() <= 4 * 2**30
     assert CacheConfig().kv_cache_memory is None

@@ -86,7 +86,7 @@ def _call(
     module: torch.nn.Module, *, window: int | None = None, chunk: int | None = None, mask: object = None, **extra: Any
 ) -> AttentionCall:
     tensor = torch.zeros(1, 2, 8)
-    params = AttentionParams(0.1, window, chunk=chunk)
+    params = AttentionParams(0.1, window, attention_chunk=chunk)
     return AttentionCall(module, torch.zeros(1, 4, 8), tensor, tensor, params, mask, extra)
 
 

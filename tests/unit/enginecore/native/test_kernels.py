@@ -8,18 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, KVCache, StepPlan
+from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, StepPlan
 from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.attention.kv_cache import SLOTS, KVCache
 from penstock_enginecore.native import library as library_module
-from penstock_enginecore.native.attention import NativeAttention
+from penstock_enginecore.native.attention import TILES, NativeAttention
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear, PackedLinears
-from penstock_enginecore.native.sampler import NativeSampler
+from penstock_enginecore.native.sampling import NativeSampling
 from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
-from penstock_enginecore.sample.sampler import SamplingInputs, sample
+from penstock_enginecore.sample.sampler import TorchSampler
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step, random_lengths
+
+sample = TorchSampler().sample
 
 
 def _runnable() -> list[str]:
@@ -112,6 +116,7 @@ def keep(step: Step, backend: NativeAttention) -> KVCache:
         step.cache,
         keys=torch.full_like(step.cache.keys, torch.nan),
         values=torch.full_like(step.cache.values, torch.nan),
+        layout=step.layout(backend),
     )
     slots = np.concatenate(
         [step.metadata.slots(i, 0, int(length)) for i, length in enumerate(step.metadata.seq_lens)]
@@ -124,7 +129,7 @@ def keep(step: Step, backend: NativeAttention) -> KVCache:
 def attend(library: NativeLibrary, step: Step, params: AttentionParams) -> torch.Tensor:
     backend = native(library)
     cache = keep(step, backend)
-    assert backend.takes(cache, step.metadata.block_size)
+    assert cache.layout is TILES
     return backend.attend(step.query, step.key, step.value, cache, StepPlan(step.metadata, CPU), params)
 
 
@@ -175,7 +180,7 @@ def test_a_querys_attention_is_the_same_whatever_is_computed_beside_it(library: 
 def test_what_the_kernels_cannot_keep_goes_to_torch(library: NativeLibrary, block_size: int, head_size_v: int) -> None:
     step = make_step([1, 9], [30, 9], block_size=block_size, head_size_v=head_size_v)
     backend, params = native(library), AttentionParams(scaling=0.25)
-    assert not backend.takes(step.cache, block_size)
+    assert step.layout(backend) is SLOTS
     got = backend.attend(step.query, step.key, step.value, keep(step, backend), StepPlan(step.metadata, CPU), params)
     torch.testing.assert_close(got, step.run("reference", params), rtol=2e-5, atol=2e-6)
 
@@ -206,7 +211,7 @@ def test_tokens_are_those_of_torch(library: NativeLibrary, width: int, temperatu
     logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) * 3
     draws = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.int64))
     expected = sample(logits.clone(), inputs(rows, temperature, draws)).token_ids
-    got = sample(logits, inputs(rows, temperature, draws), NativeSampler(library)).token_ids
+    got = TorchSampler(NativeSampling(library)).sample(logits, inputs(rows, temperature, draws)).token_ids
     assert got.tolist() == expected.tolist()
 
 
@@ -221,7 +226,7 @@ def test_masked_rows_are_those_of_torch(library: NativeLibrary, width: int, rows
     grammar = GrammarRows(np.array(rows, dtype=np.int64), bitmask)
     expected, got = logits.clone(), logits.clone()
     mask_grammar(expected, grammar)
-    NativeSampler(library).mask(got, grammar)
+    NativeSampling(library).mask(got, grammar)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -232,8 +237,8 @@ def test_a_constrained_row_samples_what_its_mask_allows_and_leaves_the_others_al
     bitmask[0, 3] = 1 << 5
     rules = LogitRules(grammar=GrammarRows(np.array([7]), bitmask))
     draws = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.int64))
-    free = sample(logits.clone(), inputs(rows, 1.0, draws), NativeSampler(library)).token_ids
-    got = sample(logits.clone(), inputs(rows, 1.0, draws, rules), NativeSampler(library)).token_ids
+    free = TorchSampler(NativeSampling(library)).sample(logits.clone(), inputs(rows, 1.0, draws)).token_ids
+    got = TorchSampler(NativeSampling(library)).sample(logits.clone(), inputs(rows, 1.0, draws, rules)).token_ids
     free[7] = 3 * 32 + 5
     assert got.tolist() == free.tolist()
 
@@ -244,7 +249,11 @@ def test_tokens_that_are_out_are_never_drawn(library: NativeLibrary, draw: float
     logits[0, [5, 400]] = torch.tensor([1.0, 1.5])
     banned = LogitRules(banned=Entries.join([(0, np.array([400]))]))
     for rules, allowed in ((None, {5, 400}), (banned, {5})):
-        token = sample(logits.clone(), inputs(1, 2.0, np.array([draw]), rules), NativeSampler(library)).token_ids[0]
+        token = (
+            TorchSampler(NativeSampling(library))
+            .sample(logits.clone(), inputs(1, 2.0, np.array([draw]), rules))
+            .token_ids[0]
+        )
         assert token in allowed
 
 
@@ -253,7 +262,7 @@ def test_the_first_of_equal_peaks_wins_and_no_number_is_the_largest(library: Nat
     logits[1, [300, 400]] = 2.0
     logits[2, 499] = 1.0
     logits[3, 123] = torch.nan
-    sampled = sample(logits, inputs(4, 0.0, np.zeros(4)), NativeSampler(library))
+    sampled = TorchSampler(NativeSampling(library)).sample(logits, inputs(4, 0.0, np.zeros(4)))
     assert sampled.token_ids.tolist() == [0, 300, 499, 123]
     assert sampled.num_nans is not None
     assert sampled.num_nans.tolist() == [0, 0, 0, 1]
@@ -262,7 +271,10 @@ def test_the_first_of_equal_peaks_wins_and_no_number_is_the_largest(library: Nat
 def test_a_draw_from_a_row_without_numbers_is_the_first_peak(library: NativeLibrary) -> None:
     logits = torch.full((2, 40), -torch.inf)
     logits[1, 3] = torch.inf
-    assert sample(logits, inputs(2, 1.0, np.full(2, 0.7)), NativeSampler(library)).token_ids.tolist() == [0, 3]
+    assert TorchSampler(NativeSampling(library)).sample(logits, inputs(2, 1.0, np.full(2, 0.7))).token_ids.tolist() == [
+        0,
+        3,
+    ]
 
 
 def test_programs_give_the_same_with_more_threads_than_cores_and_others_beside_them() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock_enginecore.config import KernelsConfig, ModelConfig
-from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.native.library import open_library
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -25,34 +26,31 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def make_runner(path: Path) -> ModelRunner:
+def make_decoder(path: Path) -> NativeForward:
     save_tiny_model("llama", path, hidden_size=64)
     cpu = torch.device("cpu")
     model = load_model(ModelConfig(path=str(path)), cpu, lambda line: None)
-    runner = ModelRunner(model, cpu, "auto", KernelsConfig(isa="baseline"), 1)
-    runner.kv_cache_specs(16)
-    return runner
+    forward = build_forward(model, ForwardConfig(cpu, "auto", KernelsConfig(isa="baseline"), 1, 16)).forward
+    assert isinstance(forward, NativeForward)
+    return forward
 
 
 @pytest.mark.parametrize("first", ["library", "decoder"])
 def test_a_decoder_that_dies_with_its_library_in_one_collection_is_freed_first(
     first: str, tmp_path: Path, freed: list[str]
 ) -> None:
-    runner = make_runner(tmp_path)
-    cycle: list[Any] = [runner._library, runner._decoder]
-    assert None not in cycle
+    decoder = make_decoder(tmp_path)
+    cycle: list[Any] = [decoder._library, decoder]
     if first == "decoder":
         cycle.reverse()
     cycle.append(cycle)
-    del runner, cycle
+    del decoder, cycle
     gc.collect()
     assert freed == ["decoder", "context"]
 
 
 def test_a_decoder_keeps_its_library_until_it_is_gone(tmp_path: Path, freed: list[str]) -> None:
-    runner = make_runner(tmp_path)
-    decoder = runner._decoder
-    del runner
+    decoder = make_decoder(tmp_path)
     gc.collect()
     assert freed == []
     del decoder

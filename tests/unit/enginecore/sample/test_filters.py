@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from penstock_enginecore.sample import blocks
+from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.sample.blocks import largest, peak
 from penstock_enginecore.sample.draw import draw, draw_among
-from penstock_enginecore.sample.sampler import SamplingInputs, sample
+from penstock_enginecore.sample.sampler import TorchSampler
+
+sample = TorchSampler().sample
 
 VOCAB = 9001
 """Not a multiple of any block, and wide enough for every stage."""
@@ -67,7 +70,7 @@ def test_every_stage_gives_the_exact_token(values: dict[str, float], scale: floa
 def test_a_row_gets_the_same_token_alone_and_beside_others(
     threads: int, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_CPU_CHUNK", rows_at_a_time * VOCAB)
+    monkeypatch.setattr(blocks, "_CPU_SLICE", rows_at_a_time * VOCAB)
     generator = np.random.default_rng(0)
     scales = torch.from_numpy(generator.choice([0.1, 1.0, 4.0], (48, 1)))
     rows = (torch.randn(48, VOCAB, generator=torch.Generator().manual_seed(2)) * scales).float()

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.input_batch import InputBatch
+from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.sample.rules import apply_rules
-from penstock_enginecore.sample.sampler import sample
+from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.engines.sampling_oracle import filtered_distribution, ruled_logits
+
+sample = TorchSampler().sample
 
 VOCAB = 40
 EOS = 7

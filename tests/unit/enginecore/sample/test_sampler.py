@@ -8,9 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.rules import Entries, LogitRules
-from penstock_enginecore.sample.sampler import SamplingInputs, sample
+from penstock_enginecore.sample.sampler import TorchSampler
+
+sample = TorchSampler().sample
 
 VOCAB = 300
 

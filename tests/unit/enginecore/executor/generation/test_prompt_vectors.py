@@ -8,8 +8,8 @@ from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.input_batch import InputBatch
-from penstock_enginecore.executor.prompt_vectors import PromptVectors
+from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.rpc.prompts import PromptReader
 
 ROWS = torch.arange(12, dtype=torch.float32).view(3, 4)
@@ -47,7 +47,7 @@ def test_the_rows_of_a_mixed_prompt_go_to_the_places_of_its_vectors() -> None:
     vectors.update(scheduled)
     found = vectors.of(batch.prepare(scheduled.num_scheduled_tokens))
     assert found is not None
-    assert found.places.tolist() == [0, 2, 4, 6]
+    assert found.indices.tolist() == [0, 2, 4, 6]
     assert torch.equal(found.rows, ROWS[[0, 1, 0, 1]])
 
 

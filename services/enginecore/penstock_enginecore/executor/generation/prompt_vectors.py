@@ -9,16 +9,16 @@ import torch
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.executor.input_batch import StepInputs
+from penstock_enginecore.executor.generation.input_batch import StepInputs
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class StepVectors:
-    """``rows`` ``[n, hidden size]`` belong at ``places`` int64 ``[n]`` of the flat batch."""
+    """``rows`` ``[n, hidden size]`` belong at ``indices`` int64 ``[n]`` of the flat batch."""
 
-    places: torch.Tensor
+    indices: torch.Tensor
     rows: torch.Tensor
 
 
@@ -54,7 +54,7 @@ class PromptVectors:
         """The vectors among the tokens of a step; None when there are none."""
         if not self._prompts:
             return None
-        places, rows = [], []
+        indices, rows = [], []
         starts = inputs.attention[0].query_start_loc
         for number, request_id in enumerate(inputs.request_ids):
             prompt = self._prompts.get(request_id)
@@ -64,11 +64,11 @@ class PromptVectors:
             flat = flat[inputs.positions[flat] < len(prompt.row_of)]
             row_of = prompt.row_of[torch.from_numpy(inputs.positions[flat]).to(self._device)]
             chosen = row_of >= 0
-            places.append(torch.from_numpy(flat).to(self._device)[chosen])
+            indices.append(torch.from_numpy(flat).to(self._device)[chosen])
             rows.append(prompt.rows[row_of[chosen]])
-        if not any(map(len, places)):
+        if not any(map(len, indices)):
             return None
-        return StepVectors(torch.cat(places), torch.cat(rows))
+        return StepVectors(torch.cat(indices), torch.cat(rows))
 
     def _read(self, embeds: PromptEmbeds) -> _Prompt:
         if (known := self._shared.get(id(embeds))) is not None:

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.attention import factory
 from penstock_enginecore.attention.base import AttentionBackend
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import (
     CachedRequestData,
@@ -18,8 +18,9 @@ from penstock_enginecore.core.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from penstock_enginecore.executor import model_runner
+from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
@@ -98,31 +99,10 @@ def test_groups_of_layers_have_block_tables_of_their_own(path: Path) -> None:
 
 
 def test_layers_of_different_groups_share_memory(path: Path) -> None:
-    apart = make_executor(path, num_groups=2)._worker.runner._layers.values()
-    together = make_executor(path)._worker.runner._layers.values()
+    apart = make_executor(path, num_groups=2)._worker.runner._caches.values()
+    together = make_executor(path)._worker.runner._caches.values()
     assert len({layer.cache.keys.data_ptr() for layer in apart}) == 1
     assert len({layer.cache.keys.data_ptr() for layer in together}) == len(together)
-
-
-def test_layers_of_different_heads_share_memory_as_wide_as_the_wider(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = make_executor(path)
-    runner = executor._worker.runner
-    narrow, wide = runner._specs
-    spec = msgspec.structs.replace(runner._specs[wide], num_kv_heads=3)
-    monkeypatch.setitem(runner._specs, wide, spec)
-    groups = tuple(KVCacheGroup(layer_names=(name,)) for name in (narrow, wide))
-    executor.initialize_kv_cache(KVCacheConfig(num_blocks=4, block_size=4, groups=groups, max_model_len=8))
-    small, large = (layer.cache for layer in runner._layers.values())
-    slots = torch.tensor([5, 9])
-    for cache, heads in ((large, 3), (small, 2)):
-        keys = torch.randn(2, heads, spec.head_size)
-        cache.write(slots, keys, keys + 1)
-        read = cache.gather(slots)
-        assert torch.equal(read[0], keys)
-        assert torch.equal(read[1], keys + 1)
-    assert small.keys.data_ptr() == large.keys.data_ptr()
 
 
 def test_a_grammar_decides_among_the_tokens_of_the_request_it_names(path: Path) -> None:
@@ -166,11 +146,12 @@ def test_the_profiling_step_runs_the_largest_shapes_and_leaves_no_trace(
             seen.append((len(query), list(rest[1].metadata.seq_lens)))
             return create_backend("cpu", torch.device("cpu")).attend(query, key, value, *rest)
 
-    monkeypatch.setattr(model_runner, "native_attention", lambda *_: Spy())
-    runner = model_runner.ModelRunner(model, torch.device("cpu"), "auto")
-    specs = runner.kv_cache_specs(block_size=4)
+    monkeypatch.setitem(factory._FACTORIES, "spy", Spy)
+    config = ForwardConfig(torch.device("cpu"), "spy", KernelsConfig(isa="off"), num_threads=1, block_size=4)
+    runner = GenerationRunner(model, build_forward(model, config))
     runner.profile(num_tokens=1100, num_seqs=20)
-    assert seen == [(1100, [512, 512, 76])] * len(specs)
+    assert seen == [(1100, [512, 512, 76])] * len(runner.specs)
+    assert runner.kv_cache_bytes == 0
 
 
 def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:

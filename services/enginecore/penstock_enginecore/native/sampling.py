@@ -11,7 +11,7 @@ from penstock_enginecore.native.structs import Mask, Sampling
 from penstock_enginecore.sample.rules import GrammarRows
 
 
-class NativeSampler:
+class NativeSampling:
     """Does what ``sample.blocks.peak`` and ``sample.draw.draw`` do, in one pass by all threads."""
 
     def __init__(self, library: NativeLibrary) -> None:

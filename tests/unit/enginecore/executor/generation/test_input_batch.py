@@ -5,7 +5,7 @@ import pytest
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from penstock_enginecore.executor.input_batch import InputBatch
+from penstock_enginecore.executor.generation.input_batch import InputBatch
 
 GREEDY = SamplingParams(temperature=0.0)
 EOS = 9

@@ -16,10 +16,10 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
+from penstock_enginecore.sample.base import RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules
-from penstock_enginecore.sample.sampler import RowKinds, SamplingInputs
 
 _INITIAL_ROWS = 16
 _INT64_MAX = 2**63 - 1
@@ -56,7 +56,7 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """How requests sample, by index of the request: see ``SamplingInputs``."""
+    """How requests sample, ``[requests]`` each: the fields of ``SamplingInputs`` that stay the same from step to step."""
 
     request_ids: list[str]
     rows: IntArray
@@ -194,13 +194,13 @@ class InputBatch:
         """Remember the sampled tokens: they are the next step's input."""
         rows = self._settings_of(request_ids).rows
         # The token after the last position of the model ends the request and is never an input.
-        places = self._num_tokens[rows]
-        fits = places < self._token_ids.shape[1]
+        index = self._num_tokens[rows]
+        fits = index < self._token_ids.shape[1]
         if fits.all():
-            self._token_ids[rows, places] = token_ids
+            self._token_ids[rows, index] = token_ids
         else:
-            self._token_ids[rows[fits], places[fits]] = token_ids[fits]
-        self._num_tokens[rows] = places + 1
+            self._token_ids[rows[fits], index[fits]] = token_ids[fits]
+        self._num_tokens[rows] = index + 1
         if self._rules:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if rules := self._rules.get(row):

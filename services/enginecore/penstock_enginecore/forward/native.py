@@ -1,27 +1,36 @@
-"""Decoders of Llama's shape as one call per step.
+"""The forward pass of decoders of Llama's shape by the CPU kernels: one call per step.
 
 Norms, projections, rotary embedding, attention, activation and head of all layers run inside the kernels, with q, k and v
 merged into one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums,
-activations and the KV cache are float32. What is taken over is read from transformers' own modules; ``acceleration`` compares
-it with them before they give their weights up.
+activations and the KV cache are float32. What is taken over is read from transformers' own modules.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
 
+import msgspec
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, IntArray
-from penstock_enginecore.models.attention_hook import AttentionCall, LayerCache
+from penstock_enginecore.attention.base import AttentionParams, IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import KVMemory
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.modules import ProbedModel, module_bytes
+from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.forward.proof import Candidate, UnsuitableError
+from penstock_enginecore.models.attention_hook import AttentionCall
 from penstock_enginecore.models.query_scale import query_scale
-from penstock_enginecore.native.attention import CHUNK, cache_struct, group_struct, reach_struct
+from penstock_enginecore.native.attention import TILE, TILES, cache_struct, group_struct, params_struct
 from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.native.linear import PackedLinears
 from penstock_enginecore.native.structs import Cache, Group, Layer, Model, Step
 from penstock_enginecore.native.weights import PackedWeight
+
+T = TypeVar("T")
 
 KNOWN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes whose layers are: norm, attention with rotary halves, add, norm, gated MLP, add."""
@@ -30,68 +39,70 @@ _MAX_TABLE_BYTES = 64 * 1024 * 1024
 """Cosines and sines of all positions are kept up to this size."""
 
 
-class UnsuitableError(Exception):
-    """The kernels do not compute this model; the message says why."""
+def decoder_candidate(library: NativeLibrary, probed: ProbedModel) -> Candidate[ForwardPass]:
+    """The whole model in the kernels."""
+    return Candidate("decoder", lambda: NativeForward(library, probed))
 
 
-class HiddenStates:
-    """What the layers put out in the steps inside a ``NativeDecoder.capture`` block: ``x`` ``[tokens, hidden size]``."""
+def linear_candidate(
+    library: NativeLibrary, module: torch.nn.Module, run: Callable[[], torch.Tensor], serve: Callable[[int], T]
+) -> Candidate[T]:
+    """The linear layers of ``module`` packed, for models whose other parts the kernels do not know. ``run``: what the model makes
+    of a probe. ``serve``: makes what serves then, of the bytes that are packed.
+    """
+    return Candidate("linear", lambda: _PackedModules(PackedLinears(module, library), run, serve))
 
-    def __init__(self) -> None:
-        self.x = torch.empty(0)
 
+class NativeForward:
+    """A ``ForwardPass`` of layers and head, built beside the modules, whose weights it packs. Raises UnsuitableError."""
 
-class NativeDecoder:
-    """A model's layers and head. ``calls``: its attention calls of a probe forward, in order. Raises UnsuitableError."""
+    device = torch.device("cpu")
+    separate_head = True
 
-    def __init__(
-        self,
-        library: NativeLibrary,
-        module: PreTrainedModel,
-        calls: Sequence[AttentionCall],
-        block_size: int,
-        max_len: int,
-    ) -> None:
-        if reason := _unsuitable(library, module, calls, block_size):
+    def __init__(self, library: NativeLibrary, probed: ProbedModel) -> None:
+        module, calls = probed.model.module, probed.calls
+        if reason := _unsuitable(library, module, calls, probed.specs):
             raise UnsuitableError(reason)
+        self.specs = {
+            name: msgspec.structs.replace(spec, dtype_size=torch.float32.itemsize)
+            for name, spec in probed.specs.items()
+        }
+        self.memory = KVMemory(self.specs, lambda *_: TILES, torch.float32, self.device)
         self._library = library
         self._module: Any = module
-        self.attention_modules = [call.module for call in calls]
-        self._states: HiddenStates | None = None
-        self._bound: Mapping[torch.nn.Module, LayerCache] | None = None
-        self._keep: list[Any] = []
+        self._vocab_size = probed.model.vocab_size
+        self._packed: list[PackedWeight] = []
+        self._keep: list[torch.Tensor | None] = []
         self._handle = self._build([call.params for call in calls])
         library.free_with(self, self._handle, "decoder")
         self._embedding = cast("torch.Tensor", module.get_input_embeddings().weight)
-        self._rotary = _Rotary(self._module.model.rotary_emb, self._model.head_size, max_len)
+        self._rotary = _Rotary(self._module.model.rotary_emb, self._model.head_size, probed.model.max_len)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(part.num_bytes for part in self._keep if isinstance(part, PackedWeight))
+    def weight_bytes(self) -> int:
+        """Bytes of what the modules still hold, embeddings and norms, and of the packed weights."""
+        return module_bytes(self._module) + sum(weight.num_bytes for weight in self._packed)
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Layers go by their order of execution."""
+        of = [caches[name] for name in self.specs] if caches else []
+        self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
+        self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
+        self._groups = (Group * (int(self._layer_groups.max(initial=-1)) + 1))()
+        self._bound = caches  # the structs point into it
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Float32 ``[tokens, hidden size]``, a new tensor."""
+        """Rows of the embedding in float32."""
         return torch.nn.functional.embedding(torch.from_numpy(token_ids), self._embedding).float()
 
-    def run(
-        self,
-        x: torch.Tensor,
-        positions: IntArray,
-        attention: Sequence[AttentionMetadata],
-        layers: Mapping[torch.nn.Module, LayerCache],
-        rows: IntArray,
-    ) -> torch.Tensor:
-        """Logits ``[len(rows), vocab]`` of ``rows`` (int64) of the flat batch. ``x``: embedded tokens, overwritten.
-        ``attention``: one entry per KV cache group.
-        """
-        if layers is not self._bound:
-            self._bind(layers)
-        for i, metadata in enumerate(attention):
+    def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
+        """One call of the kernels, head included. States are what the layers put out, ``[tokens, hidden size]``."""
+        x = self.embed(batch.token_ids) if batch.embedded is None else batch.embedded
+        for i, metadata in enumerate(batch.attention):
             self._groups[i] = group_struct(metadata)
-        cosines, sines = self._rotary.of(positions, x)
+        cosines, sines = self._rotary.of(batch.positions, x)
         logits = torch.empty(len(rows), self._model.head.n)
-        first = attention[0]
+        first = batch.attention[0]
         step = Step(
             len(x),
             first.num_requests,
@@ -108,41 +119,37 @@ class NativeDecoder:
             logits.data_ptr(),
         )
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
-        if self._states is not None:
-            self._states.x = x
-        return logits
+        return ForwardOutput(logits, x if keep_states else None)
 
-    @contextmanager
-    def capture(self) -> Iterator[HiddenStates]:
-        """Keep what the layers of the step in the ``with`` block put out, for ``logits``."""
-        self._states = HiddenStates()
-        try:
-            yield self._states
-        finally:
-            self._states = None
-
-    def logits(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
-        """Logits ``[len(rows), vocab]`` at ``rows`` (int64) of the flat batch of the step that gave ``states``."""
+    def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The last norm and the head alone."""
         logits = torch.empty(len(rows), self._model.head.n)
-        x, count = states.x.data_ptr(), len(rows)
+        x, count = states.data_ptr(), len(rows)
         self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
         return logits
 
-    def take_over(self) -> None:
-        """Free the weights of the modules that this stands for."""
+    def to(self, device: torch.device) -> None:
+        """Moves what the modules still hold. Packed weights stay where the kernels read them."""
+        self._module.to(device)
+
+    def probe(self) -> torch.Tensor:
+        """Logits of a few tokens."""
+        return probe_logits(self, Probe.prompt(self._vocab_size))
+
+    def take_over(self) -> "NativeForward":
+        """Frees the weights of all projections. q, k and v are rows one after the other of one packed product, gate and up rows
+        in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
+        """
         for layer in self._module.model.layers:
             for linear in (*_projections(layer), layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
                 _empty(linear)
             _empty(layer.mlp.down_proj)
         if self._module.lm_head.weight is not self._embedding:
             _empty(self._module.lm_head)
+        return self
 
-    def _bind(self, layers: Mapping[torch.nn.Module, LayerCache]) -> None:
-        of = [layers[module] for module in self.attention_modules]
-        self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
-        self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
-        self._groups = (Group * (int(self._layer_groups.max()) + 1))()
-        self._bound = layers
+    def undo(self) -> None:
+        """The modules are as they were: nothing of them was replaced."""
 
     def _build(self, params: Sequence[AttentionParams]) -> ctypes.c_void_p:
         model, config = self._module.model, self._module.config
@@ -159,7 +166,7 @@ class NativeDecoder:
             model.norm.variance_epsilon,
             layers,
             self._vector(model.norm.weight),
-            self._packed(self._module.lm_head.weight, None),
+            self._pack(self._module.lm_head.weight, None),
         )
         handle = ctypes.c_void_p()
         self._library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(handle))
@@ -169,7 +176,7 @@ class NativeDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         projections = _projections(layer)
         bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        reach, sinks = reach_struct(params)
+        how, sinks = params_struct(params)
         self._keep.append(sinks)
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         query_norm, key_norm = (None if norm is None else self._vector(norm.weight) for norm in norms)
@@ -178,11 +185,11 @@ class NativeDecoder:
             self._vector(layer.post_attention_layernorm.weight),
             query_norm,
             key_norm,
-            self._packed(torch.cat([p.weight for p in projections]), bias),
-            self._packed(attention.o_proj.weight, attention.o_proj.bias),
-            self._packed(self._interleaved(mlp.gate_proj.weight, mlp.up_proj.weight), None),
-            self._packed(mlp.down_proj.weight, mlp.down_proj.bias),
-            reach,
+            self._pack(torch.cat([p.weight for p in projections]), bias),
+            self._pack(attention.o_proj.weight, attention.o_proj.bias),
+            self._pack(self._interleaved(mlp.gate_proj.weight, mlp.up_proj.weight), None),
+            self._pack(mlp.down_proj.weight, mlp.down_proj.bias),
+            how,
         )
 
     def _interleaved(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -190,15 +197,37 @@ class NativeDecoder:
         shape = (-1, self._library.lanes, gate.shape[1])
         return torch.stack([gate.view(shape), up.view(shape)], dim=1).view(-1, gate.shape[1])
 
-    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         packed = PackedWeight(self._library, weight, bias)
-        self._keep.append(packed)
+        self._packed.append(packed)
         return packed.struct
 
     def _vector(self, weight: torch.Tensor) -> int:
         vector = weight.detach().float().clone()
         self._keep.append(vector)
         return vector.data_ptr()
+
+
+class _PackedModules(Generic[T]):
+    """Packed layers in the places of a model's own."""
+
+    def __init__(self, linears: PackedLinears, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
+        self._linears = linears
+        self._run = run
+        self._serve = serve
+
+    def probe(self) -> torch.Tensor:
+        """By the modules, with packed layers among them."""
+        return self._run()
+
+    def take_over(self) -> T:
+        """Lets go of the layers that were replaced. Those that stand for them have their names and sizes."""
+        self._linears.keep()
+        return self._serve(self._linears.num_bytes)
+
+    def undo(self) -> None:
+        """Puts the layers back."""
+        self._linears.undo()
 
 
 class _Rotary:
@@ -224,7 +253,10 @@ class _Rotary:
 
 
 def _unsuitable(
-    library: NativeLibrary, module: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int
+    library: NativeLibrary,
+    module: PreTrainedModel,
+    calls: Sequence[AttentionCall],
+    specs: Mapping[str, KVCacheSpec],
 ) -> str | None:
     name = type(module).__name__
     if name not in KNOWN:
@@ -232,8 +264,8 @@ def _unsuitable(
     model, config = cast("Any", module).model, module.config
     if (dtype := module.get_input_embeddings().weight.dtype) not in (torch.float32, torch.bfloat16):
         return f"its weights are {str(dtype).removeprefix('torch.')}"
-    if block_size % CHUNK:
-        return f"cache.block_size {block_size} is no multiple of {CHUNK}"
+    if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
+        return f"cache.block_size {odd[0]} is no multiple of {TILE}"
     if [call.module for call in calls] != [layer.self_attn for layer in model.layers] or len(calls) > _MAX_LAYERS:
         return "its layers are not called one after the other"
     head_size = calls[0].query.shape[2]

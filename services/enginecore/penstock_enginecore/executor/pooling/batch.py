@@ -8,11 +8,12 @@ import numpy.typing as npt
 from penstock_common.types.pooling import PoolingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
+from penstock_enginecore.forward.backbone import BackboneBatch
 from penstock_enginecore.pooling.accumulate import Accumulator
 
 
 @dataclass(slots=True)
-class PoolRequest:
+class PoolingRequest:
     """A prompt between its first step and its last. ``token_types``: 1 from the second text of a pair on."""
 
     key: str
@@ -24,7 +25,7 @@ class PoolRequest:
     gathered: Accumulator | None = None
 
     @classmethod
-    def of(cls, new: NewRequestData) -> "PoolRequest":
+    def of(cls, new: NewRequestData) -> "PoolingRequest":
         """The worker's view of a new request. ValueError for one that generates."""
         if new.pooling_params is None:
             raise ValueError(f"request {new.request_id!r} has no pooling_params: this engine does not generate")
@@ -45,7 +46,7 @@ class PoolRequest:
 class Chunk:
     """Tokens ``start`` to ``end`` of a prompt, to be computed in this step."""
 
-    request: PoolRequest
+    request: PoolingRequest
     start: int
     end: int
 
@@ -56,21 +57,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolInputs:
-    """A step laid out flat, prompts one after the other: int64 ``[tokens]``; ``query_start_loc`` ``[requests + 1]``."""
+class PoolingInputs:
+    """A step: parts of prompts, laid out flat in ``batch`` in their order."""
 
     chunks: list[Chunk]
-    token_ids: IntArray
-    positions: IntArray
-    token_types: IntArray
-    query_start_loc: IntArray
+    batch: BackboneBatch
 
 
-class PoolBatch:
-    """The requests by key."""
+class PoolingBatch:
+    """The requests by key. ``num_groups``: KV cache groups, none of an encoder; ``block_size`` in tokens."""
 
-    def __init__(self) -> None:
-        self._requests: dict[str, PoolRequest] = {}
+    def __init__(self, num_groups: int, block_size: int) -> None:
+        self._num_groups = num_groups
+        self._block_size = block_size
+        self._requests: dict[str, PoolingRequest] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -80,7 +80,7 @@ class PoolBatch:
         for key in (*step.finished_request_ids, *step.preempted_request_ids):
             self._requests.pop(key, None)  # one that never ran here is none of our business
         for new in step.new_requests:
-            self._requests[new.request_id] = PoolRequest.of(new)
+            self._requests[new.request_id] = PoolingRequest.of(new)
         cached = step.cached_requests
         for key, num_computed, blocks in zip(
             cached.request_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -90,24 +90,25 @@ class PoolBatch:
             for known, added in zip(request.block_ids, blocks or ([] for _ in request.block_ids), strict=True):
                 known.extend(added)
 
-    def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolInputs:
+    def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolingInputs:
         """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``."""
         chunks = []
         for key, count in num_scheduled_tokens.items():
             request = self._requests[key]
             chunks.append(Chunk(request, request.num_computed, request.num_computed + count))
-        return PoolInputs(
-            chunks=chunks,
+        query_start_loc = np.cumsum([0, *(c.end - c.start for c in chunks)])
+        batch = BackboneBatch(
             token_ids=np.concatenate([c.request.token_ids[c.start : c.end] for c in chunks]),
             positions=np.concatenate([np.arange(c.start, c.end) for c in chunks]),
             token_types=np.concatenate([c.request.token_types[c.start : c.end] for c in chunks]),
-            query_start_loc=np.cumsum([0, *(c.end - c.start for c in chunks)]),
+            query_start_loc=query_start_loc,
+            attention=[_metadata(chunks, query_start_loc, g, self._block_size) for g in range(self._num_groups)],
         )
+        return PoolingInputs(chunks, batch)
 
 
-def attention_metadata(inputs: PoolInputs, group: int, block_size: int) -> AttentionMetadata:
+def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_size: int) -> AttentionMetadata:
     """Where the step's tokens stand in the paged cache of one group."""
-    chunks = inputs.chunks
     tables = [c.request.block_ids[group] for c in chunks]
     block_table: npt.NDArray[np.int32] = np.zeros((len(chunks), max(map(len, tables))), dtype=np.int32)
     slots = []
@@ -116,7 +117,7 @@ def attention_metadata(inputs: PoolInputs, group: int, block_size: int) -> Atten
         positions = np.arange(chunk.start, chunk.end)
         slots.append(block_table[row, positions // block_size].astype(np.int64) * block_size + positions % block_size)
     return AttentionMetadata(
-        query_start_loc=inputs.query_start_loc,
+        query_start_loc=query_start_loc,
         seq_lens=np.array([chunk.end for chunk in chunks], dtype=np.int64),
         block_table=block_table,
         slot_mapping=np.concatenate(slots),

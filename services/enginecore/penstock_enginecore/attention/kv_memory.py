@@ -1,0 +1,77 @@
+"""Allocates the KV cache of a model."""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+import torch
+
+from penstock_enginecore.attention.kv_cache import KVCache, KVLayout, LayerCache, LayerCaches
+from penstock_enginecore.core.kv_cache.grouping import KVTensorWidth, kv_tensor_widths
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+
+LayoutOf = Callable[[KVCacheSpec, torch.dtype], KVLayout]
+"""What ``AttentionBackend.layout`` is."""
+
+
+class KVMemory:
+    """``specs``: by layer name. ``layout``: how a layer of a spec lies in memory. Numbers are kept in ``dtype`` on ``device``."""
+
+    def __init__(
+        self, specs: Mapping[str, KVCacheSpec], layout: LayoutOf, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._specs = dict(specs)
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+
+    def allocate(self, config: KVCacheConfig) -> LayerCaches:
+        """The whole cache. The i-th layers of all groups share memory, as wide as the widest: no block belongs to two groups.
+        Empty for a model without layers that attend over a cache. ValueError for a block size that a layout does not take.
+        """
+        if not self._specs:
+            return {}
+        num_slots = config.num_blocks * config.block_size
+        widths = kv_tensor_widths(self._specs, config.groups)
+        shared = [self._memory(width, config.block_size, num_slots) for width in widths]
+        index = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
+        return {
+            name: LayerCache(self._view(spec, config.block_size, *shared[index[name][0]]), group=index[name][1])
+            for name, spec in self._specs.items()
+        }
+
+    def throwaway(self, block_size: int, num_blocks: int) -> LayerCaches:
+        """A cache of one group, each layer with memory of its own."""
+        return {
+            name: LayerCache(
+                self._view(spec, block_size, *self._memory(spec, block_size, num_blocks * block_size)), group=0
+            )
+            for name, spec in self._specs.items()
+        }
+
+    def _memory(
+        self, width: KVTensorWidth | KVCacheSpec, block_size: int, num_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: attention
+        reads no slot that its request has not written.
+        """
+        keys, values = (
+            torch.empty(num_slots, numbers, dtype=self._dtype, device=self._device)
+            for numbers in (width.key_width, width.value_width)
+        )
+        keys[:block_size] = 0
+        values[:block_size] = 0
+        return keys, values
+
+    def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
+        """A layer's view of memory that may be wider than the layer."""
+        layout = self._layout(msgspec.structs.replace(spec, block_size=block_size), self._dtype)
+        if block_size % layout.tile:
+            raise ValueError(f"blocks of {block_size} tokens do not hold whole tiles of {layout.tile}")
+        return KVCache(keys[:, : spec.key_width], values[:, : spec.value_width], spec.num_kv_heads, layout)
+
+
+def num_bytes(layers: LayerCaches) -> int:
+    """Bytes of a KV cache; memory that layers share counts once."""
+    tensors = [tensor for layer in layers.values() for tensor in (layer.cache.keys, layer.cache.values)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -1,0 +1,184 @@
+"""Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock_common.types.logprobs import Logprobs
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.executor.generation.input_batch import InputBatch, StepInputs
+from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
+from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.build import BuiltForward
+from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.sample.base import SamplingInputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A forward pass whose tokens are not sampled yet. ``logits`` ``[sampling requests, vocab]``."""
+
+    inputs: StepInputs
+    logits: torch.Tensor
+    prompt_logprobs: dict[str, Logprobs]
+
+
+class GenerationRunner:
+    """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them."""
+
+    def __init__(self, model: LoadedModel, built: BuiltForward) -> None:
+        self._model = model
+        self._forward = built.forward
+        self._sampler = built.sampler
+        self.computing = built.computing
+        self._caches: LayerCaches = {}
+        self._batch: InputBatch | None = None
+        self._kv_cache: KVCacheConfig | None = None
+        self._vectors = self._no_vectors()
+        self._pending: _Pending | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """Vectors may stand for tokens: they are as long as what the embedding layer gives."""
+        return ModelInfo(
+            max_len=self._model.max_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            hidden_size=self._model.hidden_size,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+        )
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Those of the forward pass, which may keep its cache in another dtype than the model's."""
+        return self._forward.specs
+
+    @property
+    def weight_bytes(self) -> int:
+        """Those of the forward pass."""
+        return self._forward.weight_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the KV cache that is allocated."""
+        return num_bytes(self._caches)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the KV cache and begin with no requests."""
+        self._caches = self._forward.memory.allocate(config)
+        self._forward.bind(self._caches)
+        self._batch = self._empty_batch(config)
+        self._kv_cache = config
+
+    def drop_kv_cache(self) -> None:
+        """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
+        self._caches = {}
+        self._forward.bind({})
+        self._batch = self._kv_cache = None
+        self._vectors = self._no_vectors()
+
+    @torch.inference_mode()
+    def recover(self) -> None:
+        """Forget every request, and sample a token on a cache of its own. Raises what is wrong when that does not work."""
+        self._pending = None
+        self._vectors = self._no_vectors()
+        if self._kv_cache is not None:
+            self._batch = self._empty_batch(self._kv_cache)
+        self._probe(Probe.prompt(self._model.vocab_size))
+
+    @torch.inference_mode()
+    def profile(self, num_tokens: int, num_seqs: int) -> None:
+        """Sequences as long as the model allows, on a cache of their own, and a draw from the logits."""
+        block_size = next(iter(self.specs.values())).block_size
+        probe = Probe.largest(num_tokens, self._model.max_len, block_size)
+        self._probe(probe, np.arange(num_seqs) % num_tokens)
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> None:
+        """Forward pass over the scheduled tokens. The logits wait for ``sample``. RuntimeError without a KV cache."""
+        if self._batch is None:
+            raise RuntimeError("initialize_kv_cache must come before the first step")
+        self._batch.update(step)
+        self._vectors.update(step)
+        if not step.num_scheduled_tokens:
+            self._pending = None
+            return
+        inputs = self._batch.prepare(step.num_scheduled_tokens)
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs))
+        targets = self._batch.prompt_targets(inputs)
+        if targets:
+            logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
+        else:
+            logits, prompt_logprobs = self._forward.run(batch, inputs.logits_indices).logits, {}
+        self._pending = _Pending(inputs, logits, prompt_logprobs)
+
+    @torch.inference_mode()
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
+        """Tokens of the step that ``execute`` ran."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._batch is None:
+            return ModelRunnerOutput()
+        request_ids = pending.inputs.request_ids
+        tokens: list[list[int]] = [[] for _ in request_ids]
+        num_nans: dict[str, int] = {}
+        logprobs: dict[str, Logprobs] = {}
+        sampling = pending.inputs.sampling_requests
+        if len(sampling):
+            sampling_ids = [request_ids[i] for i in sampling]
+            inputs = self._batch.sampling_inputs(sampling_ids, grammar)
+            scores = OutputScores.of(pending.logits, self._batch.logprobs(sampling_ids), overwritten=bool(inputs.rules))
+            sampled = self._sampler.sample(pending.logits, inputs)
+            self._batch.append_tokens(sampling_ids, sampled.token_ids)
+            for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
+                tokens[i].append(token)
+            logprobs = scores.logprobs(sampling_ids, sampled.token_ids)
+            if sampled.num_nans is not None:
+                num_nans = {r: n for r, n in zip(sampling_ids, sampled.num_nans.tolist(), strict=True) if n}
+        return ModelRunnerOutput(
+            request_ids=request_ids,
+            sampled_token_ids=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=pending.prompt_logprobs,
+            num_nans_in_logits=num_nans,
+        )
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of the forward pass."""
+        self._forward.to(device)
+
+    def _embedded(self, inputs: StepInputs) -> torch.Tensor | None:
+        """What the layers get where vectors stand for some of the tokens, None where none do."""
+        vectors = self._vectors.of(inputs)
+        if vectors is None:
+            return None
+        x = self._forward.embed(inputs.token_ids)
+        x[vectors.indices] = vectors.rows.to(x.dtype)
+        return x
+
+    def _empty_batch(self, config: KVCacheConfig) -> InputBatch:
+        return InputBatch(
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            num_groups=len(config.groups),
+            eos_token_ids=self._model.eos_token_ids,
+        )
+
+    def _no_vectors(self) -> PromptVectors:
+        return PromptVectors(self._model.dtype, self._forward.device)
+
+    def _probe(self, probe: Probe, rows: IntArray | None = None) -> None:
+        """Run ``probe`` and draw a token of any seed from the logits of ``rows``, of all its tokens for None."""
+        try:
+            logits = probe_logits(self._forward, probe, rows)
+        finally:
+            self._forward.bind(self._caches)
+        half = np.full(len(logits), 0.5)
+        self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))

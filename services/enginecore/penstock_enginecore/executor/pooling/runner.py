@@ -1,0 +1,141 @@
+"""Runs the steps of a model that is pooled: hidden states of the scheduled tokens, results of the prompts that end."""
+
+import torch
+
+from penstock_common.types.pooling import Vectors
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
+from penstock_enginecore.forward.backbone import probe_states
+from penstock_enginecore.forward.build import BuiltBackbone
+from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.pooling.embedder import PoolingModel
+from penstock_enginecore.pooling.pooler import Pooler
+
+
+class PoolingRunner:
+    """The ``ModelRunner`` of a model that is pooled. An encoder has no KV cache. ``sample`` samples nothing and hands out
+    results.
+    """
+
+    def __init__(self, model: PoolingModel, built: BuiltBackbone) -> None:
+        self._model = model
+        self._backbone = built.backbone
+        self.computing = built.computing
+        self._pooler = Pooler(model)
+        self._caches: LayerCaches = {}
+        self._batch = self._empty_batch(None)
+        self._kv_cache: KVCacheConfig | None = None
+        self._done = ModelRunnerOutput()
+
+    @property
+    def info(self) -> ModelInfo:
+        """Models that are pooled take token ids alone."""
+        return ModelInfo(
+            max_len=self._model.max_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            pooling=self._pooler.limits,
+            supports_chunked_prefill=not self._model.is_encoder,
+        )
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Those of the layers; none of an encoder."""
+        return self._backbone.specs
+
+    @property
+    def weight_bytes(self) -> int:
+        """Those of the layers."""
+        return self._backbone.weight_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the KV cache that is allocated."""
+        return num_bytes(self._caches)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the KV cache and begin with no requests."""
+        self._caches = self._backbone.memory.allocate(config)
+        self._backbone.bind(self._caches)
+        self._kv_cache = config
+        self._batch = self._empty_batch(config)
+
+    def drop_kv_cache(self) -> None:
+        """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
+        self._caches = {}
+        self._backbone.bind({})
+        self._kv_cache = None
+        self._batch = self._empty_batch(None)
+
+    @torch.inference_mode()
+    def recover(self) -> None:
+        """Forget every request, and compute a few tokens on a cache of their own. Raises what is wrong where that fails."""
+        self._batch = self._empty_batch(self._kv_cache)
+        self._done = ModelRunnerOutput()
+        self._probe(Probe.prompt(self._model.vocab_size))
+
+    @torch.inference_mode()
+    def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
+        """Prompts as long as the model allows. An encoder has no cache to leave room for."""
+        if not self._model.is_encoder:
+            block_size = next(iter(self.specs.values())).block_size
+            self._probe(Probe.largest(num_tokens, self._model.max_len, block_size))
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> None:
+        """Forward pass over the scheduled tokens, and the results of prompts that end. They wait for ``sample``."""
+        self._batch.update(step)
+        self._done = ModelRunnerOutput()
+        if not step.num_scheduled_tokens:
+            return
+        inputs = self._batch.prepare(step.num_scheduled_tokens)
+        hidden = self._backbone.run(inputs.batch)
+        request_ids = list(step.num_scheduled_tokens)
+        self._done = ModelRunnerOutput(
+            request_ids=request_ids,
+            sampled_token_ids=[[] for _ in request_ids],
+            pooled=self._pool(inputs, hidden),
+        )
+
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
+        """Results of the step that ``execute`` ran. RuntimeError for a grammar: nothing is sampled."""
+        if grammar is not None:
+            raise RuntimeError("a pooling engine samples nothing, so no request can be constrained")
+        done, self._done = self._done, ModelRunnerOutput()
+        return done
+
+    def to(self, device: torch.device) -> None:
+        """Move the layers, and what comes behind them."""
+        for module in self._model.modules():
+            module.to(device)
+
+    def _pool(self, inputs: PoolingInputs, hidden: torch.Tensor) -> dict[str, Vectors]:
+        """Gather the step's hidden states ``[tokens, hidden size]``; results of the prompts that are complete."""
+        pooled = {}
+        starts = inputs.batch.query_start_loc
+        for chunk, start, end in zip(inputs.chunks, starts[:-1], starts[1:], strict=True):
+            request = chunk.request
+            if request.gathered is None:
+                request.gathered = self._pooler.begin(request.params)
+            token_ids = torch.from_numpy(inputs.batch.token_ids[start:end]).to(self._backbone.device)
+            request.gathered.add(token_ids, hidden[start:end])
+            if chunk.is_last:
+                pooled[request.key] = self._pooler.finish(request.params, request.gathered)
+        return pooled
+
+    def _probe(self, probe: Probe) -> None:
+        try:
+            probe_states(self._backbone, probe)
+        finally:
+            self._backbone.bind(self._caches)
+
+    def _empty_batch(self, config: KVCacheConfig | None) -> PoolingBatch:
+        """Of a model that keeps a cache, for the groups of ``config``."""
+        if config is None or self._model.is_encoder:
+            return PoolingBatch(num_groups=0, block_size=1)
+        return PoolingBatch(len(config.groups), config.block_size)

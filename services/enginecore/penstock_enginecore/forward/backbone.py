@@ -1,0 +1,124 @@
+"""Models without a head: what the layers put out, which pooling takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import KVMemory
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.modules import caches_by_module, module_bytes, unsupported
+from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
+from penstock_enginecore.models.encoder import check_encoder_calls, encoder_inputs
+from penstock_enginecore.models.encoder_attention import EncoderContext
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.support import ProbeContext, layer_specs
+from penstock_enginecore.pooling.embedder import PoolingModel
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneBatch:
+    """The tokens of a step, flat, prompts one after the other, on the host: int64 ``[tokens]``; ``query_start_loc``
+    ``[prompts + 1]``. ``token_types`` tell encoders two texts apart. ``attention``: one entry per KV cache group.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    token_types: IntArray
+    query_start_loc: IntArray
+    attention: Sequence[AttentionMetadata] = ()
+
+
+class Backbone:
+    """The embedding and layers of a model on its device, by transformers' own modules. ``specs``: what each attention layer asks
+    of the KV cache, by layer name; empty for an encoder, which keeps nothing. ``packed_bytes``: what modules hold besides
+    their parameters. Steps run one at a time, with gradients off; decoders need ``bind`` before.
+    """
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        specs: dict[str, KVCacheSpec],
+        backend: AttentionBackend,
+        device: torch.device,
+        packed_bytes: int = 0,
+    ) -> None:
+        self.device = device
+        self.specs = specs
+        self.memory = KVMemory(specs, backend.layout, model.dtype, device)
+        self._model = model
+        self._backend = backend
+        self._packed_bytes = packed_bytes
+        self.bind({})
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's parameters and of what was packed of them."""
+        return module_bytes(self._model.module) + self._packed_bytes
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Run on this KV cache from now on. An empty one lets go of that before."""
+        self._caches = caches_by_module(self._model.module, caches)
+
+    def run(self, batch: BackboneBatch) -> torch.Tensor:
+        """Hidden states ``[tokens, hidden size]`` after the last layer's norm."""
+        if self._model.is_encoder:
+            return hidden_states(self._model, batch, EncoderContext(batch.query_start_loc, self.device), self.device)
+        plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
+        return hidden_states(self._model, batch, StepContext(self._backend, self._caches, plans), self.device)
+
+
+def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> dict[str, KVCacheSpec]:
+    """Run a token through the layers of ``model``, and its classification head, and look at what they ask for. Raises
+    ModelLoadError.
+    """
+    context = ProbeContext()
+    try:
+        zero: IntArray = np.zeros(1, dtype=np.int64)
+        hidden = hidden_states(model, BackboneBatch(zero, zero, zero, np.arange(2)), context, device)
+        if model.head is not None:
+            model.head(torch.zeros(1, dtype=torch.int64, device=device), hidden)
+    except Exception as e:
+        raise ModelLoadError(unsupported(model.module, e)) from e
+    if not model.is_encoder:
+        return layer_specs(model.module, context.calls, block_size)
+    check_encoder_calls(model.module, context.calls)
+    return {}
+
+
+def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
+    """Hidden states ``[tokens, hidden size]`` of ``probe``. Leaves ``backbone`` without a KV cache."""
+    metadata = probe.metadata
+    batch = BackboneBatch(
+        token_ids=probe.token_ids,
+        positions=probe.positions,
+        token_types=np.zeros_like(probe.token_ids),
+        query_start_loc=metadata.query_start_loc,
+        attention=[metadata],
+    )
+    backbone.bind(backbone.memory.throwaway(metadata.block_size, probe.num_blocks))
+    try:
+        return backbone.run(batch)
+    finally:
+        backbone.bind({})
+
+
+def hidden_states(
+    model: PoolingModel, batch: BackboneBatch, context: AttentionContext, device: torch.device
+) -> torch.Tensor:
+    """What the layers of ``model`` make of ``batch`` ``[tokens, hidden size]``, attention calls being sent to ``context``."""
+    if model.is_encoder:
+        inputs = encoder_inputs(model.module.config, batch.positions, batch.token_types)
+        arguments = {}
+    else:
+        inputs = {"position_ids": torch.from_numpy(batch.positions)[None]}
+        arguments = {"use_cache": False}
+    inputs = {"input_ids": torch.from_numpy(batch.token_ids)[None], **inputs}
+    with use_context(context):
+        output = model.module(**{name: tensor.to(device) for name, tensor in inputs.items()}, **arguments)
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden

@@ -1,0 +1,74 @@
+"""The forward pass of a language model: what every build of it is, what it gets and what it gives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import KVMemory
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tokens of a step, flat, on the host: ``token_ids`` and ``positions`` int64 ``[tokens]``, ``attention`` one entry per
+    KV cache group. ``embedded`` ``[tokens, hidden size]`` stands for the token ids where some of them are vectors: made by
+    ``ForwardPass.embed``, then changed. It may be overwritten.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    attention: Sequence[AttentionMetadata]
+    embedded: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """``logits`` ``[rows, vocab]``. ``states``: what ``ForwardPass.head`` takes; None where they were not asked for."""
+
+    logits: torch.Tensor
+    states: Any = None
+
+
+class ForwardPass(Protocol):
+    """The embedding, layers and head of a model on its device. Steps run one at a time, with gradients off.
+
+    ``bind`` comes before the first step. Each build is made from the loaded checkpoint and proved against the model's own
+    modules before it serves, see ``build_forward``.
+    """
+
+    device: torch.device
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """What each attention layer asks of the KV cache, by layer name in execution order."""
+
+    @property
+    def memory(self) -> KVMemory:
+        """Allocates KV caches for ``bind``, in the layouts that the pass keeps them in."""
+
+    @property
+    def separate_head(self) -> bool:
+        """Whether ``head`` can be called; else ``run`` must be given all rows whose logits are wanted."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, packed ones included."""
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Run on this KV cache from now on. An empty one lets go of that before."""
+
+    def embed(self, token_ids: IntArray) -> torch.Tensor:
+        """``[tokens, hidden size]`` on the device, a new tensor: what the first layer gets for int64 ``[tokens]``."""
+
+    def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
+        """Compute the tokens of a step and write their keys and values. Logits of ``rows`` (int64) of the flat batch."""
+
+    def head(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Logits ``[len(rows), vocab]`` at ``rows`` (int64, on the device) of the flat batch of the run that gave ``states``."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights: away from the device while the engine sleeps, and back."""

@@ -1,0 +1,117 @@
+"""Builds what runs a loaded model: the fastest that is proved to compute what the model's own modules do."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionBackend
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.config import KernelsConfig
+from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
+from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.modules import ModulesForward, probe_model
+from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
+from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.native.backend import NativeBackend, open_backend
+from penstock_enginecore.pooling.embedder import PoolingModel
+from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.sample.sampler import TorchSampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache."""
+
+    device: torch.device
+    attention_backend: str
+    kernels: KernelsConfig
+    num_threads: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltForward:
+    """A forward pass and the sampler of its logits. ``computing``: what computes, for operators."""
+
+    forward: ForwardPass
+    sampler: Sampler
+    computing: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltBackbone:
+    """A model's layers. ``computing``: what computes, for operators."""
+
+    backbone: Backbone
+    computing: str
+
+
+@torch.inference_mode()
+def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
+    """What runs a model that generates. Raises ModelLoadError for a model that cannot be served, ConfigError for a backend or
+    kernels that cannot be had.
+    """
+    native, attends, backend = _open(config)
+    probed = probe_model(model, config.device, config.block_size)
+    reference = ModulesForward(probed, create_backend("reference", config.device))
+
+    def run() -> torch.Tensor:
+        return probe_logits(reference, Probe.prompt(model.vocab_size))
+
+    def serve(packed_bytes: int = 0) -> ForwardPass:
+        return ModulesForward(probed, backend, packed_bytes)
+
+    candidates: list[Candidate[ForwardPass]] = []
+    if native is not None and native.uses.decoder and attends:
+        candidates.append(decoder_candidate(native.library, probed))
+    if native is not None and native.uses.linear:
+        candidates.append(linear_candidate(native.library, model.module, run, serve))
+    proven = first_proven(candidates, run)
+    sampling, computing = None, "torch"
+    if native is not None:
+        sampling = native.sampling()
+        computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
+    _log(computing, proven)
+    return BuiltForward(serve() if proven.serves is None else proven.serves, TorchSampler(sampling), computing)
+
+
+@torch.inference_mode()
+def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
+    """What runs the layers of a model that is pooled. Raises as ``build_forward`` does."""
+    native, attends, backend = _open(config)
+    specs = probe_specs(model, config.device, config.block_size)
+    reference = Backbone(model, specs, create_backend("reference", config.device), config.device)
+
+    def run() -> torch.Tensor:
+        return probe_states(reference, Probe.prompt(model.vocab_size))
+
+    def serve(packed_bytes: int = 0) -> Backbone:
+        return Backbone(model, specs, backend, config.device, packed_bytes)
+
+    candidates: list[Candidate[Backbone]] = []
+    if native is not None and native.uses.linear:
+        candidates.append(linear_candidate(native.library, model.module, run, serve))
+    proven = first_proven(candidates, run)
+    computing = "torch"
+    if native is not None:
+        computing = native.describe(proven.name, attends and not model.is_encoder and "attention")
+    _log(computing, proven)
+    return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
+
+
+def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:
+    """The kernels, whether they attend, and what attends."""
+    native = open_backend(config.kernels, config.device, config.num_threads)
+    if native is None or not native.uses.attention:
+        return native, False, create_backend(config.attention_backend, config.device)
+    backend = create_backend(config.attention_backend, config.device, native.attention)
+    return native, config.attention_backend == "auto", backend
+
+
+def _log(computing: str, proven: Proven[object]) -> None:
+    logger.log(logging.WARNING if proven.refuted else logging.INFO, "computing with %s%s", computing, proven.reasons)

@@ -1,0 +1,124 @@
+"""The forward pass by transformers' own modules, with attention over the paged cache. Every family that is served runs so."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock_enginecore.attention.base import AttentionBackend, IntArray
+from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.attention.kv_memory import KVMemory
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.head import Head, HiddenStates
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.support import ProbeContext, layer_specs
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """A loaded model and what a forward pass over one token has shown of it: its attention ``calls`` in order, the ``specs`` of
+    their caches by layer name, and whether its head runs on its own.
+    """
+
+    model: LoadedModel
+    device: torch.device
+    calls: list[AttentionCall]
+    specs: dict[str, KVCacheSpec]
+    head: Head
+    separate_head: bool
+
+
+def probe_model(model: LoadedModel, device: torch.device, block_size: int) -> ProbedModel:
+    """Run a token through ``model`` and look at what its layers ask for. Raises ModelLoadError."""
+    context, head = ProbeContext(), Head(model.module)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        with use_context(context), head.capture() as states:
+            logits = _logits(model.module, {"input_ids": zero[None]}, zero, zero)
+        separate = head.reproduces(states, logits)
+    except Exception as e:
+        raise ModelLoadError(unsupported(model.module, e)) from e
+    specs = layer_specs(model.module, context.calls, block_size)
+    return ProbedModel(model, device, context.calls, specs, head, separate)
+
+
+def unsupported(module: torch.nn.Module, error: Exception) -> str:
+    """Why a model that raised ``error`` at its first token cannot be served."""
+    return f"{type(module).__name__} is not supported: it fails on one token: {type(error).__name__}: {error}"
+
+
+class ModulesForward:
+    """A ``ForwardPass`` that calls the model. ``packed_bytes``: what modules hold besides their parameters."""
+
+    def __init__(self, probed: ProbedModel, backend: AttentionBackend, packed_bytes: int = 0) -> None:
+        self.device = probed.device
+        self.separate_head = probed.separate_head
+        self.specs = probed.specs
+        self._module = probed.model.module
+        self._head = probed.head
+        self._backend = backend
+        self._packed_bytes = packed_bytes
+        self._caches: Mapping[torch.nn.Module, LayerCache] = {}
+        self.memory = KVMemory(probed.specs, backend.layout, probed.model.dtype, probed.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's parameters and of what was packed of them."""
+        return module_bytes(self._module) + self._packed_bytes
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Attention modules find their part of ``caches`` by their names."""
+        self._caches = caches_by_module(self._module, caches)
+
+    def embed(self, token_ids: IntArray) -> torch.Tensor:
+        """By the model's embedding module, in the model's dtype."""
+        embedded = self._module.get_input_embeddings()(self._to_device(token_ids)[None])
+        return cast("torch.Tensor", embedded[0])
+
+    def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
+        """One call of the model. States are what its layers put out, kept where its head can be called on its own."""
+        if batch.embedded is None:
+            inputs = {"input_ids": self._to_device(batch.token_ids)[None]}
+        else:
+            inputs = {"inputs_embeds": batch.embedded[None]}
+        plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
+        capture = self._head.capture() if keep_states else nullcontext()
+        with use_context(StepContext(self._backend, self._caches, plans)), capture as states:
+            logits = _logits(self._module, inputs, self._to_device(batch.positions), self._to_device(rows))
+        return ForwardOutput(logits, states)
+
+    def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+        """By the model's own ``forward`` behind its layers."""
+        return self._head.logits(states, rows)
+
+    def to(self, device: torch.device) -> None:
+        """Moves all of the model's modules."""
+        module: torch.nn.Module = self._module
+        module.to(device)
+
+    def _to_device(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def caches_by_module(module: torch.nn.Module, caches: LayerCaches) -> dict[torch.nn.Module, LayerCache]:
+    """Those of the attention modules in ``module``, in place of their names."""
+    modules = dict(module.named_modules())
+    return {modules[name]: cache for name, cache in caches.items()}
+
+
+def module_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the parameters of ``module``."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _logits(
+    module: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    output: Any = module(**inputs, position_ids=positions[None], logits_to_keep=rows, use_cache=False)
+    return cast("torch.Tensor", output.logits[0])

@@ -1,0 +1,96 @@
+"""Faster builds of a model, or of parts of it, and the proof that they compute what its own modules do.
+
+A prompt of a few tokens runs by the modules and by each candidate, on caches of their own. The first candidate whose results
+are the same takes over; what the others failed at is told.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+T_co = TypeVar("T_co", covariant=True)
+
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Differences, as shares of the length of the whole as a vector, that another order of summation does not make: by the dtype
+in which the model's own modules compute.
+"""
+
+
+class UnsuitableError(Exception):
+    """A candidate does not compute this model; the message says why."""
+
+
+class Replacement(Protocol[T_co]):
+    """Computes what modules did. Until it has taken over, ``undo`` leaves the model as it was."""
+
+    def probe(self) -> torch.Tensor:
+        """What it makes of the probe: float32, of the shape of what the modules make of it."""
+
+    def take_over(self) -> T_co:
+        """Free the weights it stands for, and return what serves from now on.
+
+        Adapters need more than the numbers: the linear layers stay in the model, under their names, with ``in_features`` and
+        ``out_features``. Only their weights are empty, so an adapter can add to a layer's product, but not to its weight.
+        """
+
+    def undo(self) -> None:
+        """Put back what making it has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Generic[T_co]):
+    """``build`` makes the replacement called ``name``; UnsuitableError where that cannot be."""
+
+    name: str
+    build: Callable[[], Replacement[T_co]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proven(Generic[T_co]):
+    """``serves`` has taken over, by the candidate ``name``; both None where none was proved."""
+
+    name: str | None
+    serves: T_co | None
+    unsuitable: dict[str, str]
+    """By candidate, why it was not made."""
+    refuted: dict[str, str]
+    """By candidate, what its results were like."""
+
+    @property
+    def reasons(self) -> str:
+        """Why candidates before ``name`` do not serve, to follow what computes in a line of a log."""
+        return "".join(f"; {name} not used: {reason}" for name, reason in {**self.unsuitable, **self.refuted}.items())
+
+
+def first_proven(candidates: Sequence[Candidate[T_co]], run: Callable[[], torch.Tensor]) -> Proven[T_co]:
+    """Try ``candidates`` in order until one makes of the probe what ``run``, the model's own modules, makes of it, and let that
+    one take over.
+    """
+    unsuitable: dict[str, str] = {}
+    refuted: dict[str, str] = {}
+    expected = run() if candidates else torch.empty(0)
+    for candidate in candidates:
+        try:
+            replacement = candidate.build()
+        except UnsuitableError as e:
+            unsuitable[candidate.name] = str(e)
+            continue
+        if (reason := _difference(replacement, expected)) is None:
+            return Proven(candidate.name, replacement.take_over(), unsuitable, refuted)
+        replacement.undo()
+        refuted[candidate.name] = reason
+    return Proven(None, None, unsuitable, refuted)
+
+
+def _difference(replacement: Replacement[object], expected: torch.Tensor) -> str | None:
+    """How the results of ``replacement`` differ, None where they do not."""
+    try:
+        result = replacement.probe()
+    except Exception as e:  # a model may read the weight of a layer that is packed
+        return f"{type(e).__name__}: {e}"
+    distance = float((result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+    if distance <= _TOLERANCES[expected.dtype]:  # which no NaN is
+        return None
+    return f"its results differ by {distance:.3g}"

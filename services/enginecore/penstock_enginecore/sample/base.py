@@ -1,0 +1,71 @@
+"""What every sampler is, what it gets and what it gives."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock_enginecore.sample.rules import LogitRules
+
+FloatArray = npt.NDArray[np.float64]
+
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
+"""Keeps temperatures that are no float32 from dividing by zero or infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKinds:
+    """What the rows of a batch ask for, which stays the same from step to step. Bool ``[rows]``: ``drawn`` at random, and
+    ``filtered``: drawn from what filters leave. ``plain_temperature`` float32: of rows that are drawn without filters, else 0.
+    """
+
+    drawn: npt.NDArray[np.bool_]
+    filtered: npt.NDArray[np.bool_]
+    plain_temperature: npt.NDArray[np.float32]
+    any_drawn: bool
+    any_filtered: bool
+
+    @classmethod
+    def of(
+        cls, temperature: FloatArray, top_k: npt.NDArray[np.int64], top_p: FloatArray, min_p: FloatArray
+    ) -> "RowKinds":
+        """From the fields of ``SamplingInputs`` of the same names, ``[rows]`` each."""
+        drawn = temperature > 0
+        filtered = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        plain = temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
+        plain[filtered | ~drawn] = 0.0
+        return cls(drawn, filtered, plain, bool(drawn.any()), bool(filtered.any()))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """Per row of logits, on the host. ``uniforms`` in [0, 1); temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are
+    off. ``kinds`` follows from the others.
+    """
+
+    temperature: FloatArray
+    top_k: npt.NDArray[np.int64]
+    top_p: FloatArray
+    min_p: FloatArray
+    uniforms: FloatArray
+    rules: LogitRules = field(default_factory=LogitRules)
+    kinds: RowKinds | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """``token_ids`` int64 ``[rows]``. ``num_nans`` int64 ``[rows]``, or None when no logit is NaN that might be chosen."""
+
+    token_ids: npt.NDArray[np.int64]
+    num_nans: npt.NDArray[np.int64] | None
+
+
+class Sampler(Protocol):
+    """From logits to tokens. A row's token is a function of its logits, settings and uniform number alone."""
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
+        """One token per row of ``logits`` ``[rows, vocab]``, any float dtype, on the sampler's device. Rules overwrite logits
+        that are float32: what is to be known of them must be copied before.
+        """

@@ -1,0 +1,80 @@
+"""Which candidate takes over a model, and what becomes of the others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from penstock_enginecore.forward.proof import Candidate, UnsuitableError, first_proven
+
+EXPECTED = torch.arange(12, dtype=torch.float32).view(3, 4)
+
+
+@dataclass
+class Replacement:
+    """What it computes is ``result()``; ``fate``: what was done to it."""
+
+    result: Callable[[], torch.Tensor]
+    fate: list[str] = field(default_factory=list)
+
+    def probe(self) -> torch.Tensor:
+        return self.result()
+
+    def take_over(self) -> "Replacement":
+        self.fate.append("took over")
+        return self
+
+    def undo(self) -> None:
+        self.fate.append("undone")
+
+
+def failing() -> torch.Tensor:
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def unsuitable() -> Replacement:
+    raise UnsuitableError("its gate has a bias")
+
+
+def never() -> Replacement:
+    raise AssertionError("one before it was proved")
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (lambda: EXPECTED * 1.1, "its results differ by 0.1"),
+        (lambda: EXPECTED.index_fill(0, torch.tensor([1]), torch.nan), "its results differ by nan"),
+        (failing, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ],
+    ids=["wrong", "nan", "failing"],
+)
+def test_a_candidate_that_computes_something_else_is_undone_and_the_next_one_tried(
+    result: Callable[[], torch.Tensor], reason: str
+) -> None:
+    wrong, right = Replacement(result), Replacement(lambda: EXPECTED + 1e-6)
+    candidates = [Candidate("fast", lambda: wrong), Candidate("slower", lambda: right), Candidate("slow", never)]
+    proven = first_proven(candidates, lambda: EXPECTED)
+    assert proven.serves is right
+    assert (wrong.fate, right.fate) == (["undone"], ["took over"])
+    assert proven.name == "slower"
+    assert proven.reasons == f"; fast not used: {reason}"
+    assert proven.refuted
+
+
+def test_a_candidate_that_is_not_made_for_the_model_says_why_and_is_no_warning() -> None:
+    proven = first_proven([Candidate("decoder", unsuitable)], lambda: EXPECTED)
+    assert proven.serves is None
+    assert proven.name is None
+    assert proven.reasons == "; decoder not used: its gate has a bias"
+    assert not proven.refuted
+
+
+def test_results_in_bfloat16_are_allowed_its_rounding() -> None:
+    rounded = Replacement(lambda: EXPECTED * 1.05)
+    assert first_proven([Candidate("fast", lambda: rounded)], EXPECTED.bfloat16).serves is rounded
+
+
+def test_without_candidates_the_model_does_not_run() -> None:
+    assert first_proven([], failing).serves is None
