@@ -18,7 +18,7 @@ def main() -> int:
         config = from_command_line(
             CoordinatorConfig,
             prog="penstock-coordinator",
-            description="Penstock's coordinator: members and their load.",
+            description="Penstock's coordinator: which engines there are, and their load.",
         )
         configure(config.log, service="coordinator")
         name_process("coordinator")

@@ -20,18 +20,16 @@ from penstock_coordinator.metrics import CoordinatorMetrics
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, allowed
 
 STREAMS_TIMEOUT = 2.0
-"""Seconds that the streams have to end by themselves, with a status, before the server stops."""
+"""Seconds in which the streams end by themselves, with a status, before the server stops."""
 STOP_GRACE = 0.2
-"""Seconds that calls which are left then have before they are cancelled."""
+"""Seconds after which the calls that are left are cancelled."""
 
 
 class Coordinator:
-    """The service. ``start``, then ``stop``; between them it runs on the event loop it was started on.
-
-    ``clock`` gives monotonic seconds; tests bring their own.
-    """
+    """The service. It runs from ``start`` to ``stop``, on the event loop that it was started on."""
 
     def __init__(self, config: CoordinatorConfig, *, clock: Clock = time.monotonic) -> None:
+        """``clock`` gives monotonic seconds."""
         self._config = config
         self._clock = clock
         self.registry = service_registry("coordinator")
@@ -68,7 +66,7 @@ class Coordinator:
         return self.port
 
     async def stop(self) -> None:
-        """End all streams and close the ports. Engines and frontends go on without."""
+        """End all streams and close the ports. Engines and frontends keep serving without a coordinator."""
         for task in (self._living, self._ticking):
             task.cancel()
         await asyncio.gather(self._living, self._ticking, return_exceptions=True)

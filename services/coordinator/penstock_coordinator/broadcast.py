@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class Broadcast(Generic[T]):
-    """Readers get the newest value; what was replaced before a slow reader came back, it never sees."""
+    """Readers get the newest value. A slow reader misses the values that were replaced before it asked again."""
 
     def __init__(self) -> None:
         self._version = 0

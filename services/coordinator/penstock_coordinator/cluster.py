@@ -1,4 +1,4 @@
-"""The coordinator's state in one place: members, frontends, and the view that is told."""
+"""The coordinator's state in one place: members, frontends, and the view that frontends are sent."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class Cluster:
-    """Feeds the state machines the time and does what they say. Belongs to one event loop."""
+    """Gives the state machines the time and carries out their effects. Belongs to one event loop."""
 
     def __init__(self, config: CoordinatorConfig, clock: Clock) -> None:
         now = clock()
@@ -38,7 +38,7 @@ class Cluster:
         return ClusterView(engines=tuple(engine_status(member) for member in self.membership.members))
 
     def apply(self, effects: Sequence[Effect]) -> None:
-        """Tell of what happened. Raises Unavailable, or AlreadyExists, when the session that caused it has to end."""
+        """Log the changes and publish a view. Raises Unavailable or AlreadyExists when the session that caused them must end."""
         for effect in effects:
             if isinstance(effect, SessionEnded):
                 raise Unavailable(effect.reason, reason="NOT_A_MEMBER")
@@ -48,14 +48,14 @@ class Cluster:
             log = get_logger().warning if effect.change is Change.EXPIRED else get_logger().info
             log(f"engine {effect.change.value}", engine=effect.engine_id, index=effect.index)
         if effects:
-            self._tell()
+            self._publish()
 
     def tick(self) -> None:
-        """Let leases expire, and tell of counts that have changed since."""
+        """Let leases expire, and publish counts that have changed since the last view."""
         self.apply(self.membership.tick(self.now()))
-        self._tell()
+        self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         view = self.view()
         if self._limiter.offer(view, self.now()):
             self.views.publish(view)

@@ -4,14 +4,16 @@ import msgspec
 
 
 class Frontend(msgspec.Struct):
-    """One frontend. ``session`` is the number of the stream that speaks for it."""
+    """One frontend."""
 
     session: int
+    """Number of its latest stream."""
     num_held_requests: int = 0
+    """Requests that wait in it because no engine is up."""
 
 
 class Frontends:
-    """The connected frontends by id. The latest stream of a frontend speaks for it; older ones are ignored."""
+    """The connected frontends by id. Only the latest stream of a frontend counts; reports on older ones are ignored."""
 
     def __init__(self) -> None:
         self._frontends: dict[str, Frontend] = {}
@@ -25,11 +27,11 @@ class Frontends:
         return sum(frontend.num_held_requests for frontend in self._frontends.values())
 
     def connect(self, session: int, frontend_id: str) -> None:
-        """A frontend introduces itself on a new stream."""
+        """A frontend has sent its hello on a new stream."""
         self._frontends[frontend_id] = Frontend(session)
 
     def demand(self, session: int, frontend_id: str, num_held_requests: int) -> None:
-        """A frontend says how many requests it holds."""
+        """A frontend has reported how many requests it holds."""
         frontend = self._frontends.get(frontend_id)
         if frontend is not None and frontend.session == session:
             frontend.num_held_requests = num_held_requests

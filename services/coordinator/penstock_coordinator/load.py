@@ -1,11 +1,11 @@
-"""How loaded the engines are, and whether they get on with it."""
+"""What the frontends are sent of each engine: its state and its load."""
 
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_coordinator.membership import Member
 
 
 def engine_status(member: Member) -> EngineStatus:
-    """What the frontends are told of one engine."""
+    """The entry of one engine in the view."""
     registration, stats = member.registration, member.stats
     return EngineStatus(
         engine_id=registration.engine_id,
@@ -22,7 +22,7 @@ def engine_status(member: Member) -> EngineStatus:
 
 
 def engine_state(member: Member) -> EngineState:
-    """WEDGED when the engine says so, draining or not."""
+    """WEDGED where the engine reports it, whether it drains or not; else DRAINING or SERVING."""
     if member.stats.wedged:
         return EngineState.WEDGED
     return EngineState.DRAINING if member.draining else EngineState.SERVING

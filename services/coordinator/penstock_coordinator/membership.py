@@ -9,6 +9,7 @@ from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 
 MAX_REMEMBERED_INCARNATIONS = 16
+"""Replaced incarnations of an engine that are still refused when they register again."""
 
 
 class Change(enum.Enum):
@@ -23,21 +24,22 @@ class Change(enum.Enum):
 
 
 class MemberChanged(msgspec.Struct, frozen=True):
-    """Effect: the frontends have to hear of it."""
+    """Effect: the members have changed, and frontends need a new view."""
 
     engine_id: str
     index: int
+    """The member's index."""
     change: Change
 
 
 class SessionEnded(msgspec.Struct, frozen=True):
-    """Effect: the session that the event came from speaks for no member (any more) and has to end."""
+    """Effect: the session that the event came from is not, or no longer, that of a member, and has to end."""
 
     reason: str
 
 
 class IdTaken(msgspec.Struct, frozen=True):
-    """Effect: the engine that registers cannot be a member, because another one that lives has its id."""
+    """Effect: the engine that registers is refused, because another engine with a valid lease has its id."""
 
     reason: str
 
@@ -46,34 +48,39 @@ Effect = MemberChanged | SessionEnded | IdTaken
 
 
 class Member(msgspec.Struct):
-    """One engine. ``session`` is the number of the stream that speaks for it, ``expires_at`` a time of the caller's clock."""
+    """One engine."""
 
     registration: EngineRegistration
+    """What it said when it registered last."""
     index: int
+    """The lowest free number when it joined; it stays the same over reconnects and incarnations."""
     session: int
+    """Number of its latest stream."""
     expires_at: float
+    """End of its lease, in seconds of the caller's clock."""
     draining: bool
+    """Whether it takes no new requests."""
     stats: SchedulerStats = SchedulerStats()
+    """Of the latest step that it reported."""
     former_incarnations: tuple[str, ...] = ()
+    """Incarnations that were replaced, the latest last."""
 
 
 class Membership:
     """The engines by id.
 
-    An engine is a member from its register until it says SHUTDOWN_COMPLETE or is not heard of for a lease. The end of its
-    stream is no event here: a broken one can not be told from a closed one, the engine may be back before its lease expires,
-    and its requests run meanwhile. Each stream is a session with a number of its own. The latest session of an engine speaks
-    for it; what older ones still say is refused, and so is the register of an incarnation that another one has replaced.
+    An engine is a member from its register until it reports SHUTDOWN_COMPLETE, or sends nothing for the length of a lease. The
+    end of its stream is not an event: a broken stream cannot be told from a closed one, the engine may be back before its lease
+    expires, and its requests keep running. Each stream is a session with its own number. Only reports on an engine's latest
+    session count; those on older ones are refused, and so is the register of an incarnation that was replaced.
 
-    An engine that has started again is one of another incarnation at the same address, or one that comes when the lease of its
-    predecessor is over. Another incarnation at another address is another engine that was given the same id: it is refused for
-    as long as the first one lives, or the two would replace each other for ever.
+    An engine that has restarted has another incarnation at the same address, or registers after the lease of its predecessor has
+    expired. Another incarnation at another address is a different engine with the same id. It is refused while the first one's
+    lease is valid; otherwise the two would replace each other without end.
 
-    An index is the lowest free one at join and stays for as long as the member does, over reconnects and incarnations.
-
-    Times are seconds of one monotonic clock that the caller passes in. ``tick`` is expected several times per lease: when it
-    is late by more than half a lease the coordinator itself was stopped or starved, has heard nobody, and so every lease
-    starts anew.
+    Times are seconds of one monotonic clock that the caller passes in. ``tick`` is expected several times per lease. When it is
+    late by more than half a lease, the coordinator itself was stopped or got no processor time and has received nothing, so
+    every lease is renewed.
     """
 
     def __init__(self, *, lease_seconds: float, now: float) -> None:
@@ -92,7 +99,7 @@ class Membership:
         return self._members[engine_id].index
 
     def register(self, session: int, registration: EngineRegistration, now: float) -> list[Effect]:
-        """An engine introduces itself on a new session."""
+        """An engine registers on a new session."""
         member = self._members.get(registration.engine_id)
         if member is None:
             return [self._join(session, registration, now)]
@@ -102,8 +109,8 @@ class Membership:
         if _is_another(registration, member.registration) and member.expires_at > now:
             return [
                 IdTaken(
-                    f"engine_id {registration.engine_id!r} is that of the engine at {member.registration.address}, which is "
-                    f"alive; the one at {registration.address} needs an id of its own"
+                    f"engine_id {registration.engine_id!r} is taken by the engine at {member.registration.address}, whose lease "
+                    f"is valid; give the engine at {registration.address} another engine_id"
                 )
             ]
         if registration.incarnation == member.registration.incarnation:
@@ -121,7 +128,7 @@ class Membership:
         return [self._changed(member, change)]
 
     def report(self, session: int, stats: SchedulerStats | None, now: float) -> list[Effect]:
-        """Load of an engine, or only a sign of life. Statistics of an earlier step than the last are dropped."""
+        """Renew an engine's lease and take the statistics that it sent, unless they are of an earlier step than the last."""
         member = self._member_of(session)
         if member is None:
             return [_not_a_member()]
@@ -131,7 +138,7 @@ class Membership:
         return []
 
     def drain(self, session: int, now: float) -> list[Effect]:
-        """An engine takes no new requests."""
+        """Renew an engine's lease and note that it takes no new requests."""
         member = self._member_of(session)
         if member is None:
             return [_not_a_member()]
@@ -142,12 +149,12 @@ class Membership:
         return [self._changed(member, Change.DRAINING)]
 
     def leave(self, session: int) -> list[Effect]:
-        """An engine has shut down."""
+        """An engine has shut down: remove it."""
         member = self._member_of(session)
         return [_not_a_member()] if member is None else [self._remove(member, Change.LEFT)]
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
+        """Remove the members whose lease has expired."""
         stalled = now - self._ticked_at > self.lease_seconds / 2
         self._ticked_at = now
         if stalled:
@@ -187,4 +194,4 @@ def _is_another(registration: EngineRegistration, member: EngineRegistration) ->
 
 
 def _not_a_member() -> SessionEnded:
-    return SessionEnded("the lease has expired or a later session has taken over; register again")
+    return SessionEnded("the lease has expired or a later session has replaced this one; register again")

@@ -11,11 +11,13 @@ from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 
 MAX_NAME_LENGTH = 256
+"""Of ids, incarnations, addresses and names of models, in characters."""
 GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
-"""What an engine of a data-parallel group says of itself; such groups are not served yet."""
+"""Fields of a register that only engines of a data-parallel group set; such groups are not served yet."""
 WAVE_FIELDS = ("wave_complete", "start_wave")
+"""Fields of a report about the waves of a data-parallel group; not served yet."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
-"""What an engine tells a frontend, never the coordinator."""
+"""Fields that engines send to frontends, never to the coordinator."""
 
 
 def registration(report: pb.EngineReport | None) -> EngineRegistration:
@@ -38,11 +40,13 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
 
 
 def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
-    """The statistics of a report, None when it only keeps the lease."""
+    """The statistics of a report, None when it only renews the lease. Raises InvalidArgument or Unimplemented."""
     present = {field.name for field, _ in outputs.ListFields()}
     for name in REQUEST_FIELDS:
         if name in present:
-            raise InvalidArgument(f"outputs.{name} is for frontends", field=f"outputs.{name}")
+            raise InvalidArgument(
+                f"outputs.{name} is for frontends; the coordinator takes scheduler_stats", field=f"outputs.{name}"
+            )
     refuse_set(outputs, WAVE_FIELDS, path="outputs")
     if not outputs.HasField("scheduler_stats"):
         return None
@@ -59,7 +63,7 @@ def check_draining(draining: enginecore_pb.Draining) -> None:
 
 
 def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
-    """Raise unless ``notification`` is SHUTDOWN_COMPLETE: the others belong to reconfigurations, not served yet."""
+    """Raise InvalidArgument or Unimplemented unless ``notification`` is SHUTDOWN_COMPLETE: the others are not served yet."""
     if notification == pb.NOTIFICATION_SHUTDOWN_COMPLETE:
         return
     if notification != pb.NOTIFICATION_UNSPECIFIED and notification in pb.Notification.values():
@@ -79,12 +83,12 @@ def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
 
 
 def held_requests(report: pb.FrontendReport) -> int:
-    """The demand of a later message. Raises for every other one."""
+    """The number of requests that a frontend reports to hold. Raises InvalidArgument or Unimplemented for any other message."""
     kind = report.WhichOneof("message")
     if kind == "demand":
         return report.demand.num_held_requests
     if kind is None:
-        raise InvalidArgument("an empty message; it must have demand", field="message")
+        raise InvalidArgument("the message is empty; it must have demand", field="message")
     if kind == "hello":
         raise InvalidArgument("hello was sent before on this stream", field="hello")
     raise Unimplemented(f"{kind} is not served yet", field=kind)

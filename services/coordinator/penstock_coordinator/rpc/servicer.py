@@ -1,4 +1,4 @@
-"""CoordinatorService: the streams of engines and frontends, as events for the cluster."""
+"""CoordinatorService: turns the streams of engines and frontends into events for the cluster."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,6 @@ from penstock_coordinator.rpc import convert
 
 Context = grpc.aio.ServicerContext[object, object]
 T = TypeVar("T")
-
 
 SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 
@@ -42,7 +41,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def EngineSession(
         self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
     ) -> AsyncIterator[pb.EngineCommand]:
-        """Register, then reports until the engine leaves. The end of the stream alone does not end the membership."""
+        """Take a register, then reports until the engine leaves. The end of the stream alone does not end the membership."""
         reports = aiter(request_iterator)
         registration = convert.registration(await self._unless_stopped(anext(reports, None)))
         session = self._cluster.new_session()
@@ -57,7 +56,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def FrontendSession(
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
     ) -> AsyncIterator[pb.ClusterView]:
-        """Hello, then the view whenever there is a new one, for as long as the frontend stays."""
+        """Take a hello, then send the view whenever there is a new one, until the stream ends."""
         reports = aiter(request_iterator)
         hello = convert.hello(await self._unless_stopped(anext(reports, None)))
         session = self._cluster.new_session()
@@ -75,12 +74,12 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             get_logger().info("frontend gone", frontend=hello.frontend_id)
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
-        """What is known now, also while views are held back after a start."""
+        """The view as it is now, also in the time after a start when none is sent to frontends."""
         return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Refused until scaling is there."""
-        raise Unimplemented("CoordinatorService.Scale is not served yet: it comes with scaling")
+        """Raises Unimplemented: scaling is not served yet."""
+        raise Unimplemented("CoordinatorService.Scale is not served yet")
 
     def _take(self, session: int, report: pb.EngineReport) -> bool:
         """One report of a registered engine; returns whether the engine has left."""
@@ -99,7 +98,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 raise InvalidArgument("register was sent before on this stream", field="register")
             case _:
                 raise InvalidArgument(
-                    "an empty message; it must have outputs, draining or notification", field="message"
+                    "the message is empty; it must have outputs, draining or notification", field="message"
                 )
         return False
 
@@ -113,7 +112,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             self._cluster.frontends.demand(session, frontend_id, convert.held_requests(report))
 
     async def _views_until_failed(self, *tasks: asyncio.Task[None]) -> AsyncGenerator[ClusterView, None]:
-        """Views without end. Raises what one of the tasks fails with; a task's normal end means nothing here."""
+        """Every new view. Raises what one of the tasks fails with; a task may end without an error."""
         version = 0
         running = set(tasks)
         while True:
@@ -146,7 +145,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
 
 
 def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Who may call what, by the names in certificates: an engine can not pass for a frontend, nor either for an operator."""
+    """Who may call what, by the names in certificates: an engine cannot act as a frontend, and neither as an operator."""
     methods = {
         "EngineSession": peers.engines,
         "FrontendSession": peers.frontends,
