@@ -1,4 +1,4 @@
-"""Whether a KV cache of the size that was asked for can be had, before anything is loaded."""
+"""Checks, before anything is loaded, that a KV cache of the given size fits into this machine's memory."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ def check_cache_memory(
 ) -> None:
     """Raise ConfigError when engines that compute on the CPU would need more than this machine has left.
 
-    ``size``: bytes or text of each engine, None leaves it to the engine; ``device`` and ``gpus`` as in ``devices``; ``memory``
-    None: nobody knows. Of a GPU's memory its engine knows, once it has torch.
+    ``size``: of each engine, in bytes or as text; None: the engine decides. ``device``: auto, cpu or cuda. ``gpus``: those of
+    this machine. ``memory``: None where it cannot be found out. A GPU's memory is checked by its engine, which has torch.
     """
     if size is None or memory is None or device == "cuda" or (device == "auto" and gpus):
         return

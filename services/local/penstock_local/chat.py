@@ -33,28 +33,34 @@ _HELP = '''\
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to talk with and how. ``sampling`` holds fields of SamplingParams."""
+    """The flags of ``penstock chat``."""
 
     address: str
     model: str = ""
+    """Empty: the one that is served."""
     system: str = ""
+    """The system message; empty: none."""
     verbose: bool = False
+    """Whether a line on tokens and speed follows each answer."""
     sampling: Mapping[str, Any] = {}
+    """Fields of SamplingParams; the server chooses those that are missing."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What came of an answer. ``last`` None: it was stopped before it ended."""
+    """What has come of an answer."""
 
     text: str = ""
     last: Piece | None = None
+    """Its last piece; None when the answer was stopped before it ended."""
     num_tokens: int = 0
     seconds: float = 0.0
+    """From the request to the last piece."""
 
 
 def chat(options: ChatOptions) -> int:
-    """Talk until the user leaves. Returns the exit code: 1 when a message from a pipe could not be answered.
+    """Answer messages until the user leaves. Returns the exit code: 1 when a message from a pipe could not be answered.
 
-    The event loop runs while an answer comes and stands still while the user types, so that Ctrl-C means the one or the other.
+    The event loop runs only while an answer comes, not while the user types: so Ctrl-C stops an answer, or an input line.
     """
     with asyncio.Runner() as runner:
         client = runner.run(_connect(options.address))
@@ -108,7 +114,7 @@ class Chat:
         return 0
 
     def _greet(self) -> None:
-        """Say who is there. Raises what the server failed with."""
+        """Name the model and the server. Raises what the server failed with."""
         models = self._runner.run(self._client.models())
         self._model = self._model or next((model.name for model in models), "")
         if self._reader.interactive:
@@ -157,7 +163,7 @@ class Chat:
 
     def _reset(self, _: str) -> bool:
         self._conversation.clear()
-        _note("the conversation begins anew")
+        _note("the conversation was cleared")
         return True
 
     def _save(self, name: str) -> bool:
@@ -183,7 +189,7 @@ class Chat:
     def _answer(self, before: Sequence[ChatMessage]) -> None:
         """Ask the server, show the answer, keep it. Without an answer the turns are again those ``before``.
 
-        Raises what the server failed with when another message would fare no better, or nobody is there to send one.
+        Raises what the server failed with when another message would fail as well, or the messages come from a pipe.
         """
         answer = Answer()
         try:
@@ -206,7 +212,7 @@ class Chat:
         self._describe(answer)
 
     async def _stream(self, answer: Answer) -> None:
-        """Show the answer as it comes and note it in ``answer``, which holds what came whatever happens."""
+        """Show the answer as it comes and keep it in ``answer``, also where it ends with an error."""
         started = time.monotonic()
         stdout = _AnswerWriter()
         pieces = self._client.chat(
@@ -263,19 +269,19 @@ class _AnswerWriter:
 
 
 def _never_answers(error: PenstockError) -> bool:
-    """Whether another message would fare no better."""
+    """Whether every message to this server would fail in the same way."""
     return isinstance(error, Unimplemented) or (isinstance(error, RequestFailed) and error.reason == WRONG_MODEL_KIND)
 
 
 def _explain(error: PenstockError) -> str:
-    """The server's words, and what to do about them."""
+    """The server's message, and what to do about it."""
     if not isinstance(error, RequestFailed):
         return str(error)
     text = describe_failure(error)
     if isinstance(error, Unimplemented) or "template" in error.message:
         return f"{text}\nThe server cannot chat with this model; penstock generate continues plain text."
     if error.reason == "PROMPT_TOO_LONG":
-        return f"{text}\nThe conversation has become too long: /reset begins anew."
+        return f"{text}\nThe conversation is too long: /reset clears it."
     return text
 
 

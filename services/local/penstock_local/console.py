@@ -40,7 +40,7 @@ def fail(text: str) -> None:
 class JoinedLog:
     """The log lines of several services on one stream, ``engine-0    | ...``, each service with a color of its own.
 
-    While ``muted`` lines are dropped. When nobody reads the stream any more (a closed terminal, ``| head``) ``on_closed`` is
+    While ``muted`` lines are dropped. When the reader of the stream has gone (a closed terminal, ``| head``) ``on_closed`` is
     called once and the rest is dropped: the services must be able to go on writing until they have stopped.
     """
 

@@ -55,7 +55,7 @@ class Conversation:
         self._turns = list(turns)
 
     def clear(self) -> None:
-        """Begin anew; the system message stays."""
+        """Drop all turns; the system message stays."""
         self._turns.clear()
 
     def save(self, file: Path, *, model: str) -> None:

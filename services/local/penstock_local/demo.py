@@ -60,7 +60,7 @@ CONCURRENT_PROMPTS = (
 
 
 class DemoFailedError(PenstockError):
-    """The services did not do what the demo says they do."""
+    """An output was not what the demo announces."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 async def demo(model: str) -> int:
-    """Run the demo with the model in a directory. Raises DemoFailedError when it does not hold what it says.
+    """Run the demo with the model in a directory. Raises DemoFailedError when an output is not what the demo announces.
 
     Returns the exit code: 0 when everything was shown and the services stopped cleanly.
     """
@@ -108,7 +108,7 @@ async def demo(model: str) -> int:
 
 
 class Demo:
-    """The scenes of the demo, played on one terminal against one server."""
+    """The parts of the demo, one after the other, on one terminal and one server."""
 
     def __init__(self, client: InferenceClient, admin: AdminClient, console: Console) -> None:
         self._client = client
@@ -116,7 +116,7 @@ class Demo:
         self._console = console
 
     async def show(self, model: ModelInfo) -> None:
-        """Play all scenes."""
+        """Show all parts."""
         self._console.print(
             f"\n{model.name} is up: {model.num_engines} engines behind one gRPC address, {self._client.address}",
             style="bold green",
@@ -168,23 +168,23 @@ class Demo:
 
     async def _concurrent(self) -> None:
         self._title(f"{len(CONCURRENT_PROMPTS)} requests at once over {ENGINES} engines")
-        board = _Board()
-        with Live(get_renderable=board.render, console=self._console, refresh_per_second=20):
-            loads = asyncio.create_task(self._watch_loads(board))
+        requests = _Requests()
+        with Live(get_renderable=requests.render, console=self._console, refresh_per_second=20):
+            loads = asyncio.create_task(self._watch_loads(requests))
             try:
-                await asyncio.gather(*(self._follow(board, index) for index in range(len(CONCURRENT_PROMPTS))))
+                await asyncio.gather(*(self._follow(requests, index) for index in range(len(CONCURRENT_PROMPTS))))
             finally:
                 loads.cancel()
 
-    async def _follow(self, board: "_Board", index: int) -> None:
+    async def _follow(self, requests: "_Requests", index: int) -> None:
         async for piece in self._generate(CONCURRENT_PROMPTS[index], max_tokens=60):
-            board.texts[index] += piece.text
-            board.tokens[index] += piece.num_tokens
+            requests.texts[index] += piece.text
+            requests.tokens[index] += piece.num_tokens
 
-    async def _watch_loads(self, board: "_Board") -> None:
+    async def _watch_loads(self, requests: "_Requests") -> None:
         while True:
             for load in await self._admin.engine_loads():
-                board.peaks[load.engine_id] = max(load.num_requests, board.peaks.get(load.engine_id, 0))
+                requests.peaks[load.engine_id] = max(load.num_requests, requests.peaks.get(load.engine_id, 0))
             await asyncio.sleep(_LOADS_EVERY_SECONDS)
 
     async def _stream(self, prompt: str, **sampling: Any) -> Result:
@@ -204,7 +204,7 @@ class Demo:
             if echo:
                 self._console.print(Text(last.text), end="", soft_wrap=True)
         if last is None or last.finish_reason in (None, FinishReason.ABORT, FinishReason.ERROR):
-            raise DemoFailedError(f"the output for {readable(prompt)!r} has no proper end")
+            raise DemoFailedError(f"the output for {readable(prompt)!r} did not end normally")
         return Result(text, last, loop.time() - started)
 
     def _generate(self, prompt: str, **sampling: Any) -> AsyncIterator[Piece]:
@@ -223,7 +223,7 @@ def readable(prompt: str) -> str:
     return prompt.rpartition("<|user|>")[2].removesuffix("<|end|><|assistant|>")
 
 
-class _Board:
+class _Requests:
     """The state of the concurrent requests: texts and token counts so far, most requests seen at once per engine."""
 
     def __init__(self) -> None:

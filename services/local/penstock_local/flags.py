@@ -47,7 +47,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def add_constraint(output: argparse._ArgumentGroup) -> None:
-    """What the output must look like; read with ``constraint``."""
+    """What the output must look like; ``sampling`` reads it."""
     one_of = output.add_mutually_exclusive_group()
     one_of.add_argument("--json", action="store_true", help="a JSON object")
     one_of.add_argument("--json-schema", metavar="SCHEMA", help="JSON that this schema, or that of this file, accepts")

@@ -20,21 +20,25 @@ EXIT_FAILED = 1
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. ``sampling`` holds fields of SamplingParams, ``timeout`` is in seconds."""
+    """The flags of ``penstock generate``."""
 
     prompt: str
     address: str
     model: str = ""
+    """Empty: the one that is served."""
     timeout: float | None = None
+    """Seconds for the whole request; None: no limit."""
     sampling: Mapping[str, Any] = {}
+    """Fields of SamplingParams; the server chooses those that are missing."""
 
 
 class Sequence:
-    """One of the outputs of a prompt, as far as it has come. ``last``: its last piece so far."""
+    """One of the outputs of a prompt, as far as it has come."""
 
     def __init__(self) -> None:
         self.text = ""
         self.last: Piece | None = None
+        """The latest piece."""
         self.logprobs = Logprobs()
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a model of the Hugging Face hub can be had, asked before anything starts."""
+"""Checks, before anything starts, that a model of the Hugging Face hub can be loaded."""
 
 import os
 
@@ -10,9 +10,9 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def check_hub(model: str, revision: str = "") -> None:
-    """Raise ConfigError when an id is neither in this machine's cache nor to be had from the hub, with what to do.
+    """Raise ConfigError, which says what to do, when a model is neither in this machine's cache nor available from the hub.
 
-    Of a model in the cache nothing is asked: it is served without a network.
+    The hub is not asked for a model that is in the cache: such a model is served without a network.
     """
     # Imported here: it takes half a second, and is needed for hub ids alone.
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -32,7 +32,9 @@ def check_hub(model: str, revision: str = "") -> None:
     except HFValidationError as e:
         raise ConfigError(f"model {model}: no such directory, and no id of the hub: {e}") from None
     except GatedRepoError:
-        raise ConfigError(f"model {model}: its owner asks for consent: give it on the hub, and set HF_TOKEN") from None
+        raise ConfigError(
+            f"model {model}: its owner asks for consent: accept the terms on the hub, and set HF_TOKEN"
+        ) from None
     except RevisionNotFoundError:
         raise ConfigError(f"model {model}: the hub has no revision {revision!r} of it") from None
     except RepositoryNotFoundError:

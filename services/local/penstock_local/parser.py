@@ -1,4 +1,4 @@
-"""The argument parser of the commands: what it does not know it answers with what may have been meant."""
+"""The argument parser of the commands, which answers an unknown flag with the nearest known one."""
 
 import argparse
 from collections.abc import Callable, Sequence

@@ -21,35 +21,44 @@ from penstock_local.process import ProcessSpec
 from penstock_local.settings import Settings, apply_settings
 
 DRAIN_SECONDS = 30.0
+"""Time that engines and frontends give running requests when they stop."""
 _STOP_MARGIN = 10.0
+"""Seconds beyond the drain until a service that has not stopped is killed."""
 MAX_FRONTENDS = 64
 _EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "http.engine_metrics")
+"""Settings that the command sets differently for each of several frontends."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve and where. ``kv_cache_memory`` is in bytes per engine, ``max_model_len`` in tokens.
-
-    Several ``frontends`` share the gRPC and the HTTP port; each has an operators' port of its own, from ``admin_port`` on, and
-    one for its metrics, behind ``http_port``.
-    ``threads_per_engine`` None shares this machine's cores evenly. ``settings``: what has no option here, see ``Settings``.
-    """
+    """What to serve and where: the flags of ``penstock serve``."""
 
     model: str
+    """Directory of a checkpoint, or its id on the hub."""
     served_model_name: str = ""
+    """What clients call the model; empty: the last part of ``model``."""
     engines: int = 1
+    """Engine processes, each with the whole model."""
     frontends: int = 1
+    """Frontend processes. Several share ``grpc_port`` and ``http_port``."""
     host: str = LOOPBACK
+    """Interface of the public ports."""
     grpc_port: int = 50051
     http_port: int = 8000
+    """Several frontends have their metrics at the ports that follow this one."""
     admin_port: int = 50053
+    """Of the first frontend's operators' API; further frontends have the ports that follow."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None
+    """Longest sequence in tokens; None: what the engine finds to fit."""
     kv_cache_memory: int | None = None
+    """Bytes of each engine; None: what the engine finds to be free."""
     threads_per_engine: int | None = None
+    """CPU threads; None: this machine's cores, shared evenly."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     settings: Settings = {}
+    """Settings that have no flag of their own, by service and key."""
 
     def __post_init__(self) -> None:
         require("MODEL", self.model)
@@ -78,12 +87,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def admin_ports(self) -> list[int]:
-        """Of each frontend's operators' API."""
+        """The port of each frontend's operators' API."""
         return [self.admin_port + i for i in range(self.frontends)]
 
     @property
     def metrics_ports(self) -> list[int]:
-        """Of each frontend's own ``/metrics``; none for a single one, whose metrics are at the HTTP port."""
+        """The port of each frontend's own ``/metrics``; empty for a single frontend, whose metrics are at the HTTP port."""
         return [self.http_port + 1 + i for i in range(self.frontends)] if self.frontends > 1 else []
 
     @property
@@ -123,7 +132,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | None = None) -> None:
-    """Find out before anything starts what would fail later. ``gpus`` and ``memory``: this machine's. Raises ConfigError."""
+    """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine."""
     settings = options.with_settings("engine", {})
     model, cache = settings.get("model", {}), settings.get("cache", {})
     check_cache_memory(
@@ -143,7 +152,7 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
 
 
 def check_model(model: str, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub passes: see ``check_hub``."""
+    """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub is not looked up here."""
     if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
         path = Path(model).expanduser()
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -155,8 +164,8 @@ def check_model(model: str, *, trust_remote_code: bool = False) -> None:
 def plan(
     options: ServeOptions, *, internal_ports: Sequence[int], cores: int, gpus: Sequence[str] = ()
 ) -> list[ProcessSpec]:
-    """The processes to run. ``internal_ports``: see ``num_internal_ports``, all on loopback. ``gpus``: those of this machine, see
-    ``devices``. Raises ConfigError for more engines than GPUs to compute on.
+    """The processes to run. ``internal_ports``: as many as ``num_internal_ports`` says, on loopback. ``gpus``: those of this
+    machine, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError for more engines than GPUs to compute on.
     """
     coordinator_port, *others = internal_ports
     engine_ports, health_ports = others[: options.engines], others[options.engines :]

@@ -1,4 +1,4 @@
-"""One child process: how to start it, its log, its end."""
+"""One child process: its start, its log and its end."""
 
 import asyncio
 import contextlib
@@ -19,24 +19,25 @@ _LONGEST_LINE = 16 * 1024
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A service to run as ``python -m module --config FILE``, FILE holding ``config``.
-
-    ``address`` is where it serves ``grpc.health.v1``, without TLS where ``plain_health`` says so, else as its config says.
-    ``env`` holds variables for where the user's environment says nothing,
-    ``own_env`` those that hold for this process whatever it says.
-    Services with a lower ``stop_stage`` stop before those with a higher one. ``stop_timeout`` seconds after SIGTERM a service
-    is killed.
-    """
+    """A service to run as ``python -m module --config FILE``."""
 
     name: str
+    """Of the service among those of the command, as its log lines show it."""
     module: str
     config: dict[str, Any]
+    """What FILE holds."""
     address: str
+    """Where the service answers ``grpc.health.v1``, host:port."""
     stop_stage: int
+    """Services with a lower stage have stopped before those with a higher one are asked to."""
     stop_timeout: float
+    """Seconds after SIGTERM until the service is killed."""
     env: dict[str, str] = {}
+    """Variables that the user's environment may override."""
     own_env: dict[str, str] = {}
+    """Variables that override the user's environment."""
     plain_health: bool = False
+    """Whether ``address`` is without TLS whatever ``config`` says."""
 
     @property
     def secured(self) -> bool:
@@ -45,14 +46,13 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceProcess:
-    """A running service in a session of its own, so that the terminal's Ctrl-C reaches it through its parent only.
-
-    ``tail`` holds the last lines of its log.
-    """
+    """A running service in a session of its own, so that the terminal's Ctrl-C reaches it through its parent only."""
 
     def __init__(self, spec: ProcessSpec, *, on_line: Callable[[str, str], None]) -> None:
+        """``on_line`` gets the service's name and each line of its log."""
         self.spec = spec
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """The last lines of its log."""
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[int] | None = None

@@ -23,16 +23,17 @@ _OWN = (
     "engine_id",
     "engines",
 )
+"""Keys, and beginnings of keys, that the command sets itself: how its processes find one another."""
 _OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")
-"""What the command decides itself: how its processes find one another, and what is served."""
+"""Keys that the command sets itself: what is served, and the names of frontends."""
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Values by key, by service: coordinator, engine or frontend."""
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Read ``engine.scheduler.policy=priority`` and the like; values are YAML. Raises ConfigError for what is no such thing, a
-    service or key that is not there, or one that the command sets itself. Values are checked by the service.
+    """Read texts like ``engine.scheduler.policy=priority``, whose values are YAML. Raises ConfigError for a text of another form,
+    an unknown service or key, and a key that the command sets itself. The service checks the values.
     """
     settings: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -54,7 +55,7 @@ _OTHERS = {
     "gpu_memory_utilization": "memory_utilization",
     "tool_call_parser": "tool_parser",
 }
-"""What other servers call a setting, and what it is called here, as the end of its key."""
+"""Names of settings in other servers, and the end of the setting's key here."""
 
 
 def named(name: str) -> list[str]:
@@ -72,10 +73,10 @@ def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[
     """``config`` with the values at their dotted keys."""
     for key, value in settings.items():
         *parents, last = key.split(".")
-        place = config
+        section = config
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            section = section.setdefault(parent, {})
+        section[last] = value
     return config
 
 

@@ -40,33 +40,35 @@ _BAR_WIDTH = 8
 
 
 class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to look, and how often (``interval`` in seconds) unless it is ``once`` or as ``json``.
-
-    ``others``: operators' ports of further frontends of the same cluster.
-    """
+    """The flags of ``penstock status``. Addresses are host:port."""
 
     admin_address: str
+    """Operators' API of the frontend whose cluster is shown."""
     address: str
+    """Public API of that frontend, which is asked for its health."""
     others: tuple[str, ...] = ()
+    """Operators' APIs of further frontends of the same cluster."""
     interval: float = 1.0
+    """Seconds between two refreshes of the table."""
     once: bool = False
+    """Print the table once and end."""
     json: bool = False
+    """Print a JSON object once and end."""
 
     def __post_init__(self) -> None:
         check_range("--interval", self.interval, low=0.05, high=3600)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a cluster. ``serving``: health of the public API, None when it does not answer.
-
-    ``infos``: what the engines that answered in time say of themselves, by id. ``others``: what further frontends see of the
-    cluster, by address, None where one does not answer.
-    """
+    """The state of a cluster at one time."""
 
     cluster: Cluster
     serving: bool | None
+    """Health of the public API; None when it does not answer."""
     infos: dict[str, dict[str, Any]]
+    """Answers of the engines to ``engine_info``, by engine id; empty when one of them did not answer in time."""
     others: dict[str, Cluster | None] = {}
+    """The cluster as further frontends see it, by address; None for one that does not answer."""
 
     @property
     def takes_requests(self) -> bool:
@@ -81,7 +83,7 @@ async def status(options: StatusOptions) -> int:
         console.width = _PIPE_WIDTH
     async with AdminClient(options.admin_address) as admin:
         try:
-            snapshot = await look(admin, options)
+            snapshot = await take_snapshot(admin, options)
         except PenstockError as e:
             fail(_explain(e))
             return EXIT_FAILED
@@ -95,18 +97,18 @@ async def status(options: StatusOptions) -> int:
     return 0 if snapshot.takes_requests else EXIT_FAILED
 
 
-async def look(admin: AdminClient, options: StatusOptions) -> Snapshot:
+async def take_snapshot(admin: AdminClient, options: StatusOptions) -> Snapshot:
     """Ask everything at once. Raises what the question for the cluster failed with; without the rest it goes on."""
     cluster, public, infos, others = await asyncio.gather(
         admin.cluster(deadline=_TIMEOUT),
         serving(options.address, deadline=_TIMEOUT),
         _infos(admin),
-        asyncio.gather(*map(_seen_at, options.others)),
+        asyncio.gather(*map(_cluster_at, options.others)),
     )
     return Snapshot(cluster=cluster, serving=public, infos=infos, others=dict(zip(options.others, others, strict=True)))
 
 
-async def _seen_at(address: str) -> Cluster | None:
+async def _cluster_at(address: str) -> Cluster | None:
     async with AdminClient(address) as admin:
         try:
             return await admin.cluster(deadline=_TIMEOUT)
@@ -131,7 +133,7 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
             while True:
                 await asyncio.sleep(options.interval)
                 try:
-                    shown = table(await look(admin, options), options, width=console.width)
+                    shown = table(await take_snapshot(admin, options), options, width=console.width)
                     live.update(Group(shown, footer), refresh=True)
                 except PenstockError as e:
                     live.update(Group(shown, Text(_one_line(e), style="red"), footer), refresh=True)
@@ -147,14 +149,14 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
     """Lines on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
     engines = snapshot.cluster.engines
     if not engines:
-        return Group(*_heads(snapshot, options), Text("no engine is known yet", style="yellow"))
+        return Group(*_summaries(snapshot, options), Text("no engine is known yet", style="yellow"))
     rows = Table(box=None, pad_edge=False, header_style="dim")
     columns = _COLUMNS if width >= _WIDE else _COLUMNS[: -len(_WIDE_ONLY)]
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine in engines:
         rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
-    return Group(*_heads(snapshot, options), *_variants(snapshot), rows)
+    return Group(*_summaries(snapshot, options), *_variants(snapshot), rows)
 
 
 def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
@@ -195,27 +197,27 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _heads(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
+def _summaries(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
     """A line on the cluster, and one for each further frontend."""
-    return [_head(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
+    return [_summary(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
 
 
 def _other(address: str, seen: Cluster | None) -> Text:
     if seen is None:
         return Text.assemble((address, "bold"), " ", ("does not answer", "bold red"))
-    return Text.assemble((address, "bold"), " also", _seen(seen))
+    return Text.assemble((address, "bold"), " also", _size(seen))
 
 
-def _head(snapshot: Snapshot, options: StatusOptions) -> Text:
+def _summary(snapshot: Snapshot, options: StatusOptions) -> Text:
     health, style = {
         True: ("serving", "bold green"),
         False: ("not serving", "bold red"),
         None: ("does not answer", "bold red"),
     }[snapshot.serving]
-    return Text.assemble((options.address, "bold"), " ", (health, style), _seen(snapshot.cluster))
+    return Text.assemble((options.address, "bold"), " ", (health, style), _size(snapshot.cluster))
 
 
-def _seen(cluster: Cluster) -> str:
+def _size(cluster: Cluster) -> str:
     count = len(cluster.engines)
     coordinator = "connected" if cluster.coordinator_connected else "not connected"
     return f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}"

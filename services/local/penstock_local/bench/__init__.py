@@ -1,1 +1,1 @@
-"""``penstock bench``: a load on a running server, and how it fared."""
+"""``penstock bench``: sends a load to a running server and measures it."""

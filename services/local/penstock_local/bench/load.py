@@ -15,30 +15,32 @@ from penstock_local.rpc.load_client import LoadClient
 
 UNREACHABLE = "UNREACHABLE"
 UNFINISHED = "CANCELLED"
-_GONE = "SHUTTING_DOWN"
+_SHUTTING_DOWN = "SHUTTING_DOWN"
 """Reason with which a server refuses everything from now on."""
 _WINDOW = 8
+"""Samples over which the current speed is measured."""
 
 
 class Load:
-    """One run. ``records`` holds every request that was sent, in order; the counters are for the eye while it runs.
-
-    ``stopped``: why nothing is sent any more, before all was: the server is about to end, or gone; ``""``.
-    """
+    """One run. The counters are for the progress bar."""
 
     def __init__(self, options: BenchOptions, client: LoadClient, prompts: Iterator[Prompt]) -> None:
         self.records: list[Record] = []
+        """Every request that was sent, in order."""
         self.num_tokens = 0
         self.num_ended = 0
         self.num_failed = 0
         self.began = 0.0
         self.stopped = ""
+        """Why sending ended early: the server shuts down, or cannot be reached; empty otherwise."""
         self.seconds = 0.0
+        """How long the run took."""
         self.cpu_seconds = 0.0
+        """Processor time of this client during the run."""
         self._options = options
         self._client = client
         self._prompts = prompts
-        self._looks: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=_WINDOW)
+        self._samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=_WINDOW)
 
     @property
     def num_running(self) -> int:
@@ -51,8 +53,8 @@ class Load:
 
     def recent_tokens_per_s(self) -> float:
         """Over the last ``_WINDOW`` calls of this method, which a display makes at even times."""
-        self._looks.append((self.elapsed(), self.num_tokens))
-        (then, before), (now, count) = self._looks[0], self._looks[-1]
+        self._samples.append((self.elapsed(), self.num_tokens))
+        (then, before), (now, count) = self._samples[0], self._samples[-1]
         return (count - before) / (now - then) if now > then else 0.0
 
     async def warm_up(self) -> None:
@@ -89,12 +91,12 @@ class Load:
             self.cpu_seconds = time.process_time() - cpu
 
     async def _closed_loop(self) -> None:
-        """One stream: a request after the other."""
+        """Send one request after the other."""
         while self._may_send():
             await self._request(next(self._prompts))
 
     async def _open_loop(self, rate: float, tasks: set[asyncio.Task[None]]) -> None:
-        """Send at times that do not depend on how fast answers come; a late one does not move those after it."""
+        """Send at random times that do not depend on how fast the answers come; a late request does not delay those after it."""
         rng = random.Random(self._options.bench_seed + 1)  # the prompts' own draws stay what they are
         due = 0.0
         for sent in itertools.count(1):
@@ -116,7 +118,7 @@ class Load:
         return not self.stopped and in_time and (limit is None or len(self.records) < limit)
 
     async def _request(self, prompt: Prompt) -> None:
-        """One request, failed or not, noted."""
+        """Send one request and record how it ended."""
         record = Record(start=self.elapsed())
         self.records.append(record)
         try:
@@ -124,11 +126,11 @@ class Load:
             record.code = "OK"
         except RequestFailed as e:
             record.code, record.message = e.code, e.message
-            if e.reason == _GONE:
+            if e.reason == _SHUTTING_DOWN:
                 self.stopped = "the server is shutting down"
         except PenstockError as e:
             record.code, record.message = UNREACHABLE, str(e)
-            self.stopped = "the server has gone"
+            self.stopped = "the server cannot be reached any more"
         except asyncio.CancelledError:
             record.code, record.message = UNFINISHED, "still running when the benchmark was ended"
             raise

@@ -19,29 +19,43 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of ``penstock bench``. Times in seconds, ``rate`` in requests per second.
-
-    Without ``rate`` it is a closed loop of ``concurrency`` streams. ``sampling`` holds fields of SamplingParams.
-    """
+    """The flags of ``penstock bench``."""
 
     address: str
     model: str = ""
+    """Empty: the one that is served."""
     concurrency: int | None = None
+    """Requests that run at once in a closed loop; None: DEFAULT_CONCURRENCY. Means nothing beside ``rate``."""
     rate: float | None = None
+    """Requests per second on average, sent at random times; None: a closed loop."""
     requests: int | None = None
+    """How many are sent; None: DEFAULT_REQUESTS, or as many as ``duration`` allows."""
     duration: float | None = None
+    """Seconds after which none is sent; None: no limit."""
     warmup: int = 2
+    """Requests that are sent before and not counted."""
     timeout: float | None = None
+    """Seconds of one request; None: no limit."""
     channels: int = 1
+    """Connections to the server."""
     prompts: str = ""
+    """File with the prompts; empty: random token ids."""
     input_len: str = ""
+    """Tokens of random prompts, ``N`` or ``LOW:HIGH``; empty: DEFAULT_INPUT_LEN."""
     output_len: str = "128"
+    """New tokens of a request, ``N`` or ``LOW:HIGH``."""
     shared_prefix_len: int = 0
+    """Tokens that all random prompts begin with, in addition to ``input_len``."""
     end_at_eos: bool = False
+    """Whether outputs may end before their length."""
     bench_seed: int = 0
+    """Of random prompts, lengths and times."""
     json: str = ""
+    """File for the results; ``-``: standard output; empty: none."""
     plot: str = ""
+    """File for the plot; empty: none."""
     sampling: Mapping[str, Any] = {}
+    """Fields of SamplingParams."""
 
     def __post_init__(self) -> None:
         check_range("--concurrency", self.concurrency, low=1, high=65_536)
@@ -54,7 +68,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--input-len and --shared-prefix-len are for random prompts; --prompts brings its own")
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
             raise ConfigError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")
-        self.input_range, self.output_range  # noqa: B018 - raise now
+        self.input_range, self.output_range  # noqa: B018 - raises ConfigError for a wrong length
 
     @property
     def streams(self) -> int:

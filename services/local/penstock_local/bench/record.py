@@ -6,19 +6,21 @@ import msgspec
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """One request. Times are seconds since the load began; ``code`` is "" while it runs, then "OK" or a status code's name.
-
-    ``times`` and ``sizes``: when tokens came, and how many at once.
-    """
+    """One request. Times are seconds since the load began."""
 
     start: float
     end: float = 0.0
     code: str = ""
+    """Empty while the request runs, then OK or the name of a status code."""
     message: str = ""
+    """Of the error it ended with."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
     times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
+    """When each message with tokens came."""
     sizes: "array[int]" = msgspec.field(default_factory=lambda: array("l"))
+    """How many tokens each of these messages had."""
 
     @property
     def ok(self) -> bool:

@@ -17,7 +17,7 @@ _BUSY = 0.8
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one kind, in milliseconds."""
+    """The distribution of one kind of latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -27,17 +27,16 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a benchmark found. Rates are per second over the whole run, from the first request to the last end.
+    """The results of a benchmark. Rates are per second over the whole run, from the first request to the last end.
 
-    ``ttft``: to the first token. ``itl``: between two tokens of a request. ``tpot``: mean of a request's tokens after the
-    first. ``e2e``: to the end. Failed requests count in ``failures`` and nowhere else, except for the tokens they got.
-    ``cpu_share``: of one core, that the client itself took.
+    A failed request counts in ``requests`` and ``failures``, and with the output tokens that it got.
     """
 
     seconds: float
     requests: int
     succeeded: int
     failures: dict[str, int]
+    """Failed requests by status code."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -45,11 +44,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     total_tokens_per_s: float
     peak_streams: int
+    """Most requests that ran at once."""
     cpu_share: float
+    """Processor time of the client, as a share of one core."""
     ttft_ms: Latencies | None
+    """From the request to its first token."""
     itl_ms: Latencies | None
+    """Between two tokens of a request."""
     tpot_ms: Latencies | None
+    """Mean time per token of a request after its first message."""
     e2e_ms: Latencies | None
+    """From the request to its end."""
 
     @property
     def client_is_busy(self) -> bool:
@@ -58,10 +63,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, between two of them in proportion."""
-    place = (len(ordered) - 1) * percent / 100
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return low + (high - low) * (place - math.floor(place))
+    """The percentile of ascending values, interpolated linearly between two of them."""
+    position = (len(ordered) - 1) * percent / 100
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    return low + (high - low) * (position - math.floor(position))
 
 
 def latencies(seconds: Sequence[float]) -> Latencies | None:
@@ -99,7 +104,7 @@ def make_report(records: Sequence[Record], *, seconds: float, cpu_seconds: float
 
 
 def _peak(records: Sequence[Record]) -> int:
-    """Most requests at once."""
+    """Most requests that ran at once."""
     changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
     running = peak = 0
     for _, change in changes:
@@ -109,7 +114,7 @@ def _peak(records: Sequence[Record]) -> int:
 
 
 def summary_table(report: Report) -> Table:
-    """Throughput."""
+    """The table of throughput."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -129,7 +134,7 @@ def summary_table(report: Report) -> Table:
 
 
 def latency_table(report: Report) -> Table:
-    """Latencies in milliseconds."""
+    """The table of latencies in milliseconds."""
     table = Table("ms", box=None, pad_edge=False, header_style="dim")
     for column in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(column, justify="right")

@@ -22,18 +22,21 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines that compute the same. ``differs``: in what, and from what is other in other variants."""
+    """Engines with the same configuration as far as their tokens depend on it."""
 
     config_hash: str
     engine_ids: tuple[str, ...]
     differs: dict[str, str]
+    """Its values of the settings in which the variants differ, by name."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that a frontend knows, by index, which of them compute the same, and whether a live coordinator feeds it."""
+    """A cluster as one frontend sees it."""
 
     engines: tuple[EngineStatus, ...]
+    """By index."""
     coordinator_connected: bool
+    """Whether the frontend has a session with the coordinator."""
     variants: tuple[Variant, ...] = ()
 
 

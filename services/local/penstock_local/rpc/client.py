@@ -48,34 +48,39 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one message of an output stream brought: new text of one sequence, and on its last one how it ended.
-
-    ``stopped_at`` is the stop string or stop token id that was met, None when it was the model's own end of text.
-    ``logprobs``: as many positions as there are new tokens; None unless they were asked for. ``reasoning`` and ``tool_calls``
-    come in a chat alone.
-    """
+    """One message of an output stream."""
 
     text: str
+    """New text of one sequence."""
     num_tokens: int
+    """New tokens of that sequence."""
     index: int = 0
+    """Which of the ``n`` sequences it is."""
     logprobs: Logprobs | None = None
+    """As many positions as there are new tokens; None unless they were asked for."""
     finish_reason: FinishReason | None = None
+    """Set on the sequence's last piece."""
     stopped_at: str | int | None = None
+    """The stop string or stop token id that was met; None at the model's own end of text."""
     usage: Usage | None = None
+    """Set on the sequence's last piece."""
     reasoning: str = ""
+    """New text of the model's reasoning, in a chat."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """New calls of tools, in a chat."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model. ``max_model_len`` is in tokens, 0 while no engine is up; ``vocab_size`` the number of token ids.
-    ``capabilities``: what its engines serve, nothing while none is up.
-    """
+    """A served model."""
 
     name: str
     max_model_len: int
+    """Longest sequence in tokens; 0 while no engine is up."""
     num_engines: int
     vocab_size: int = 0
+    """Number of token ids."""
     capabilities: tuple[str, ...] = ()
+    """What its engines serve, as ``generate`` or ``embed``; empty while no engine is up."""
 
     @property
     def pools(self) -> bool:
@@ -125,7 +130,10 @@ class InferenceClient:
     async def chat(
         self, messages: Iterable[ChatMessage], *, model: str = "", sampling: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
-        """The answer to a conversation, piece by piece. See ``generate``."""
+        """The answer to a conversation, piece by piece. ``sampling``: fields of SamplingParams; the server chooses the others.
+
+        Closing the iterator or cancelling its task ends the work in the engine.
+        """
         request = messages_pb2.ChatRequest(
             model=model,
             messages=[messages_pb2.ChatMessage(role=m.role, content=m.content) for m in messages],
