@@ -38,7 +38,7 @@ int penstock_lanes() { return penstock::kLanes; }
 // Sizes of the structs that Python has, too, so that a library from other sources is found out.
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
-  for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Reach), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
+  for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
                       sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask)})
     *sizes++ = static_cast<int64_t>(size);
 }

@@ -1,7 +1,7 @@
 // Attention over the paged cache, without a copy of it and without a mask in memory.
 //
 // kChunk slots lie together: of each head first the keys as [head size][kChunk], so that the scores of sixteen tokens are
-// vectors, then on their own plane the values as [kChunk][value size]. A task is one key head and a run of a request's
+// vectors, then, in the memory of values, the values as [kChunk][value size]. A task is one key head and a run of a request's
 // queries; rows are those queries times the query heads that share the key head. Keys are taken kKeys at a time from
 // positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018): a row's
 // result does not depend on how many rows are computed beside it, nor on how its prompt was cut.
@@ -145,13 +145,13 @@ struct Span {
 };
 
 // Scales and masks the scores of a row, and turns them into weights: of the tile the row sees the keys of `seen`, one at least.
-inline void weigh(Scratch& s, int64_t row, const Span& seen, const Reach& reach, int64_t value_size) {
+inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& params, int64_t value_size) {
   float* scores = s.scores[row];
   vf best = splat(-INFINITY);
   for (int64_t j = 0; j < kKeys; j += kLanes) {
-    vf x = load(scores + j) * splat(reach.scaling);
-    if (reach.softcap != 0.0f) {
-      const vf capped = hyperbolic_tangent(x / splat(reach.softcap)) * splat(reach.softcap);
+    vf x = load(scores + j) * splat(params.scaling);
+    if (params.softcap != 0.0f) {
+      const vf capped = hyperbolic_tangent(x / splat(params.softcap)) * splat(params.softcap);
       x = x == x ? capped : x;  // the polynomial makes a number of what is none
     }
     if (j < seen.from || j + kLanes > seen.to)
@@ -178,10 +178,10 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Reach& reach,
   s.total[row] += sum(total);
 }
 
-inline int64_t lowest(const Reach& reach, int64_t position) {
+inline int64_t lowest(const Params& params, int64_t position) {
   int64_t low = 0;
-  if (reach.window > 0) low = std::max(low, position - reach.window + 1);
-  if (reach.chunk > 0) low = std::max(low, position / reach.chunk * reach.chunk);
+  if (params.window > 0) low = std::max(low, position - params.window + 1);
+  if (params.chunk > 0) low = std::max(low, position / params.chunk * params.chunk);
   return low;
 }
 
@@ -208,10 +208,10 @@ inline void attend(const Attention& a, const AttentionTask& task) {
     std::memcpy(s.query[row], a.query + (start + row / heads) * a.query_stride + head * a.head_size,
                 a.head_size * sizeof(float));
     std::fill_n(s.output[row], a.value_size, 0.0f);
-    s.peak[row] = a.reach.sinks != nullptr ? a.reach.sinks[head] : -INFINITY;
-    s.total[row] = a.reach.sinks != nullptr ? 1.0f : 0.0f;
+    s.peak[row] = a.params.sinks != nullptr ? a.params.sinks[head] : -INFINITY;
+    s.total[row] = a.params.sinks != nullptr ? 1.0f : 0.0f;
   }
-  const int64_t begin = lowest(a.reach, position), end = position + task.count;
+  const int64_t begin = lowest(a.params, position), end = position + task.count;
   // A chunk that holds a key of begin..end, all of which some row sees: beyond them any key does, since it is masked.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
@@ -225,7 +225,7 @@ inline void attend(const Attention& a, const AttentionTask& task) {
     // What a row sees of keys from..to of the tile. Neither bound falls from a row to the next.
     const auto seen = [&](int64_t row, int64_t from, int64_t to) {
       const int64_t at = position + row / heads;
-      return Span{std::max(from, lowest(a.reach, at) - base), std::min(to, at + 1 - base)};
+      return Span{std::max(from, lowest(a.params, at) - base), std::min(to, at + 1 - base)};
     };
     // A row whose position is before the tile sees nothing of it.
     const int64_t first_row = std::max<int64_t>(0, base - position) * heads;
@@ -240,7 +240,7 @@ inline void attend(const Attention& a, const AttentionTask& task) {
       }
     }
     for (int64_t row = first_row; row < rows; ++row)
-      if (const Span span = seen(row, 0, keys); !span.empty()) weigh(s, row, span, a.reach, a.value_size);
+      if (const Span span = seen(row, 0, keys); !span.empty()) weigh(s, row, span, a.params, a.value_size);
     for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk * kChunk; j < keys; j += kChunk) {
       const float *values = value_chunk(base + j), *ahead = key_chunk(base + j + kKeys);
       const int64_t last = std::min(keys, j + kChunk);

@@ -75,7 +75,7 @@ class Decoder {
   Attention attention(size_t layer) const {
     const Model& m = model_;
     return Attention{step_.num_requests, step_.query_start, step_.seq_lens, group(layer),
-                     step_.caches[layer], layers_[layer].reach, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
+                     step_.caches[layer], layers_[layer].params, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
                      qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride()};
   }
 

@@ -26,7 +26,7 @@ struct Cache {
 };
 
 // How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null.
-struct Reach {
+struct Params {
   int64_t window;
   int64_t chunk;
   float scaling;
@@ -44,7 +44,7 @@ struct Layer {
   Linear output;
   Linear gate_up;
   Linear down;
-  Reach reach;
+  Params params;
 };
 
 struct Model {
@@ -93,7 +93,7 @@ struct Attention {
   const int64_t* seq_lens;
   Group group;
   Cache cache;
-  Reach reach;
+  Params params;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_size;

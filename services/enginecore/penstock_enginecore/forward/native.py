@@ -209,7 +209,7 @@ class NativeForward:
 
 
 class _PackedModules(Generic[T]):
-    """Packed layers in the places of a model's own."""
+    """Packed layers in place of a model's own."""
 
     def __init__(self, linears: PackedLinears, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
         self._linears = linears

@@ -48,6 +48,6 @@ def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch
 
 def _ranks(descending: torch.Tensor) -> torch.Tensor:
     """Ranks ``[rows, n]`` of values in descending order: equal ones share the first one's."""
-    places = torch.arange(descending.shape[1], device=descending.device).expand_as(descending).clone()
-    places[:, 1:].masked_fill_(descending[:, 1:] == descending[:, :-1], 0)
-    return places.cummax(dim=1).values + 1
+    ranks = torch.arange(descending.shape[1], device=descending.device).expand_as(descending).clone()
+    ranks[:, 1:].masked_fill_(descending[:, 1:] == descending[:, :-1], 0)
+    return ranks.cummax(dim=1).values + 1

@@ -31,25 +31,25 @@ class TokenCounts:
 
     def __init__(self, token_ids: IntArray, num_prompt_tokens: int, *, with_prompt: bool) -> None:
         start = 0 if with_prompt else num_prompt_tokens
-        distinct, places = np.unique(token_ids[start:], return_inverse=True)
+        distinct, inverse = np.unique(token_ids[start:], return_inverse=True)
         self._size = len(distinct)
         self._token_ids = distinct.astype(np.int64)
-        output = places[num_prompt_tokens - start :]
+        output = inverse[num_prompt_tokens - start :]
         self._counts = np.bincount(output, minlength=self._size).astype(np.int64)
-        self._places = dict(zip(distinct.tolist(), range(self._size), strict=True))
+        self._index = dict(zip(distinct.tolist(), range(self._size), strict=True))
 
     def append(self, token_id: int) -> None:
         """Count an output token."""
-        place = self._places.get(token_id)
-        if place is None:
-            place = self._places[token_id] = self._size
+        index = self._index.get(token_id)
+        if index is None:
+            index = self._index[token_id] = self._size
             self._size += 1
-            if place >= len(self._token_ids):
+            if index >= len(self._token_ids):
                 self._token_ids = np.resize(self._token_ids, max(16, 2 * self._size))
                 self._counts = np.resize(self._counts, len(self._token_ids))
-            self._token_ids[place] = token_id
-            self._counts[place] = 0
-        self._counts[place] += 1
+            self._token_ids[index] = token_id
+            self._counts[index] = 0
+        self._counts[index] += 1
 
     @property
     def token_ids(self) -> IntArray:
