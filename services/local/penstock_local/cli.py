@@ -18,6 +18,7 @@ from penstock_local import flags
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
 from penstock_local.parser import Parser
+from penstock_local.serve_options import ServeOptions
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -103,37 +104,16 @@ def _add_serve(commands: Any) -> None:
     )
     parser.set_defaults(run=_run_serve)
     parser.suggest = _serve_flag
-    parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint, or its id on the hub")
     model = parser.add_argument_group("model")
-    model.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: end of MODEL)")
-    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of weights (default: auto)")
-    model.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: what fits)")
     engines = parser.add_argument_group("engines")
-    engines.add_argument("--engines", type=int, metavar="N", help="engine processes, each with the model (default: 1)")
-    engines.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="where they compute, a GPU each (default: auto)"
-    )
-    engines.add_argument("--kv-cache-memory", metavar="SIZE", help="of each engine, e.g. 512MiB, 4GiB (default: auto)")
-    engines.add_argument("--threads-per-engine", type=int, metavar="N", help="CPU threads (default: cores / engines)")
     network = parser.add_argument_group("network")
-    network.add_argument(
-        "--frontends",
-        type=int,
-        metavar="N",
-        help="frontend processes that share the ports, for more streams (default: 1)",
+    flags.add_positional(parser, ServeOptions, "model")
+    flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", max_model_len="N")
+    flags.add_options(engines, ServeOptions, engines="N", device="", kv_cache_memory="SIZE", threads_per_engine="N")
+    flags.add_options(
+        network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
     )
-    network.add_argument("--host", help="interface to listen on (default: 127.0.0.1, this machine only)")
-    network.add_argument("--grpc-port", type=int, metavar="PORT", help="of the public gRPC API (default: 50051)")
-    network.add_argument("--http-port", type=int, metavar="PORT", help="of health and metrics (default: 8000)")
-    network.add_argument(
-        "--admin-port",
-        type=int,
-        metavar="PORT",
-        help="of the operators' gRPC API (default: 50053); of the first of several frontends",
-    )
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), help="of the services (default: info)"
-    )
+    flags.add_options(parser, ServeOptions, log_level="")
     parser.add_argument(
         "--set",
         action="append",
@@ -235,7 +215,6 @@ def _add_demo(commands: Any) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from penstock_local.plan import ServeOptions
     from penstock_local.serve import serve
     from penstock_local.settings import parse_settings
 

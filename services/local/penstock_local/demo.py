@@ -14,11 +14,11 @@ from penstock_common.errors import PenstockError
 from penstock_common.types.outputs import FinishReason
 from penstock_local.console import JoinedLog
 from penstock_local.generate import describe_end
-from penstock_local.plan import ServeOptions
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.rpc.admin import AdminClient
 from penstock_local.rpc.client import InferenceClient, ModelInfo, Piece
 from penstock_local.serve import serve_while
+from penstock_local.serve_options import ServeOptions
 from penstock_local.supervisor import EXIT_INTERRUPTED
 
 ENGINES = 2

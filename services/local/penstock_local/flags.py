@@ -5,10 +5,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from penstock_common.config.settings import Setting, settings_of
 from penstock_common.errors import ConfigError
 
 DEFAULT_ADDRESS = "localhost:50051"
 DEFAULT_ADMIN_ADDRESS = "localhost:50053"
+
+
+def add_positional(parser: argparse.ArgumentParser, options: type[msgspec.Struct], name: str) -> None:
+    """The argument for the field ``name`` of ``options``, with what the field says of itself."""
+    parser.add_argument(name, metavar=name.upper(), help=_setting(options, name).kind.description.replace("%", "%%"))
+
+
+def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct], **metavars: str) -> None:
+    """A flag for each field of ``options`` that is named, with what it says of itself: meaning, range or choices, default.
+
+    ``metavars``: what stands for the value in the help, by field; empty where there are choices. What is not given stays None,
+    and out of the options.
+    """
+    for name, metavar in metavars.items():
+        setting = _setting(options, name)
+        kind = setting.kind
+        default = "" if setting.default in (None, "") else f"default: {setting.default_text}"
+        facts = "; ".join(filter(None, (kind.range, default)))
+        text = f"{kind.description} ({facts})" if facts else kind.description
+        if kind.type is bool:
+            group.add_argument(setting.flag, action="store_true", default=None, help=kind.description)
+            continue
+        group.add_argument(
+            setting.flag,
+            type=kind.type if kind.type in (int, float) and not kind.is_size else str,
+            choices=kind.choices or None,
+            metavar=metavar or None,
+            help=text.replace("%", "%%"),
+        )
+
+
+def _setting(options: type[msgspec.Struct], name: str) -> Setting:
+    return next(setting for setting in settings_of(options) if setting.key == name)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -1,16 +1,12 @@
 """What ``penstock serve`` runs: from its options to the processes and their configuration, without starting anything."""
 
 import re
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from penstock_common import checkpoint
 from penstock_common.checkpoint import looks_like_a_path
-from penstock_common.config.checks import check_range, require
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.memory import Memory
 from penstock_local.cache_memory import check_cache_memory
@@ -18,122 +14,24 @@ from penstock_local.devices import assign
 from penstock_local.hub import check_hub
 from penstock_local.ports import LOOPBACK, check_free
 from penstock_local.process import ProcessSpec
-from penstock_local.settings import Settings, apply_settings
+from penstock_local.serve_options import ServeOptions
+from penstock_local.settings import apply_settings
 
 DRAIN_SECONDS = 30.0
 """Time that engines and frontends give running requests when they stop."""
 _STOP_MARGIN = 10.0
 """Seconds beyond the drain until a service that has not stopped is killed."""
-MAX_FRONTENDS = 64
-_EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "http.engine_metrics")
-"""Settings that the command sets differently for each of several frontends."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve and where: the flags of ``penstock serve``."""
-
-    model: str
-    """Directory of a checkpoint, or its id on the hub."""
-    served_model_name: str = ""
-    """What clients call the model; empty: the last part of ``model``."""
-    engines: int = 1
-    """Engine processes, each with the whole model."""
-    frontends: int = 1
-    """Frontend processes. Several share ``grpc_port`` and ``http_port``."""
-    host: str = LOOPBACK
-    """Interface of the public ports."""
-    grpc_port: int = 50051
-    http_port: int = 8000
-    """Several frontends have their metrics at the ports that follow this one."""
-    admin_port: int = 50053
-    """Of the first frontend's operators' API; further frontends have the ports that follow."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None: what the engine finds to fit."""
-    kv_cache_memory: int | None = None
-    """Bytes of each engine; None: what the engine finds to be free."""
-    threads_per_engine: int | None = None
-    """CPU threads; None: this machine's cores, shared evenly."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    settings: Settings = {}
-    """Settings that have no flag of their own, by service and key."""
-
-    def __post_init__(self) -> None:
-        require("MODEL", self.model)
-        check_range("--engines", self.engines, low=1, high=64)
-        check_range("--frontends", self.frontends, low=1, high=MAX_FRONTENDS)
-        if self.frontends > 1:
-            self._check_sharing()
-        check_range("--max-model-len", self.max_model_len, low=1)
-        check_range("--kv-cache-memory", self.kv_cache_memory, low=1)
-        check_range("--threads-per-engine", self.threads_per_engine, low=1, high=1024)
-        for flag, port in (
-            ("--grpc-port", self.grpc_port),
-            ("--http-port", self.http_port),
-            ("--admin-port", self.admin_port),
-        ):
-            check_range(flag, port, low=1, high=65_535)
-        ports = self.all_ports
-        if (highest := max(ports, key=lambda each: each[1]))[1] > 65_535:
-            raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
-        if len({port for _, port in ports}) < len(ports):
-            raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
-
-    def with_settings(self, service: str, config: dict[str, Any]) -> dict[str, Any]:
-        """A service's configuration with what ``settings`` say of it."""
-        return apply_settings(config, self.settings.get(service, {}))
-
-    @property
-    def admin_ports(self) -> list[int]:
-        """The port of each frontend's operators' API."""
-        return [self.admin_port + i for i in range(self.frontends)]
-
-    @property
-    def metrics_ports(self) -> list[int]:
-        """The port of each frontend's own ``/metrics``; empty for a single frontend, whose metrics are at the HTTP port."""
-        return [self.http_port + 1 + i for i in range(self.frontends)] if self.frontends > 1 else []
-
-    @property
-    def all_ports(self) -> list[tuple[str, int]]:
-        """Every port that users see, each with the flag that moves it."""
-        return [
-            ("--grpc-port", self.grpc_port),
-            ("--http-port", self.http_port),
-            *(("--admin-port", port) for port in self.admin_ports),
-            *(("--http-port", port) for port in self.metrics_ports),
-        ]
-
-    def _check_sharing(self) -> None:
-        if not hasattr(socket, "SO_REUSEPORT"):
-            raise ConfigError(f"--frontends is {self.frontends}; this system has no SO_REUSEPORT: it must be 1")
-        for key in _EACH_FRONTENDS_OWN:
-            if key in self.settings.get("frontend", {}):
-                raise ConfigError(f"--set frontend.{key}: with --frontends {self.frontends} each one has its own")
-
-    @property
-    def model_name(self) -> str:
-        """The name clients use: the given one, or the last part of the model's path or hub id."""
-        if self.served_model_name:
-            return self.served_model_name
-        path = Path(self.model).expanduser()
-        return path.resolve().name if path.is_dir() else self.model.rsplit("/", 1)[-1]
-
-    @property
-    def client_address(self) -> str:
-        """Where a client on this machine reaches the gRPC API."""
-        return f"{self.client_host}:{self.grpc_port}"
-
-    @property
-    def client_host(self) -> str:
-        """The host that a client on this machine connects to."""
-        return LOOPBACK if self.host in ("0.0.0.0", "localhost") else self.host
+def with_settings(options: ServeOptions, service: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A service's configuration with what ``options.settings`` say of it."""
+    return apply_settings(config, options.settings.get(service, {}))
 
 
 def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | None = None) -> None:
     """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine."""
-    settings = options.with_settings("engine", {})
+    settings = with_settings(options, "engine", {})
     model, cache = settings.get("model", {}), settings.get("cache", {})
     check_cache_memory(
         "engine.cache.kv_cache_memory" if "kv_cache_memory" in cache else "--kv-cache-memory",
@@ -175,7 +73,8 @@ def plan(
     coordinator = ProcessSpec(
         name="coordinator",
         module="penstock_coordinator",
-        config=options.with_settings(
+        config=with_settings(
+            options,
             "coordinator",
             {
                 "restart_grace": 0.0,  # no engine can be older than this coordinator: they end together
@@ -191,8 +90,8 @@ def plan(
         ProcessSpec(
             name=f"engine-{i}",
             module="penstock_enginecore",
-            config=options.with_settings(
-                "engine", _engine_config(options, f"engine-{i}", port, coordinator_address, threads)
+            config=with_settings(
+                options, "engine", _engine_config(options, f"engine-{i}", port, coordinator_address, threads)
             ),
             address=f"{LOOPBACK}:{port}",
             stop_stage=1,
@@ -215,7 +114,7 @@ def num_internal_ports(options: ServeOptions) -> int:
 def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Sequence[int]) -> list[ProcessSpec]:
     if options.frontends == 1:
         config = _frontend_config(options, coordinator_address, options.admin_port)
-        return [_frontend("frontend", options.with_settings("frontend", config), options.client_address)]
+        return [_frontend("frontend", with_settings(options, "frontend", config), options.client_address)]
     specs = []
     for i, health_port in enumerate(health_ports):
         config = _frontend_config(options, coordinator_address, options.admin_ports[i])
@@ -225,7 +124,7 @@ def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Se
         config["http"] |= {"reuse_port": True, "engine_metrics": i == 0}
         config["metrics"] = {"host": LOOPBACK, "port": options.metrics_ports[i]}
         address = f"{options.client_host}:{health_port}"
-        specs.append(_frontend(f"frontend-{i}", options.with_settings("frontend", config), address, plain_health=True))
+        specs.append(_frontend(f"frontend-{i}", with_settings(options, "frontend", config), address, plain_health=True))
     return specs
 
 

@@ -11,9 +11,10 @@ from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
-from penstock_local.plan import ServeOptions, check, num_internal_ports, plan
+from penstock_local.plan import check, num_internal_ports, plan
 from penstock_local.ports import LOOPBACK, free_ports
 from penstock_local.rpc.client import InferenceClient, ModelInfo
+from penstock_local.serve_options import ServeOptions
 from penstock_local.supervisor import StopRequest, Supervisor, run
 
 SERVICE = "penstock.inference.v1.InferenceService"

@@ -27,9 +27,6 @@ _OWN = (
 _OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")
 """Keys that the command sets itself: what is served, and the names of frontends."""
 
-Settings = Mapping[str, Mapping[str, Any]]
-"""Values by key, by service: coordinator, engine or frontend."""
-
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Read texts like ``engine.scheduler.policy=priority``, whose values are YAML. Raises ConfigError for a text of another form,

@@ -3,15 +3,16 @@
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock_common.config.checks import check_range
+from penstock_common.config.checks import check_flags
 from penstock_common.errors import PenstockError, RequestFailed
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_local.console import fail
@@ -48,15 +49,14 @@ class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Public API of that frontend, which is asked for its health."""
     others: tuple[str, ...] = ()
     """Operators' APIs of further frontends of the same cluster."""
-    interval: float = 1.0
-    """Seconds between two refreshes of the table."""
+    interval: Annotated[float, Meta(ge=0.05, le=3600, description="Seconds between two refreshes of the table.")] = 1.0
     once: bool = False
     """Print the table once and end."""
     json: bool = False
     """Print a JSON object once and end."""
 
     def __post_init__(self) -> None:
-        check_range("--interval", self.interval, low=0.05, high=3600)
+        check_flags(self)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

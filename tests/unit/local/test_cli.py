@@ -16,6 +16,24 @@ def test_help_explains_every_command(command: list[str], capsys: pytest.CaptureF
     assert "penstock" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("serve", "--engines N Engine processes, each with the model. (from 1 to 64; default: 1)"),
+        ("serve", "--device {auto,cpu,cuda} Where engines compute"),
+        ("bench", "--channels N Connections to the server. (from 1 to 256; default: 1)"),
+        ("bench", "--end-at-eos Outputs may end before their length."),
+    ],
+)
+def test_help_tells_what_the_options_say_of_themselves(
+    command: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert told in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_size_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "org/name", "--kv-cache-memory", "lots"]) == 2
     assert "--kv-cache-memory: 'lots' is not a size" in capsys.readouterr().err

@@ -14,8 +14,9 @@ from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
 from penstock_local.cache_memory import check_cache_memory
-from penstock_local.plan import ServeOptions, check, check_model, num_internal_ports, plan
+from penstock_local.plan import check, check_model, num_internal_ports, plan
 from penstock_local.process import ProcessSpec
+from penstock_local.serve_options import ServeOptions
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
 T = TypeVar("T", bound=msgspec.Struct)

@@ -8,9 +8,9 @@ import pytest
 from google.protobuf import json_format
 
 from penstock.inference.v1 import messages_pb2
-from penstock_local.plan import ServeOptions
 from penstock_local.rpc.client import ModelInfo
 from penstock_local.serve import ready_block
+from penstock_local.serve_options import ServeOptions
 
 
 def block(*capabilities: str) -> str:

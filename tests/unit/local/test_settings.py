@@ -3,7 +3,8 @@
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_local.plan import ServeOptions, plan
+from penstock_local.plan import plan
+from penstock_local.serve_options import ServeOptions
 from penstock_local.settings import parse_settings
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import socket
+from collections.abc import Callable
 
 import msgspec
 
@@ -18,8 +19,17 @@ def check_fields(section: str, config: msgspec.Struct) -> None:
     msgspec looks at them only where it converts; this is for ``__post_init__`` of structs that are also built by call.
     ``section`` stands in front of the fields' names in messages; empty: nothing does.
     """
+    _check(config, lambda name: f"{section}.{name}" if section else name)
+
+
+def check_flags(options: msgspec.Struct) -> None:
+    """The same of a command's options, by their flags: ``--max-model-len``."""
+    _check(options, lambda name: f"--{name.replace('_', '-')}")
+
+
+def _check(config: msgspec.Struct, key_of: Callable[[str], str]) -> None:
     for name, kind in _kinds(type(config)):
-        if refusal := kind.refusal(f"{section}.{name}" if section else name, getattr(config, name)):
+        if refusal := kind.refusal(key_of(name), getattr(config, name)):
             raise ConfigError(refusal)
 
 

@@ -1,11 +1,12 @@
 """What a benchmark does."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from penstock_common.config.checks import check_range
+from penstock_common.config.checks import check_flags, check_range
 from penstock_common.errors import ConfigError
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS, DEFAULT_INPUT_LEN = 8, 100, "128"
@@ -19,51 +20,82 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of ``penstock bench``."""
+    """The flags of ``penstock bench``. Without ``rate`` it is a closed loop of ``concurrency`` streams."""
 
     address: str
     model: str = ""
     """Empty: the one that is served."""
-    concurrency: int | None = None
-    """Requests that run at once in a closed loop; None: DEFAULT_CONCURRENCY. Means nothing beside ``rate``."""
-    rate: float | None = None
-    """Requests per second on average, sent at random times; None: a closed loop."""
-    requests: int | None = None
-    """How many are sent; None: DEFAULT_REQUESTS, or as many as ``duration`` allows."""
-    duration: float | None = None
-    """Seconds after which none is sent; None: no limit."""
-    warmup: int = 2
-    """Requests that are sent before and not counted."""
-    timeout: float | None = None
-    """Seconds of one request; None: no limit."""
-    channels: int = 1
-    """Connections to the server."""
-    prompts: str = ""
-    """File with the prompts; empty: random token ids."""
-    input_len: str = ""
-    """Tokens of random prompts, ``N`` or ``LOW:HIGH``; empty: DEFAULT_INPUT_LEN."""
-    output_len: str = "128"
-    """New tokens of a request, ``N`` or ``LOW:HIGH``."""
-    shared_prefix_len: int = 0
-    """Tokens that all random prompts begin with, in addition to ``input_len``."""
-    end_at_eos: bool = False
-    """Whether outputs may end before their length."""
-    bench_seed: int = 0
-    """Of random prompts, lengths and times."""
-    json: str = ""
-    """File for the results; ``-``: standard output; empty: none."""
-    plot: str = ""
-    """File for the plot; empty: none."""
+    concurrency: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=65_536,
+                description="Requests at once, each followed by the next; unset: 8, unless there is a rate.",
+            ),
+        ]
+        | None
+    ) = None
+    rate: (
+        Annotated[
+            float,
+            Meta(ge=0.001, le=1_000_000, description="Requests per second on average, at random (Poisson) times."),
+        ]
+        | None
+    ) = None
+    requests: (
+        Annotated[
+            int, Meta(ge=1, le=2**31, description="Requests to send; unset: 100, or as many as --duration allows.")
+        ]
+        | None
+    ) = None
+    duration: (
+        Annotated[
+            float,
+            Meta(
+                ge=0.001,
+                le=604_800,
+                description="Seconds after which none is sent any more; those that were sent may end.",
+            ),
+        ]
+        | None
+    ) = None
+    warmup: Annotated[int, Meta(ge=0, le=2**31, description="Requests before, which are not counted.")] = 2
+    timeout: (
+        Annotated[float, Meta(ge=0.001, description="Seconds that a request may take; unset: any time.")] | None
+    ) = None
+    channels: Annotated[int, Meta(ge=1, le=256, description="Connections to the server.")] = 1
+    prompts: Annotated[
+        str,
+        Meta(
+            description="File of prompts to use over and over: a text per line, or JSON objects with prompt (text or token ids) "
+            "and, if wanted, max_tokens."
+        ),
+    ] = ""
+    input_len: Annotated[str, Meta(description="Tokens of random prompts, N or LOW:HIGH; empty: 128.")] = ""
+    output_len: Annotated[str, Meta(description="New tokens of a request, N or LOW:HIGH.")] = "128"
+    shared_prefix_len: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**31,
+            description="Tokens that random prompts begin with, the same for all, on top of --input-len.",
+        ),
+    ] = 0
+    end_at_eos: Annotated[bool, Meta(description="Outputs may end before their length.")] = False
+    bench_seed: Annotated[int, Meta(description="Seed of random prompts, lengths and times.")] = 0
+    json: Annotated[
+        str, Meta(description="File that also gets the results, request by request, as JSON; - for standard output.")
+    ] = ""
+    plot: Annotated[
+        str,
+        Meta(description="File (.png, .svg, .pdf) that also gets the results drawn; needs matplotlib: penstock[plot]."),
+    ] = ""
     sampling: Mapping[str, Any] = {}
     """Fields of SamplingParams."""
 
     def __post_init__(self) -> None:
-        check_range("--concurrency", self.concurrency, low=1, high=65_536)
-        check_range("--rate", self.rate, low=0.001, high=1e6)
-        check_range("--requests", self.requests, low=1)
-        check_range("--duration", self.duration, low=0.001, high=604_800)
-        check_range("--timeout", self.timeout, low=0.001)
-        check_range("--channels", self.channels, low=1, high=256)
+        check_flags(self)
         if self.prompts and (self.input_len or self.shared_prefix_len):
             raise ConfigError("--input-len and --shared-prefix-len are for random prompts; --prompts brings its own")
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):

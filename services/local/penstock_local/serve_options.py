@@ -1,0 +1,134 @@
+"""The flags of ``penstock serve``: what they mean, and which values they may have."""
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_flags, require
+from penstock_common.config.sizes import ByteSize
+from penstock_common.errors import ConfigError
+from penstock_local.ports import LOOPBACK
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Values by key, by service: coordinator, engine or frontend."""
+
+_EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "http.engine_metrics")
+"""Settings that the command sets differently for each of several frontends."""
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to serve and where: the flags of ``penstock serve``."""
+
+    model: Annotated[str, Meta(description="Directory of a Hugging Face checkpoint, or its id on the hub.")]
+    served_model_name: Annotated[str, Meta(description="Name that clients use; empty: the end of MODEL.")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and activations; auto: the checkpoint's own."),
+    ] = "auto"
+    max_model_len: (
+        Annotated[int, Meta(ge=1, description="Tokens of the longest sequence; unset: what fits.")] | None
+    ) = None
+    engines: Annotated[int, Meta(ge=1, le=64, description="Engine processes, each with the model.")] = 1
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Where engines compute, a GPU each; auto: on GPUs where there are some."),
+    ] = "auto"
+    kv_cache_memory: (
+        Annotated[
+            ByteSize,
+            Meta(
+                ge=1,
+                description="Bytes of each engine's KV cache, e.g. 512MiB, 4GiB; unset: by the memory that is free.",
+            ),
+        ]
+        | None
+    ) = None
+    threads_per_engine: (
+        Annotated[
+            int, Meta(ge=1, le=1024, description="CPU threads of each engine; unset: the cores are shared evenly.")
+        ]
+        | None
+    ) = None
+    frontends: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Frontend processes that share the gRPC and the HTTP port, for more streams."),
+    ] = 1
+    host: Annotated[str, Meta(description="Interface to listen on; 127.0.0.1: this machine alone.")] = LOOPBACK
+    grpc_port: Annotated[int, Meta(ge=1, le=65_535, description="Port of the public gRPC API.")] = 50051
+    http_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_535,
+            description="Port of the OpenAI API, health and metrics; several frontends have metrics on the ports behind it.",
+        ),
+    ] = 8000
+    admin_port: Annotated[
+        int,
+        Meta(ge=1, le=65_535, description="Port of the operators' gRPC API; several frontends have theirs from it on."),
+    ] = 50053
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least level that the services log.")
+    ] = "info"
+    settings: Settings = {}
+    """Settings that have no flag of their own, by service and key."""
+
+    def __post_init__(self) -> None:
+        require("MODEL", self.model)
+        check_flags(self)
+        if self.frontends > 1:
+            self._check_sharing()
+        ports = self.all_ports
+        if (highest := max(ports, key=lambda each: each[1]))[1] > 65_535:
+            raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
+        if len({port for _, port in ports}) < len(ports):
+            raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
+
+    @property
+    def admin_ports(self) -> list[int]:
+        """The port of each frontend's operators' API."""
+        return [self.admin_port + i for i in range(self.frontends)]
+
+    @property
+    def metrics_ports(self) -> list[int]:
+        """The port of each frontend's own ``/metrics``; empty for a single frontend, whose metrics are at the HTTP port."""
+        return [self.http_port + 1 + i for i in range(self.frontends)] if self.frontends > 1 else []
+
+    @property
+    def all_ports(self) -> list[tuple[str, int]]:
+        """Every port that users see, each with the flag that moves it."""
+        return [
+            ("--grpc-port", self.grpc_port),
+            ("--http-port", self.http_port),
+            *(("--admin-port", port) for port in self.admin_ports),
+            *(("--http-port", port) for port in self.metrics_ports),
+        ]
+
+    def _check_sharing(self) -> None:
+        if not hasattr(socket, "SO_REUSEPORT"):
+            raise ConfigError(f"--frontends is {self.frontends}; this system has no SO_REUSEPORT: it must be 1")
+        for key in _EACH_FRONTENDS_OWN:
+            if key in self.settings.get("frontend", {}):
+                raise ConfigError(f"--set frontend.{key}: with --frontends {self.frontends} each one has its own")
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use: the given one, or the last part of the model's path or hub id."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model).expanduser()
+        return path.resolve().name if path.is_dir() else self.model.rsplit("/", 1)[-1]
+
+    @property
+    def client_address(self) -> str:
+        """Where a client on this machine reaches the gRPC API."""
+        return f"{self.client_host}:{self.grpc_port}"
+
+    @property
+    def client_host(self) -> str:
+        """The host that a client on this machine connects to."""
+        return LOOPBACK if self.host in ("0.0.0.0", "localhost") else self.host
