@@ -174,7 +174,7 @@ class OtherScheduler(DefaultScheduler):
 class StuckScheduler(DefaultScheduler):
     """Takes requests and starts none."""
 
-    def _schedule_group(self, *_: object) -> None:
+    def _schedule_requests(self, *_: object) -> None:
         pass
 
 

@@ -140,7 +140,7 @@ class DefaultScheduler(Scheduler):
             if self._trial:
                 self._schedule_in_turns(output)
             else:
-                self._schedule_group(output, self._running.requests.copy(), self._start_waiting.schedule)
+                self._schedule_requests(output, self._running.requests.copy(), self._start_waiting.schedule)
             output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running.requests)
             if output.num_scheduled_tokens:
                 self._next_step += 1
@@ -148,7 +148,7 @@ class DefaultScheduler(Scheduler):
         output.finished_request_ids = self._lifecycle.take_finished_keys()
         return output
 
-    def _schedule_group(
+    def _schedule_requests(
         self, output: SchedulerOutput, running: list[Request], start_waiting: Callable[[SchedulerOutput], None]
     ) -> None:
         had_preempted = self._preemption.num_preemptions
@@ -159,11 +159,11 @@ class DefaultScheduler(Scheduler):
     def _schedule_in_turns(self, output: SchedulerOutput) -> None:
         """While a step's failure is looked into: a step of the suspects that are tried, then one of all others."""
         self._trial.settle(self._requests.by_key)
-        suspects = self._trial.group
+        suspects = self._trial.subset
         suspects_turn = self._trial.next_turn()
         for of_suspects in (suspects_turn, not suspects_turn):
             running = [request for request in self._running if (request.key in suspects) is of_suspects]
-            self._schedule_group(output, running, self._start_suspects if of_suspects else self._start_others)
+            self._schedule_requests(output, running, self._start_suspects if of_suspects else self._start_others)
             if output.num_scheduled_tokens:
                 return
 
@@ -178,7 +178,7 @@ class DefaultScheduler(Scheduler):
 
     def _waiting_suspects(self) -> list[Request]:
         requests = self._requests.by_key
-        return [requests[key] for key in self._trial.group if key in requests and requests[key].hold == Hold.TRIAL]
+        return [requests[key] for key in self._trial.subset if key in requests and requests[key].hold == Hold.TRIAL]
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """Requests of a step that get a token which a grammar decides on, in batch order."""
@@ -203,7 +203,7 @@ class DefaultScheduler(Scheduler):
         self._lifecycle.ended_by_step(self._results.take(scheduler_output, model_output, self._requests.by_key))
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
-        """Let every request be computed again, those of the failed step in groups of their own."""
+        """Let every request be computed again, those of the failed step in subsets of their own."""
         requests = self._requests.by_key
         targets = {key: count for key, count in scheduler_output.num_tokens_after.items() if key in requests}
         began = {new.request_id for new in scheduler_output.new_requests}

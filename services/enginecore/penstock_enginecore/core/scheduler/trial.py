@@ -1,4 +1,4 @@
-"""Which request a step fails of. A state machine: failed steps and progress in, groups of requests to try out."""
+"""Which request a step fails of. A state machine: failed steps and progress in, subsets of requests to try out."""
 
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -10,9 +10,9 @@ GOOD_STEPS = 100
 
 
 class StepTrial:
-    """The requests of a failed step are suspects, and are tried in groups: one group at a time, in steps with nobody else.
+    """The requests of a failed step are suspects, and are tried in subsets: one at a time, in steps with nobody else.
 
-    A group whose step fails is parted in two; a request that fails alone is to blame. A suspect that gets as far as the failed
+    A subset whose step fails is parted in two; a request that fails alone is to blame. A suspect that gets as far as the failed
     step would have brought it has passed, and is one of the others again. So one request of n is found in about log2(n) failed
     steps, and mostly in two, because those that began in the failed step are tried first. Steps of the suspects take turns with
     steps of all others, which a failure of the suspects therefore never names.
@@ -21,7 +21,7 @@ class StepTrial:
     """
 
     def __init__(self) -> None:
-        self._groups: deque[dict[str, int]] = deque()
+        self._subsets: deque[dict[str, int]] = deque()
         self._found = False
         self._suspects_turn = True
         self._num_good_steps = 0
@@ -30,15 +30,15 @@ class StepTrial:
 
     def __bool__(self) -> bool:
         """Whether there are suspects."""
-        return bool(self._groups)
+        return bool(self._subsets)
 
     def __contains__(self, key: str) -> bool:
-        return any(key in group for group in self._groups)
+        return any(key in subset for subset in self._subsets)
 
     @property
-    def group(self) -> Collection[str]:
+    def subset(self) -> Collection[str]:
         """Keys of the suspects whose turn it is to be tried."""
-        return self._groups[0].keys() if self._groups else ()
+        return self._subsets[0].keys() if self._subsets else ()
 
     def failed(self, targets: Mapping[str, int], *, new: Collection[str], alone: bool) -> str | None:
         """A step failed. ``targets``: its living requests, ``new``: those of them that began in it, ``alone``: whether it had
@@ -55,23 +55,23 @@ class StepTrial:
         began = [key for key in targets if key in new]
         keys = began + [key for key in targets if key not in new]
         half = len(began) if 0 < len(began) < len(keys) else (len(keys) + 1) // 2
-        groups = [{key: targets[key] for key in part} for part in (keys[:half], keys[half:]) if part]
-        self._groups.extendleft(reversed(groups))
-        if not groups:
+        subsets = [{key: targets[key] for key in part} for part in (keys[:half], keys[half:]) if part]
+        self._subsets.extendleft(reversed(subsets))
+        if not subsets:
             self._conclude()
         return None
 
     def settle(self, requests: Mapping[str, Request]) -> None:
         """Let suspects go that have passed, or have ended. ``requests``: the living ones."""
-        while self._groups:
-            group = self._groups[0]
-            for key, target in list(group.items()):
+        while self._subsets:
+            subset = self._subsets[0]
+            for key, target in list(subset.items()):
                 request = requests.get(key)
                 if request is None or request.num_processed_tokens >= target:
-                    del group[key]
-            if group:
+                    del subset[key]
+            if subset:
                 return
-            self._groups.popleft()
+            self._subsets.popleft()
             self._conclude()
 
     def next_turn(self) -> bool:
@@ -81,18 +81,18 @@ class StepTrial:
 
     def step_done(self) -> None:
         """A step did not fail."""
-        if self.num_unexplained and not self._groups:
+        if self.num_unexplained and not self._subsets:
             self._num_good_steps += 1
             if self._num_good_steps >= GOOD_STEPS:
                 self.num_unexplained = 0
 
     def _remove(self, key: str) -> None:
-        for group in self._groups:
-            group.pop(key, None)
-        self._groups = deque(group for group in self._groups if group)
+        for subset in self._subsets:
+            subset.pop(key, None)
+        self._subsets = deque(subset for subset in self._subsets if subset)
 
     def _conclude(self) -> None:
-        if self._groups:
+        if self._subsets:
             return
         self.num_unexplained = 0 if self._found else self.num_unexplained + 1
         self._found = False

@@ -32,11 +32,11 @@ class Steps:
 
     def run(self) -> "Steps":
         while self.trial:
-            group = list(self.trial.group)
-            if self.culprits & set(group):
-                self.fail(group)
+            subset = list(self.trial.subset)
+            if self.culprits & set(subset):
+                self.fail(subset)
             else:
-                for key in group:
+                for key in subset:
                     self.requests[key].num_processed_tokens = TARGET
                 self.trial.step_done()
             self.trial.settle(self.requests)
@@ -70,7 +70,7 @@ def test_a_suspect_that_has_ended_is_tried_no_more() -> None:
     del steps.requests["a"]
     steps.trial.settle(steps.requests)
     assert "a" not in steps.trial
-    assert list(steps.trial.group) == ["b"]
+    assert list(steps.trial.subset) == ["b"]
 
 
 def test_suspects_and_others_take_turns() -> None:
