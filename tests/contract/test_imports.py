@@ -42,13 +42,27 @@ def offenders(paths: Iterator[Path], *forbidden: str) -> list[str]:
     ]
 
 
+def modules_of_core() -> Iterator[Path]:
+    for path in modules("penstock_enginecore"):
+        if "core" in path.parts[path.parts.index("penstock_enginecore") + 1 :]:
+            yield path
+
+
 def test_the_engines_core_imports_neither_torch_nor_grpc_nor_generated_stubs() -> None:
-    core = (
-        path
-        for path in modules("penstock_enginecore")
-        if "core" in path.parts[path.parts.index("penstock_enginecore") + 1 :]
-    )
-    assert offenders(core, "torch", "transformers", "grpc", "penstock", "google.protobuf", "penstock_common.rpc") == []
+    forbidden = ("torch", "transformers", "grpc", "penstock", "google.protobuf", "penstock_common.rpc")
+    assert offenders(modules_of_core(), *forbidden) == []
+
+
+def test_the_engines_core_has_no_files_signals_sockets_or_processes() -> None:
+    forbidden = ("os", "pathlib", "shutil", "tempfile", "signal", "socket", "subprocess", "multiprocessing", "asyncio")
+    assert offenders(modules_of_core(), *forbidden) == []
+
+
+def test_the_engines_core_imports_nothing_of_the_engine_but_its_settings() -> None:
+    package = SERVICES / "enginecore/penstock_enginecore"
+    rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"} - {"core", "config"}
+    forbidden = (f"penstock_enginecore.{room}" for room in rooms)
+    assert offenders(modules_of_core(), *forbidden) == []
 
 
 @pytest.mark.parametrize("package", ["penstock_frontend", "penstock_coordinator", "penstock_common", "penstock_local"])
