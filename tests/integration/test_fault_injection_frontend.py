@@ -211,7 +211,7 @@ class Panicking:
 
 
 def panicking(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = system.frontend.frontend._llm._tokenizer
+    tokenizer = system.frontend.frontend._llm.tokenizer
     monkeypatch.setattr(tokenizer, "_backend", Panicking(tokenizer._backend))
 
 
@@ -225,7 +225,7 @@ class PanickingDecoder(Panicking):
 
 
 def panicking_at_a_token(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = system.frontend.frontend._llm._tokenizer
+    tokenizer = system.frontend.frontend._llm.tokenizer
     monkeypatch.setattr(tokenizer, "_backend", PanickingDecoder(tokenizer._backend))
     mangled(lambda output: output.new_token_ids.__setitem__(0, PANIC_TOKEN))(system, monkeypatch)
 
@@ -424,7 +424,7 @@ async def test_a_message_of_a_session_that_cannot_be_read_ends_no_request_of_it(
 
 async def until_draining(system: System) -> None:
     async with asyncio.timeout(PATIENCE):
-        while system.frontend.frontend._engines.num_engines:
+        while system.frontend.frontend._engines.view.num_engines:
             await asyncio.sleep(0.005)
 
 

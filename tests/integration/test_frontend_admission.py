@@ -142,7 +142,7 @@ class Spy:
 
     def __init__(self, server: FrontendServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        tokenizer = server.frontend._tokenizer
+        tokenizer = server.frontend._llm.tokenizer
         for name in ("encode", "encode_all", "encode_pairs", "in_pool"):
             monkeypatch.setattr(tokenizer, name, self._counted(getattr(tokenizer, name)))
 
@@ -228,7 +228,7 @@ async def test_a_request_that_comes_too_late_is_not_even_tokenized(
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         await frontend.until_health(serving=True)
         spy = Spy(frontend, monkeypatch)
-        llm, chats = frontend.frontend._llm, frontend.frontend._chat
+        llm, chats = frontend.frontend._llm, frontend.frontend._assembly.chat
         lives = [llm.accept("a"), llm.accept("b")]
         for outputs in (llm.generate(generates, lives[0]), chats.run(converses, lives[1])):
             with pytest.raises(DeadlineExceeded, match="before the request was begun"):
@@ -236,6 +236,6 @@ async def test_a_request_that_comes_too_late_is_not_even_tokenized(
         for live in lives:
             llm.release(live)
         with pytest.raises(DeadlineExceeded, match="before the request was begun"):
-            await llm.pool(embeds)
+            await llm.run_pooling(embeds)
         assert spy.count == 0
         assert not engine.requests

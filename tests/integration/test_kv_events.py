@@ -110,7 +110,7 @@ async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: Fronten
 async def test_every_engine_is_a_rank_with_numbers_of_its_own(model: Path) -> None:
     a, b = caching("a"), caching("b")  # both call themselves rank 0
     async with a, b, FrontendServer(model, engines=[a.address, b.address]) as frontend:
-        await eventually(lambda: frontend.frontend._engines.num_engines == 2)
+        await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
         call = await subscribe(frontend)
         tell(a, stored(1))
         batches = [await anext(aiter(call))]
@@ -134,7 +134,7 @@ async def test_the_blocks_of_an_engine_that_goes_away_are_removed(watched: Front
 
 async def test_a_subscription_that_ends_is_forgotten(watched: FrontendServer, telling: FakeEngine) -> None:
     call = await subscribe(watched)
-    feed: Any = watched.frontend._engines._kv_events
+    feed: Any = watched.frontend._engines._pool._listener._kv_events
     assert len(feed._subscriptions) == 1
     call.cancel()
     await eventually(lambda: not feed._subscriptions)

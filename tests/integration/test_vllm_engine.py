@@ -241,7 +241,7 @@ async def test_a_request_can_be_pinned_to_an_engine(model: Path) -> None:
         for engine in engines:
             await engine.until(lambda e: e.sessions)
         await frontend.until_health(serving=True)
-        await eventually(lambda: frontend.frontend._engines.num_engines == 2)
+        await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
         for _ in range(3):
             await VllmClient(frontend).outputs(data_parallel_rank=1, max_tokens=1)
     assert [len(engine.requests) for engine in engines] == [0, 3]

@@ -1,12 +1,10 @@
 """The model as the public APIs see it: prompts in, streams of output out."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from penstock_common.errors import (
-    Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     RequestFailed,
@@ -17,75 +15,18 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.engine.base import EngineClient
-from penstock_frontend.observe import ObservedRequest, RequestObserver
+from penstock_frontend.live_request import LiveRequest
+from penstock_frontend.observe import RequestObserver
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.pooling_calls import PoolingCalls
+from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.collector import OutputCollector
-from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.outputs.processor import OutputProcessor, RequestState
+from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult, check_generates
 from penstock_frontend.processing.prompts import parallel_sampling
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
 from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
-
-
-class LiveRequest:
-    """A request between acceptance and release. ``request_id``: what its client calls it, a label that others may have, too;
-    ``name``: tenant and id under which it can be aborted from outside, if that is so.
-
-    ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``done``: all of its output
-    was made. ``released``: it is over.
-    """
-
-    __slots__ = (
-        "_aborted",
-        "_wait",
-        "demand",
-        "done",
-        "name",
-        "observed",
-        "prompt_token_ids",
-        "released",
-        "request",
-        "request_id",
-        "states",
-    )
-
-    def __init__(
-        self, request_id: str, observed: ObservedRequest, demand: Demand, name: tuple[str, str] | None = None
-    ) -> None:
-        self.request_id = request_id
-        self.name = name
-        self.demand = demand
-        self.observed = observed
-        self.request: GenerateRequest | PoolingRequest | None = None
-        self.prompt_token_ids: Sequence[int] = ()
-        self.states: Sequence[RequestState] = ()
-        self.done = False
-        self.released = False
-        self._aborted = False
-        self._wait: asyncio.Timeout | None = None
-
-    @contextlib.asynccontextmanager
-    async def until_aborted(self) -> AsyncIterator[None]:
-        """What is waited for inside ends with Cancelled when the request is aborted."""
-        try:
-            async with asyncio.timeout(0 if self._aborted else None) as self._wait:
-                yield
-        except TimeoutError:
-            if not self._aborted:
-                raise
-            raise Cancelled(f"request {self.request_id} was aborted", reason="ABORTED") from None
-        finally:
-            self._wait = None
-
-    def abort(self) -> None:
-        """End what is waited for. Idempotent."""
-        if self._wait is not None and not self._aborted:
-            self._wait.reschedule(0)
-        self._aborted = True
 
 
 class AsyncLLM:
@@ -110,7 +51,7 @@ class AsyncLLM:
         self.engines = engines
         self.inputs = inputs
         self.pooling = pooling
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._outputs = outputs
         self._admission = Admission(limits)
         self._pace = Pace(SEQUENCES_PER_TURN)
@@ -137,8 +78,8 @@ class AsyncLLM:
     @property
     def vocab_size(self) -> int:
         """Number of token ids: the engines', or the tokenizer's while none is up."""
-        limits = self.engines.limits
-        return limits.vocab_size if limits else self._tokenizer.vocab_size
+        limits = self.engines.view.limits
+        return limits.vocab_size if limits else self.tokenizer.vocab_size
 
     def accept(self, given_id: str, demand: Demand = Demand(), *, abortable: bool = False) -> LiveRequest:  # noqa: B008 - it is immutable
         """Take responsibility for a request, which takes up ``demand`` until it is released.
@@ -224,7 +165,7 @@ class AsyncLLM:
             self.engines.abort([state.request_id for state in running], "the client ended it")
         return bool(live.states)
 
-    async def pool(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
+    async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
         """The vectors of a pooling request's inputs, and its id. ``abortable``: see ``accept``. Raises RequestFailed."""
         live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
         get_logger().debug(
@@ -246,7 +187,7 @@ class AsyncLLM:
     async def reads_pairs(self, time_left: float | None) -> bool:
         """Whether the model scores pairs itself. Waits for an engine that can tell, ``time_left`` seconds at most."""
         await self.engines.wait_until_usable(None if time_left is None else time.time() + time_left)
-        return PoolingTask.SCORE.name.lower() in self.engines.capabilities
+        return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
         """End a tenant's abortable requests by the ids their clients gave. Those that do not run are passed over.
@@ -282,23 +223,15 @@ class AsyncLLM:
     async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
         """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
         self.inputs.check_length(text, field="text")
-        if (limits := self.engines.limits) is not None:
+        if (limits := self.engines.view.limits) is not None:
             check_size(text, limits.max_model_len, field="text")
-        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""
         self.inputs.check_length(token_ids, field="token_ids")
         check_token_ids(token_ids, self.vocab_size, field="token_ids")
-        return await self._tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def text_of(self, token_id: int) -> str:
-        """The text of a token behind another one. See ``Tokenizer.text_of``."""
-        return self._tokenizer.text_of(token_id)
-
-    def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """Turns tokens behind ``context`` into text, one by one."""
-        return IncrementalDetokenizer(self._tokenizer, context, skip_special_tokens=skip_special_tokens)
+        return await self.tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def drain(self, limit: float) -> int:
         """Refuse new requests and wait for running ones, ``limit`` seconds at most. Returns how many are left."""
@@ -319,9 +252,9 @@ class AsyncLLM:
 
     async def _start(self, request: GenerateRequest, live: LiveRequest) -> None:
         await self._pace.take()
-        core_request = await self.inputs.process(request, live.request_id, self.engines.limits)
+        core_request = await self.inputs.process(request, live.request_id, self.engines.view.limits)
         limits = await self.engines.wait_until_usable(request.context.deadline)
-        check_generates(self.engines.capabilities)
+        check_generates(self.engines.view.capabilities)
         self.inputs.check(core_request, limits)
         get_logger().debug(
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority

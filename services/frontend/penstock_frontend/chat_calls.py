@@ -8,7 +8,8 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import OutputKind, StructuredOutput
 from penstock_frontend.admission import check_deadline
-from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
 from penstock_frontend.processing.chat.rendering import ChatRenderer, ChatRequest
 from penstock_frontend.processing.chat.tool_choice import check_choice, tool_constraint
@@ -26,13 +27,9 @@ class ChatCalls:
 
     def __init__(self, llm: AsyncLLM, renderer: ChatRenderer, parsers: Parsers, tokenizer: Tokenizer) -> None:
         self._llm = llm
-        self._renderer = renderer
+        self.renderer = renderer
         self._parsers = parsers
         self._tokenizer = tokenizer
-
-    async def render(self, request: ChatRequest) -> GenerateRequest:
-        """The request with the prompt that its conversation becomes. Raises RequestFailed."""
-        return await self._renderer.render(request)
 
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
         """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
@@ -40,7 +37,7 @@ class ChatCalls:
         self._llm.inputs.check_model(request.context.model)
         check_choice(request.tools, request.tool_choice, request.named_tool)
         parsers = self._parsers if request.may_call else self._parsers._replace(tool=None)
-        rendered = self._constrained(request, await self._renderer.render(request), parsers)
+        rendered = self._constrained(request, await self.renderer.render(request), parsers)
         prompt = str(rendered.prompt)
 
         def make_parser() -> AnswerParser:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from penstock_common.errors import DeadlineExceeded
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.engine.base import EngineClient
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
+from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.pooling.inputs import PoolingInputs, PoolingRequest, PoolingResult
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
 
@@ -27,9 +27,9 @@ class PoolingCalls:
 
         Raises RequestFailed: the first failure is that of the call.
         """
-        core_requests = await self.inputs.process(request, request_id, self._engines.limits)
+        core_requests = await self.inputs.process(request, request_id, self._engines.view.limits)
         limits = await self._engines.wait_until_usable(request.context.deadline)
-        self.inputs.check(request, core_requests, limits, self._engines.capabilities)
+        self.inputs.check(request, core_requests, limits, self._engines.view.capabilities)
         states: list[PooledState] = []
         try:
             for core_request in core_requests:  # those that were sent stay in the list if one fails

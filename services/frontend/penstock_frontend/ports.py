@@ -1,10 +1,18 @@
-"""What the rooms of the frontend know of each other: limits go from the engines to processing, outputs come back."""
+"""What the rooms of the frontend know of each other.
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+Requests go from the calls to the engines, outputs come back from the engines to processing, and everybody may look at what is
+known of the engines.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from penstock_common.errors import RequestFailed
+from penstock_common.types.cluster import EngineStatus
 from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
 
 
@@ -16,6 +24,33 @@ class ModelLimits(NamedTuple):
     max_model_len: int
     vocab_size: int
     hidden_size: int | None = None
+
+
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a connected engine is that requests may name."""
+
+    rank: int
+    """No two engines have the same."""
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+    """Used share of the KV cache, 0 to 1."""
+    capacity: int
+    """Tokens that its KV cache holds."""
+    max_running: int
+    """Requests that it runs at once, 0 where it does not say."""
+    cache_hit_rate: float
+    """Share of the prompt tokens looked up since its start that its prefix cache had, 0 to 1."""
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines whose tokens depend on the same configuration."""
+
+    config_hash: str
+    """Empty where the engines do not say."""
+    engine_ids: tuple[str, ...]
+    differs: Mapping[str, str]
+    """Of what tokens depend on, by name, that which is not the same in all variants."""
 
 
 class OutputHandler(Protocol):
@@ -38,3 +73,60 @@ class OutputHandler(Protocol):
 
     def moved(self, request_ids: Iterable[str]) -> None:
         """These requests have lost their engine and go on elsewhere: the clock of their outputs is another one."""
+
+
+class EngineView(Protocol):
+    """What is known of the engines now."""
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What every connected engine can take; None while there is none."""
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """What at least one connected engine serves."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests now."""
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """The engines as this frontend sees them, connected or not."""
+
+    def variants(self) -> Sequence[Variant]:
+        """The variants among the connected engines, by their hashes."""
+
+    def rank_loads(self) -> Sequence[RankLoad]:
+        """The load of every connected engine that requests may name, by rank."""
+
+
+class EngineClient(Protocol):
+    """Takes requests to engines. Their outputs come through an OutputHandler."""
+
+    @property
+    def view(self) -> EngineView:
+        """What is known of the engines."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether an engine takes requests now."""
+
+    async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
+        """Wait for an engine, until ``deadline`` (Unix seconds) at most. Returns what all of them can take.
+
+        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where too many requests wait already.
+        """
+
+    def add(self, *requests: EngineCoreRequest) -> None:
+        """Start requests that belong together on one engine. Raises InvalidArgument when they name one that is not there."""
+
+    def abort(self, request_ids: Iterable[str], reason: str) -> None:
+        """End those of the requests that have not ended, wherever they are; nothing more comes of them."""
+
+    async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
+        """Call a registered method on every connected engine, or on that with the id ``engine``. Returns by engine id what it
+        answered, or the RequestFailed that the call ended with.
+        """
+
+    def refuse(self) -> None:
+        """Take no more requests; those that wait for an engine fail."""

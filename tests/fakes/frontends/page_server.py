@@ -45,7 +45,7 @@ class PageServer:
         self.capabilities: Sequence[str] = ("generate",)
         self.limits: ModelLimits | None = ModelLimits(2048, 4096)
         page = Page(
-            self,  # type: ignore[arg-type]  # the part of an EngineClient that the page asks
+            self,  # type: ignore[arg-type]  # the part of an EngineView that the page asks
             model="tiny",
             chat=chat,
             serving=lambda: self.serving,
@@ -87,7 +87,7 @@ class PageServer:
         self.set_engine(state=EngineState.DEAD)
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """See EngineClient."""
+        """The engines, as the page shows them."""
         return self.engines
 
     async def _complete(self, request: Request) -> Response:

@@ -44,7 +44,7 @@ class OracleCluster:
         """Wait until the frontend uses so many engines; without a number, all."""
         wanted = len(self.engines) if count is None else count
         async with asyncio.timeout(TIMEOUT):
-            while self.frontend.frontend._engines.num_engines != wanted:
+            while self.frontend.frontend._engines.view.num_engines != wanted:
                 await asyncio.sleep(0.01)
 
     async def until_held(self, count: int) -> None:

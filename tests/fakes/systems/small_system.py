@@ -151,5 +151,5 @@ async def started(model: Path) -> AsyncIterator[System]:
                 coordinator=FrontendCoordinatorConfig(address=address_of(coordinator), reconnect_max=0.05),
             )
         )
-        await eventually(lambda: frontend.frontend._engines.num_engines == len(engines))
+        await eventually(lambda: frontend.frontend._engines.view.num_engines == len(engines))
         yield System(frontend, engines, coordinator.registry)

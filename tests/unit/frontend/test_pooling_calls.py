@@ -39,6 +39,10 @@ class SilentEngines:
         self.changed = asyncio.Event()
         self.refuses_from = 100
 
+    @property
+    def view(self) -> "SilentEngines":
+        return self
+
     async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
         return self.limits
 

@@ -1,6 +1,7 @@
 """One engine's address, and the session to it, renewed whenever it breaks."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from penstock_common.errors import Unavailable
@@ -50,8 +51,10 @@ class EngineConnection:
         *,
         incarnation: str,
         listener: ConnectionListener,
+        on_lost: Callable[["EngineConnection"], None],
         credentials: ClientCredentials,
     ) -> None:
+        """``on_lost``: called when a session is over, after the listener has heard of it."""
         self.address = address
         self.status: EngineStatus | None = None
         self.rank: int | None = None
@@ -69,6 +72,7 @@ class EngineConnection:
         self._watchdog = Watchdog(config.detection, _now())
         self._incarnation = incarnation
         self._listener = listener
+        self._on_lost = on_lost
         self._credentials = credentials
         self._reconnector = Reconnector(self._serve, peer=f"engine at {address}", max_delay=_MAX_RECONNECT_DELAY)
         self._task = asyncio.create_task(self._reconnector.run(), name=f"engine {address}")
@@ -158,6 +162,7 @@ class EngineConnection:
         if not self._reconnector.closing:
             get_logger().warning("engine gone", engine=self.name, reason=reason)
         self._listener.on_down(self, reason)
+        self._on_lost(self)
 
     async def _run(self, session: EngineSession) -> str:
         """Hand on what the engine says, and watch it. Returns why the session is over."""

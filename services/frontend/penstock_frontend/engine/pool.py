@@ -1,13 +1,17 @@
-"""The connections to all engines, following the list of engines."""
+"""The connections to all engines, following the list of engines, and what goes to an engine on them."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
+from penstock_common.errors import Internal
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.types.cluster import ClusterView, EngineState
-from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
+from penstock_frontend.engine.router import Candidate
 
 
 class EnginePool:
@@ -17,22 +21,53 @@ class EnginePool:
     no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up.
     """
 
-    def __init__(self, config: FrontendConfig, *, incarnation: str, listener: ConnectionListener) -> None:
+    def __init__(self, config: FrontendConfig, *, incarnation: str) -> None:
+        self.view = ClusterView()
+        """The coordinator's last view; empty where there is no coordinator."""
         self._config = config
         self._credentials = ClientCredentials(config.engine_tls, field="engine_tls")
         self._incarnation = incarnation
-        self._listener = listener
+        self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}
         self._wanted: frozenset[str] = frozenset()
         self._closing: set[asyncio.Task[None]] = set()
+
+    def listen(self, listener: ConnectionListener) -> None:
+        """Who is told what happens on connections. To be called before there is one."""
+        self._listener = listener
 
     def __iter__(self) -> Iterator[EngineConnection]:
         """All connections, up or not, in a stable order."""
         return iter([connection for _, connection in sorted(self._connections.items())])
 
-    def get(self, address: str) -> EngineConnection | None:
-        """The connection to an address."""
-        return self._connections.get(address)
+    def candidates(self) -> list[Candidate]:
+        """All engines, connected or not, as the router sees them."""
+        return [
+            Candidate(
+                connection.address,
+                connection.rank,
+                connection.state is EngineState.SERVING,
+                connection.ready.config_hash if connection.ready else "",
+            )
+            for connection in self
+        ]
+
+    def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
+        """Start a request on an engine with a session. ``first``: it had nothing to do for this frontend. Raises Internal when
+        there is no session.
+        """
+        connection = self._connections.get(engine)
+        if connection is None or connection.session is None:
+            raise Internal(f"the router picked {engine}, which has no session")
+        if first:
+            connection.heard()  # it has not been silent: there was nothing to say
+        connection.session.add(msgspec.structs.replace(request, current_wave=self.view.current_wave))
+
+    def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
+        """End requests of an engine, if there is a session with it."""
+        connection = self._connections.get(engine)
+        if connection is not None and connection.session is not None:
+            connection.session.abort(request_ids, reason)
 
     def connected(self) -> Sequence[EngineConnection]:
         """Engines with a session."""
@@ -48,13 +83,16 @@ class EnginePool:
             self._connections[address].rank = place
 
     def _connect(self, addresses: Iterable[str]) -> None:
+        if self._listener is None:
+            raise RuntimeError("nobody listens to the pool's connections")
         self._wanted = frozenset(addresses)
         for address in sorted(self._wanted - self._connections.keys()):
             self._connections[address] = EngineConnection(
                 address,
                 self._config,
                 incarnation=self._incarnation,
-                listener=self,
+                listener=self._listener,
+                on_lost=self._give_up_unwanted,
                 credentials=self._credentials,
             )
         for connection in self:
@@ -64,6 +102,7 @@ class EnginePool:
         """Connect to the living engines of a view, and remember what it says of each. One that a view does not name any more has
         lost its lease: it is asked how it is. It keeps its rank until another engine has its index.
         """
+        self.view = view
         self._connect(status.address for status in view.engines if status.state is not EngineState.DEAD)
         for status in view.engines:
             if (connection := self._connections.get(status.address)) is not None:
@@ -79,27 +118,6 @@ class EnginePool:
         """End all sessions."""
         self._wanted = frozenset()
         await asyncio.gather(*(connection.close() for connection in self), *self._closing)
-
-    def on_up(self, connection: EngineConnection) -> None:
-        """See ConnectionListener."""
-        self._listener.on_up(connection)
-
-    def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
-        """See ConnectionListener."""
-        self._listener.on_outputs(connection, outputs)
-
-    def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
-        """See ConnectionListener."""
-        self._listener.on_draining(connection, time_left)
-
-    def has_work(self, connection: EngineConnection) -> bool:
-        """See ConnectionListener."""
-        return self._listener.has_work(connection)
-
-    def on_down(self, connection: EngineConnection, reason: str) -> None:
-        """See ConnectionListener."""
-        self._listener.on_down(connection, reason)
-        self._give_up_unwanted(connection)
 
     def _give_up_unwanted(self, connection: EngineConnection) -> None:
         if connection.address in self._wanted or connection.session is not None:

@@ -2,20 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
 from penstock_common.types.outputs import EngineReady
-
-
-class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines whose tokens depend on the same. ``config_hash`` is empty where they do not say.
-
-    ``differs``: of what their tokens depend on, what is not the same in all variants, by name.
-    """
-
-    config_hash: str
-    engine_ids: tuple[str, ...]
-    differs: Mapping[str, str]
+from penstock_frontend.ports import Variant
 
 
 def variants_of(engines: Iterable[EngineReady]) -> list[Variant]:

@@ -46,7 +46,7 @@ class Batch:
         prompts = []
         for index, request in enumerate(requests):
             with self._naming(index):
-                prompts.append(await self._runtime.chats.render(request))
+                prompts.append(await self._runtime.renderer.render(request))
         return await self.generate(prompts)
 
     async def embed(self, requests: Sequence[PoolingRequest]) -> list[EmbeddingOutput]:
@@ -90,7 +90,7 @@ class Batch:
         return _output(prepared, finished)
 
     async def _embed(self, request: PoolingRequest) -> EmbeddingOutput:
-        result, _ = await self._runtime.llm.pool(request)
+        result, _ = await self._runtime.llm.run_pooling(request)
         vectors = result.outputs[0].pooling_output
         if vectors is None:
             raise TypeError("an output without a vector is no answer")

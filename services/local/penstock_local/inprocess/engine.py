@@ -11,15 +11,13 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Unavailable
-from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, UtilityOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_frontend.engine.base import RankLoad
-from penstock_frontend.engine.variants import Variant, variants_of
 from penstock_frontend.ports import ModelLimits, OutputHandler
+from penstock_local.inprocess.engine_view import InProcessView
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +44,7 @@ class InProcessEngine:
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._busy_loop = BusyLoop(engine, EngineControl(engine), self)
+        self.view = InProcessView(self._busy_loop, ready, lambda: self.usable)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
 
     def start(self) -> None:
@@ -62,43 +61,32 @@ class InProcessEngine:
 
     @property
     def usable(self) -> bool:
-        """See EngineClient."""
+        """Whether the engine takes requests: it has not died, and nobody has told it to ``refuse`` them."""
         return self._dead is None and not self._closed
 
-    @property
-    def limits(self) -> ModelLimits:
-        """See EngineClient."""
-        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size, self._ready.hidden_size)
-
-    @property
-    def capabilities(self) -> Sequence[str]:
-        """See EngineClient."""
-        return self._ready.capabilities
-
-    @property
-    def num_engines(self) -> int:
-        """See EngineClient."""
-        return int(self.usable)
-
     async def wait_until_usable(self, deadline: float | None = None) -> ModelLimits:
-        """See EngineClient: it is usable at once, or never again."""
+        """What the engine can take: it is usable at once, or never again. Raises Unavailable and, at the ``deadline`` (Unix
+        seconds), DeadlineExceeded; what the engine died of when it did.
+        """
         self._check()
         if deadline is not None and deadline <= time.time():
             raise DeadlineExceeded("the deadline has passed")
-        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size, self._ready.hidden_size)
+        return self.view.limits
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """See EngineClient."""
+        """Start requests. Raises as ``wait_until_usable`` does."""
         self._check()
         for request in requests:
             self._busy_loop.add(_CLIENT, request)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """See EngineClient."""
+        """End those of the requests that have not ended; nothing more comes of them."""
         self._busy_loop.abort(_CLIENT, list(request_ids), reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
-        """See EngineClient."""
+        """Call a registered method of the engine, if its id is ``engine`` or that is empty. Returns by its id what it answered,
+        or the RequestFailed that the call ended with.
+        """
         self._check()
         if engine not in ("", self._ready.engine_id):
             return {}
@@ -113,60 +101,24 @@ class InProcessEngine:
             del self._calls[call_id]
 
     def refuse(self) -> None:
-        """See EngineClient."""
+        """Take no more requests."""
         self._closed = True
-
-    def cluster(self) -> Sequence[EngineStatus]:
-        """See EngineClient."""
-        stats = self._busy_loop.stats()
-        return [
-            EngineStatus(
-                engine_id=self._ready.engine_id,
-                incarnation=self._ready.incarnation,
-                address="",
-                state=EngineState.SERVING if self.usable else EngineState.DEAD,
-                num_waiting_reqs=stats.num_waiting_reqs,
-                num_running_reqs=stats.num_running_reqs,
-                kv_cache_usage=stats.kv_cache_usage,
-                seconds_since_last_step=self._busy_loop.seconds_since_last_step(),
-                model=self._ready.model,
-            )
-        ]
-
-    def variants(self) -> Sequence[Variant]:
-        """See EngineClient."""
-        return variants_of([self._ready])
-
-    def rank_loads(self) -> Sequence[RankLoad]:
-        """See EngineClient."""
-        stats, ready = self._busy_loop.stats(), self._ready
-        return [
-            RankLoad(
-                rank=0,
-                num_running_reqs=stats.num_running_reqs,
-                num_waiting_reqs=stats.num_waiting_reqs,
-                kv_cache_usage=stats.kv_cache_usage,
-                capacity=ready.num_kv_blocks * ready.block_size,
-                max_running=ready.max_num_seqs,
-                cache_hit_rate=stats.prefix_cache_hit_rate,
-            )
-        ]
 
     # As the OutputSink.
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """See OutputSink."""
+        """Hand a step's outputs to the event loop: one call per step."""
         del client_id
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def broadcast(self, outputs: EngineCoreOutputs) -> None:
-        """See OutputSink: nobody here follows the cache."""
+        """Cache events go to nobody: nothing here follows the cache."""
 
     def draining(self, timeout: float) -> None:
-        """See OutputSink: whoever stops this engine knows."""
+        """Nobody need be told: whoever stops this engine knows."""
 
     def engine_dead(self, reason: str) -> None:
-        """See OutputSink."""
+        """End every request and call: the busy loop has failed."""
         self._loop.call_soon_threadsafe(self._die, reason)
 
     # Inside.

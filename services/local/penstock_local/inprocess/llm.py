@@ -50,7 +50,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and output together, in tokens."""
-        return self._runtime.engine.limits.max_model_len
+        return self._runtime.engine.view.limits.max_model_len
 
     def generate(
         self,

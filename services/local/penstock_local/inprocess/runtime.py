@@ -14,21 +14,9 @@ from penstock_common.memory import host_memory
 from penstock_common.observability.logging import configure_library
 from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.config import LimitsConfig
-from penstock_frontend.config import ModelConfig as FrontendModelConfig
-from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.observe import RequestObserver
-from penstock_frontend.pooling_calls import PoolingCalls
-from penstock_frontend.processing.chat.reasoning import reasoning_of
-from penstock_frontend.processing.chat.rendering import ChatRenderer
-from penstock_frontend.processing.chat.templates import load_chat_templates
-from penstock_frontend.processing.outputs.processor import OutputProcessor
-from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.pooling.inputs import PoolingInputs
-from penstock_frontend.processing.pooling.outputs import PooledOutputs, SplitOutputs
-from penstock_frontend.processing.prompts.input import InputProcessor
-from penstock_frontend.processing.prompts.tokenizer import load_model_files
+from penstock_frontend.assembly import assemble
+from penstock_frontend.config import ModelConfig
+from penstock_frontend.ports import OutputHandler
 from penstock_local.cache_memory import check_cache_memory
 from penstock_local.devices import visible_gpus
 from penstock_local.inprocess.engine import InProcessEngine
@@ -56,42 +44,16 @@ class Runtime:
         from penstock_enginecore.structured_output.factory import make_grammar_backend
 
         configure_library()
-        model = FrontendModelConfig(
-            path=config.model.path,
-            served_model_name=config.model.served_model_name,
-            revision=config.model.revision,
-        )
-        limits = LimitsConfig()
-        files = load_model_files(model, num_threads=_TOKENIZER_THREADS)
-        templates = load_chat_templates(model)
         self.config = config
-        self._tokenizer = files.tokenizer
         self._loop = asyncio.new_event_loop()
-        metrics = FrontendMetrics(model.name)
-        outputs = OutputProcessor(files.tokenizer, metrics)
-        pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
-        parsers = registry.pick(tool=registry.NONE, reasoning=registry.AUTO, template=templates.source)
-        inputs = InputProcessor(
-            files.tokenizer,
-            files.generation_config,
-            model_name=model.name,
-            limits=limits,
-            reasoning=reasoning_of(parsers.reasoning, files.tokenizer),
-        )
-        core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
-        self.engine = InProcessEngine(core, describe(config, core), SplitOutputs(outputs, pooled), self._loop)
-        self.llm = AsyncLLM(
-            tokenizer=files.tokenizer,
-            inputs=inputs,
-            outputs=outputs,
-            engines=self.engine,
-            limits=limits,
-            observer=RequestObserver(metrics),
-            pooling=PoolingCalls(
-                inputs=PoolingInputs(files.tokenizer, inputs, limits), outputs=pooled, engines=self.engine
-            ),
-        )
-        self.chats = ChatRenderer(templates, files.tokenizer, limits)
+
+        def engine(outputs: OutputHandler, _: object) -> InProcessEngine:
+            core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
+            return InProcessEngine(core, describe(config, core), outputs, self._loop)
+
+        assembly = assemble(_model(config), engine, tokenizer_threads=_TOKENIZER_THREADS)
+        self._tokenizer = assembly.tokenizer
+        self.engine, self.llm, self.renderer = assembly.engines, assembly.llm, assembly.chat.renderer
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
@@ -137,6 +99,16 @@ class Runtime:
         self._thread.join()
         self._loop.close()
         self._tokenizer.close()
+
+
+def _model(config: EngineCoreConfig) -> ModelConfig:
+    """The engine's model as the frontend's processing reads it. Tool calls stay in the texts: nothing looks for them."""
+    return ModelConfig(
+        path=config.model.path,
+        served_model_name=config.model.served_model_name,
+        revision=config.model.revision,
+        tool_parser="none",
+    )
 
 
 def _tell(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:

@@ -216,7 +216,7 @@ class Rig:
         return status.num_waiting_reqs if status is not None else 0
 
     def _status(self, engine: OracleProcess) -> Any:
-        cluster = self.frontend.frontend._engines.cluster()
+        cluster = self.frontend.frontend._engines.view.cluster()
         return next((status for status in cluster if status.address == engine.reached_at), None)
 
     async def _until_added(self, prefix: str, count: int) -> None:

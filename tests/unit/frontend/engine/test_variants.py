@@ -1,7 +1,8 @@
 """Which engines of a model compute the same, and in what the others differ."""
 
 from penstock_common.types.outputs import EngineReady
-from penstock_frontend.engine.variants import Variant, describe, variants_of
+from penstock_frontend.engine.variants import describe, variants_of
+from penstock_frontend.ports import Variant
 
 
 def engine(name: str, config_hash: str = "", **config: str) -> EngineReady:

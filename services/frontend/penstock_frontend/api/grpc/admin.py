@@ -15,7 +15,7 @@ from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 from penstock_common.rpc.cluster import engine_to_proto
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
-from penstock_frontend.engine.base import EngineClient
+from penstock_frontend.ports import EngineClient
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -90,9 +90,9 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
         """The cluster as this frontend sees it."""
         return pb.GetClusterResponse(
-            engines=[engine_to_proto(status) for status in self._engines.cluster()],
+            engines=[engine_to_proto(status) for status in self._engines.view.cluster()],
             coordinator_connected=self._coordinator_connected(),
-            variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.variants()],
+            variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.view.variants()],
         )
 
     async def ResetPrefixCache(
@@ -115,7 +115,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
         """Has an engine take no new requests, and tells whenever it has fewer, until it has none or is gone."""
-        known = {status.engine_id for status in self._engines.cluster()}
+        known = {status.engine_id for status in self._engines.view.cluster()}
         if request.engine_id not in known:
             raise NotFound(
                 f"engine_id is {request.engine_id!r}; engines: {', '.join(sorted(known)) or 'none'}", field="engine_id"

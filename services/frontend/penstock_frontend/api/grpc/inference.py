@@ -70,13 +70,13 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Vectors of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
-        return pooling.embed_response(*await self._llm.pool(pooling.embed_request(request, **_call(context))))
+        return pooling.embed_response(*await self._llm.run_pooling(pooling.embed_request(request, **_call(context))))
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Classes of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         converted = pooling.classify_request(request, **_call(context))
-        result, request_id = await self._llm.pool(converted)
+        result, request_id = await self._llm.run_pooling(converted)
         per_token = converted.params.task is PoolingTask.TOKEN_CLASSIFY
         return pooling.classify_response(result, request_id, per_token=per_token, labels=self._labels)
 
@@ -85,15 +85,15 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
         call = _call(context)
         if await self._llm.reads_pairs(call["time_left"]):
-            return pooling.pair_response(*await self._llm.pool(pooling.pair_request(request, **call)))
-        return pooling.similarity_response(*await self._llm.pool(pooling.similarity_request(request, **call)))
+            return pooling.pair_response(*await self._llm.run_pooling(pooling.pair_request(request, **call)))
+        return pooling.similarity_response(*await self._llm.run_pooling(pooling.similarity_request(request, **call)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text to token ids."""
         self._llm.inputs.check_model(request.model)
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
         encoded = await self._llm.encode(request.text, add_special_tokens=add, with_tokens=True)
-        limits = self._llm.engines.limits
+        limits = self._llm.engines.view.limits
         return pb.TokenizeResponse(
             token_ids=encoded.ids, tokens=encoded.tokens, max_model_len=limits.max_model_len if limits else 0
         )
@@ -116,7 +116,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return pb.GetModelResponse(model=self._describe())
 
     def _describe(self) -> pb.Model:
-        engines = self._llm.engines
+        engines = self._llm.engines.view
         limits = engines.limits
         return pb.Model(
             name=self._model.name,

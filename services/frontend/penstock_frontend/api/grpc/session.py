@@ -11,8 +11,9 @@ from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
 from penstock_frontend.admission import Place, demand_of
 from penstock_frontend.api.grpc import convert
-from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.prompts.request import GenerateRequest
 
 _MAX_QUEUED = 16

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock_common.errors import RequestFailed, Unavailable, request_failed
-from penstock_frontend.engine.base import EngineClient
+from penstock_frontend.ports import EngineClient
 
 
 async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_common.types.cluster import EngineStatus
-from penstock_frontend.engine.base import EngineClient
+from penstock_frontend.ports import EngineView
 
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -55,7 +55,7 @@ class Page:
 
     def __init__(
         self,
-        engines: EngineClient,
+        engines: EngineView,
         *,
         model: str,
         chat: bool,

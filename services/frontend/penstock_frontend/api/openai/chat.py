@@ -130,7 +130,7 @@ class ChatCompletions:
         if not body.return_token_ids and not (body.stream_options and body.stream_options.continuous_usage_stats):
             return []
         try:
-            rendered = await self._chat.render(request)
+            rendered = await self._chat.renderer.render(request)
             ids = (await self._llm.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)).ids
         except RequestFailed as e:
             raise renamed(e, _names(body)) from e

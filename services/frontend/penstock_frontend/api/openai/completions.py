@@ -26,6 +26,7 @@ from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.pace import Pace
+from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 
 DEFAULT_MAX_TOKENS = 16
@@ -195,7 +196,8 @@ class _Making:
         """An echoed prompt is text of its own; without echo it is the context of the output's first token."""
         context = () if self._body.echo else prompt.token_ids or ()
         skip = self._body.skip_special_tokens is not False
-        return TextOffsets(self._llm.detokenizer(context, skip_special_tokens=skip), self._llm.text_of)
+        tokenizer = self._llm.tokenizer
+        return TextOffsets(IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip), tokenizer.text_of)
 
     def _completion(
         self, choices: Sequence[CompletionChoice], usage: UsageInfo | msgspec.UnsetType | None

@@ -79,7 +79,7 @@ class Embeddings:
         )
         try:
             given.close()  # admission is the first thing that happens
-            result, request_id = await self._llm.pool(request)
+            result, request_id = await self._llm.run_pooling(request)
         except RequestFailed as e:
             raise renamed(e, {"pooling_params.": ""}) from e
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)

@@ -11,7 +11,8 @@ from penstock_common.types.outputs import FinishReason
 from penstock_frontend.admission import Demand
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.async_llm import AsyncLLM, LiveRequest
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.live_request import LiveRequest
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",

@@ -53,11 +53,11 @@ class Models:
         return self._describe()
 
     def _describe(self) -> Model:
-        limits = self._llm.engines.limits
+        limits = self._llm.engines.view.limits
         return Model(
             id=self._model.name,
             created=self._created,
             root=self._model.path,
             max_model_len=limits.max_model_len if limits else None,
-            capabilities=self._llm.engines.capabilities,
+            capabilities=self._llm.engines.view.capabilities,
         )

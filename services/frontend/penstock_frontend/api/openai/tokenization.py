@@ -71,7 +71,7 @@ class Tokenization:
             encoded = await self._llm.encode(text, add_special_tokens=special, with_tokens=bool(body.return_token_strs))
         except RequestFailed as e:
             raise renamed(e, {"text": "prompt"}) from e
-        limits = self._llm.engines.limits
+        limits = self._llm.engines.view.limits
         return Tokens(
             count=len(encoded.ids),
             max_model_len=limits.max_model_len if limits else None,
@@ -102,5 +102,5 @@ class Tokenization:
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs or {},
         )
-        rendered = await self._chat.render(request)
+        rendered = await self._chat.renderer.render(request)
         return str(rendered.prompt), rendered.add_special_tokens

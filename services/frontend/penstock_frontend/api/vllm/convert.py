@@ -15,8 +15,8 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.call_context import context_of_call
 from penstock_frontend.api.vllm.context import context_of
 from penstock_frontend.api.vllm.sampling import sampling
-from penstock_frontend.async_llm import LiveRequest
 from penstock_frontend.engine.kv_events import KvEventBatch
+from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult
 from penstock_frontend.processing.prompts.request import Finish, GenerateRequest, RequestOutput
 

@@ -77,7 +77,7 @@ class VllmEngineServicer:
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """The vector of a prompt."""
         converted = convert.embed_request(request, **convert.call_details(context))
-        result, _ = await self._llm.pool(converted, abortable=True)
+        result, _ = await self._llm.run_pooling(converted, abortable=True)
         return convert.embed_response(result)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -96,7 +96,7 @@ class VllmEngineServicer:
         defaults = self._card.sampling_defaults
         return pb.GetModelInfoResponse(
             model_path=self._model.path,
-            is_generation="generate" in self._llm.engines.capabilities,
+            is_generation="generate" in self._llm.engines.view.capabilities,
             max_context_length=limits.max_model_len,
             vocab_size=limits.vocab_size,
             served_model_name=self._model.name,
@@ -130,7 +130,7 @@ class VllmEngineServicer:
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """What each engine has to do."""
-        loads = self._llm.engines.rank_loads()
+        loads = self._llm.engines.view.rank_loads()
         if request.HasField("dp_rank"):
             loads = [load for load in loads if load.rank == request.dp_rank]
         return pb.GetLoadsResponse(
@@ -176,7 +176,7 @@ class VllmEngineServicer:
         engines = self._llm.engines
         if not engines.usable:
             raise Unavailable("no engine takes requests", retry_after=1.0)
-        if "kv_events" not in engines.capabilities:
+        if "kv_events" not in engines.view.capabilities:
             raise Unimplemented("the engines tell no changes of their prefix caches: cache.enable_kv_events is off")
         subscription = self._kv_events.subscribe()
         context.add_done_callback(lambda _: subscription.close())  # type: ignore[arg-type]  # its stub is no Protocol

@@ -1,0 +1,89 @@
+"""The object graph of a frontend, built in one place for the service and for ``LLM``: processing, engines, and the calls."""
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from penstock_common.config.sections import LogConfig
+from penstock_common.observability.tracing import Tracer
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
+from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.observe import RequestObserver
+from penstock_frontend.pooling_calls import PoolingCalls
+from penstock_frontend.ports import EngineClient, OutputHandler
+from penstock_frontend.processing.chat.reasoning import reasoning_of
+from penstock_frontend.processing.chat.rendering import ChatRenderer
+from penstock_frontend.processing.chat.templates import load_chat_templates
+from penstock_frontend.processing.outputs.processor import OutputProcessor
+from penstock_frontend.processing.parsers import registry
+from penstock_frontend.processing.pooling.inputs import PoolingInputs
+from penstock_frontend.processing.pooling.outputs import PooledOutputs, SplitOutputs
+from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files
+
+E = TypeVar("E", bound=EngineClient)
+
+
+class Assembly(NamedTuple, Generic[E]):
+    """What serves requests, whatever protocol they come by."""
+
+    tokenizer: Tokenizer
+    """To be closed after the last request."""
+    generation_config: dict[str, Any]
+    """The model's own generation_config.json, empty without one."""
+    metrics: FrontendMetrics
+    engines: E
+    llm: AsyncLLM
+    """Prompts in, outputs and vectors out."""
+    chat: ChatCalls
+    """Conversations in, answers out."""
+
+
+def assemble(
+    model: ModelConfig,
+    engines: Callable[[OutputHandler, FrontendMetrics], E],
+    *,
+    tokenizer_threads: int,
+    limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
+    fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
+    log: LogConfig | None = None,
+    tracer: Tracer | None = None,
+) -> Assembly[E]:
+    """Read the model's files, which may take long, and put everything together. Raises ConfigError.
+
+    ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
+    """
+    files = load_model_files(model, num_threads=tokenizer_threads)
+    tokenizer, metrics = files.tokenizer, FrontendMetrics(model.name)
+    templates = load_chat_templates(model)
+    parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
+    inputs = InputProcessor(
+        tokenizer,
+        files.generation_config,
+        model_name=model.name,
+        limits=limits,
+        fairness=fairness,
+        reasoning=reasoning_of(parsers.reasoning, tokenizer),
+    )
+    outputs = OutputProcessor(tokenizer, metrics)
+    pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
+    client = engines(SplitOutputs(outputs, pooled), metrics)
+    llm = AsyncLLM(
+        tokenizer=tokenizer,
+        inputs=inputs,
+        outputs=outputs,
+        engines=client,
+        limits=limits,
+        observer=RequestObserver(metrics, log, tracer),
+        pooling=PoolingCalls(inputs=PoolingInputs(tokenizer, inputs, limits), outputs=pooled, engines=client),
+    )
+    renderer = ChatRenderer(templates, tokenizer, limits, tool_parser=model.tool_parser)
+    return Assembly(
+        tokenizer=tokenizer,
+        generation_config=files.generation_config,
+        metrics=metrics,
+        engines=client,
+        llm=llm,
+        chat=ChatCalls(llm, renderer, parsers, tokenizer),
+    )

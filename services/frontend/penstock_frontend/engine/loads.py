@@ -1,0 +1,144 @@
+"""What this frontend knows of its engines: limits, loads and variants, for whoever asks."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock_common.observability.engine_metrics import EngineLoad
+from penstock_common.types.cluster import ClusterView, EngineStatus
+from penstock_common.types.outputs import EngineReady, SchedulerStats
+from penstock_frontend.engine.connection import EngineConnection
+from penstock_frontend.engine.pool import EnginePool
+from penstock_frontend.engine.router import Router
+from penstock_frontend.engine.variants import variants_of
+from penstock_frontend.ports import ModelLimits, RankLoad, Variant
+
+
+class EngineLoads:
+    """The EngineView of a pool's engines.
+
+    An engine's counts are the router's: those of its last frame of outputs or of a coordinator's later view, and the requests
+    sent since.
+    """
+
+    def __init__(self, pool: EnginePool, router: Router) -> None:
+        self._pool = pool
+        self._router = router
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What every connected engine can take; None while there is none. Engines may have fitted max_model_len to different
+        memories: the smallest counts.
+        """
+        ready = [ready for _, ready in self._ready()]
+        if not ready:
+            return None
+        hidden_sizes = [r.hidden_size for r in ready if r.hidden_size is not None]
+        return ModelLimits(
+            min(r.max_model_len for r in ready), min(r.vocab_size for r in ready), max(hidden_sizes, default=None)
+        )
+
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """What at least one connected engine serves, sorted."""
+        return sorted({word for _, ready in self._ready() for word in ready.capabilities})
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests now."""
+        return sum(candidate.accepting for candidate in self._pool.candidates())
+
+    def cluster(self) -> Sequence[EngineStatus]:
+        """Every engine with an address of its own: those of the pool as it finds them, others as the coordinator tells."""
+        known = {connection.address: self._status(connection) for connection in self._pool}
+        told = self._pool.view.engines
+        return [*known.values(), *(status for status in told if status.address not in known)]
+
+    def variants(self) -> list[Variant]:
+        """The variants among the connected engines, by their hashes."""
+        return variants_of(ready for _, ready in self._ready())
+
+    def rank_loads(self) -> Sequence[RankLoad]:
+        """The load of every connected engine that requests may name, by rank."""
+        loads = []
+        for connection, ready in self._ready():
+            if connection.rank is None:
+                continue
+            load = self._router.load(connection.address)
+            loads.append(
+                RankLoad(
+                    rank=connection.rank,
+                    num_running_reqs=load.running,
+                    num_waiting_reqs=load.waiting,
+                    kv_cache_usage=load.kv_cache_usage,
+                    capacity=ready.num_kv_blocks * ready.block_size,
+                    max_running=ready.max_num_seqs,
+                    cache_hit_rate=connection.stats.prefix_cache_hit_rate,
+                )
+            )
+        return sorted(loads, key=lambda load: load.rank)
+
+    def for_metrics(self) -> list[EngineLoad]:
+        """What is known of the connected engines, as metrics show it."""
+        return [
+            EngineLoad(
+                model=ready.model,
+                engine=ready.engine_id,
+                num_kv_blocks=ready.num_kv_blocks,
+                block_size=ready.block_size,
+                stats=self._stats(connection),
+            )
+            for connection, ready in self._ready()
+        ]
+
+    def report(self, connection: EngineConnection, stats: SchedulerStats) -> None:
+        """Take what an engine says of its load with a frame of outputs."""
+        connection.stats = stats
+        self._router.report(
+            connection.address,
+            waiting=stats.num_waiting_reqs,
+            running=stats.num_running_reqs,
+            kv_cache_usage=stats.kv_cache_usage,
+        )
+
+    def report_view(self, view: ClusterView) -> None:
+        """Take what the coordinator says of engines' loads, and forget those of engines that are in no list any more."""
+        for status in view.engines:
+            self._router.report(
+                status.address,
+                waiting=status.num_waiting_reqs,
+                running=status.num_running_reqs,
+                kv_cache_usage=status.kv_cache_usage,
+            )
+        self._router.keep_only(connection.address for connection in self._pool)
+
+    def _ready(self) -> Iterator[tuple[EngineConnection, EngineReady]]:
+        """The engines with a session, and what they said of themselves."""
+        for connection in self._pool.connected():
+            if connection.ready is not None:
+                yield connection, connection.ready
+
+    def _stats(self, connection: EngineConnection) -> SchedulerStats:
+        load = self._router.load(connection.address)  # newer than the last outputs, where a view came since
+        return msgspec.structs.replace(
+            connection.stats,
+            num_waiting_reqs=load.waiting,
+            num_running_reqs=load.running,
+            kv_cache_usage=load.kv_cache_usage,
+        )
+
+    def _status(self, connection: EngineConnection) -> EngineStatus:
+        ready, load = connection.ready, self._router.load(connection.address)
+        base = connection.status or EngineStatus(engine_id="", incarnation="", address=connection.address)
+        if ready is not None:
+            base = msgspec.structs.replace(
+                base, engine_id=ready.engine_id, incarnation=ready.incarnation, model=ready.model
+            )
+        return msgspec.structs.replace(
+            base,
+            state=connection.state,
+            index=base.index if connection.rank is None else connection.rank,
+            num_waiting_reqs=load.waiting,
+            num_running_reqs=load.running,
+            kv_cache_usage=load.kv_cache_usage,
+        )

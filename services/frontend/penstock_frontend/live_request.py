@@ -1,0 +1,69 @@
+"""A request of a client's, from when it is accepted until it is over."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from penstock_common.errors import Cancelled
+from penstock_frontend.admission import Demand
+from penstock_frontend.observe import ObservedRequest
+from penstock_frontend.processing.outputs.processor import RequestState
+from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.processing.prompts.request import GenerateRequest
+
+
+class LiveRequest:
+    """A request between acceptance and release. ``request_id``: what its client calls it, a label that others may have, too;
+    ``name``: tenant and id under which it can be aborted from outside, if that is so.
+
+    ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``done``: all of its output
+    was made. ``released``: it is over.
+    """
+
+    __slots__ = (
+        "_aborted",
+        "_wait",
+        "demand",
+        "done",
+        "name",
+        "observed",
+        "prompt_token_ids",
+        "released",
+        "request",
+        "request_id",
+        "states",
+    )
+
+    def __init__(
+        self, request_id: str, observed: ObservedRequest, demand: Demand, name: tuple[str, str] | None = None
+    ) -> None:
+        self.request_id = request_id
+        self.name = name
+        self.demand = demand
+        self.observed = observed
+        self.request: GenerateRequest | PoolingRequest | None = None
+        self.prompt_token_ids: Sequence[int] = ()
+        self.states: Sequence[RequestState] = ()
+        self.done = False
+        self.released = False
+        self._aborted = False
+        self._wait: asyncio.Timeout | None = None
+
+    @contextlib.asynccontextmanager
+    async def until_aborted(self) -> AsyncIterator[None]:
+        """What is waited for inside ends with Cancelled when the request is aborted."""
+        try:
+            async with asyncio.timeout(0 if self._aborted else None) as self._wait:
+                yield
+        except TimeoutError:
+            if not self._aborted:
+                raise
+            raise Cancelled(f"request {self.request_id} was aborted", reason="ABORTED") from None
+        finally:
+            self._wait = None
+
+    def abort(self) -> None:
+        """End what is waited for. Idempotent."""
+        if self._wait is not None and not self._aborted:
+            self._wait.reschedule(0)
+        self._aborted = True

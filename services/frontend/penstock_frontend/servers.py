@@ -1,0 +1,145 @@
+"""What a frontend listens with: the public gRPC server, the operators' and the HTTP listener, and who may call them."""
+
+import asyncio
+
+import grpc
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from penstock_common.observability.tracing import Tracer
+from penstock_common.rpc.calls import CallTelemetry
+from penstock_common.rpc.guard import CallerGuard, PeerGuard
+from penstock_common.rpc.in_flight import MessagesInFlight
+from penstock_common.rpc.server import RpcServer
+from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
+from penstock_frontend.api.grpc import admin, inference
+from penstock_frontend.api.http.page import Page
+from penstock_frontend.api.http.server import HttpServer, make_app
+from penstock_frontend.api.http.telemetry import HttpTelemetry
+from penstock_frontend.api.openai import app as openai
+from penstock_frontend.api.vllm import engine as vllm_engine
+from penstock_frontend.assembly import Assembly
+from penstock_frontend.auth.authenticator import Authenticator
+from penstock_frontend.config import FrontendConfig
+from penstock_frontend.engine.client import GrpcEngineClient
+from penstock_frontend.engine.kv_events import KvEventFeed
+from penstock_frontend.processing.pooling.inputs import load_labels
+from penstock_frontend.processing.prompts.model_card import load_model_card
+from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+
+
+class Servers:
+    """``start`` them, ``stop`` them. The public server's health is its own to set: ``public.set_serving``."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        assembly: Assembly[GrpcEngineClient],
+        *,
+        kv_events: KvEventFeed,
+        coordinator: CoordinatorClient | None,
+        tracer: Tracer | None,
+    ) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        self._assembly = assembly
+        self._coordinator = coordinator
+        self._tracer = tracer
+        self._calls = CallTelemetry(assembly.metrics.registry, tracer)
+        authenticator = Authenticator(config.auth) if config.auth.enabled else None
+        self.public = self._public_server(authenticator, kv_events)
+        self.admin = self._admin_server(authenticator)
+        self.http = self._http_server(authenticator)
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when a port is taken."""
+        await self.public.start()
+        await self.admin.start()
+        await self.admin.set_serving(True)
+        await self.http.start()
+
+    async def stop(self, grace: float) -> None:
+        """Give running calls ``grace`` seconds to deliver their last status, and close the ports. Idempotent."""
+        await asyncio.gather(self.public.stop(grace), self.admin.stop(grace), self.http.stop())
+
+    def _public_server(self, authenticator: Authenticator | None, kv_events: KvEventFeed) -> RpcServer:
+        config, assembly = self._config, self._assembly
+        public = RpcServer(
+            config.server,
+            service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME],
+            interceptors=_public_guards(authenticator),
+            observer=self._calls,
+            check_responses=True,
+            in_flight=MessagesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
+        )
+        inference.add_to_server(public.server, assembly.llm, assembly.chat, config, load_labels(config.model))
+        card = load_model_card(config.model, assembly.generation_config)
+        vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events)
+        return public
+
+    def _admin_server(self, authenticator: Authenticator | None) -> RpcServer:
+        operators = RpcServer(
+            self._config.admin,
+            service_names=[admin.SERVICE_NAME],
+            interceptors=_admin_guards(self._config, authenticator),
+            observer=self._calls,
+            field="admin",
+        )
+        coordinator = self._coordinator
+        admin.add_to_server(
+            operators.server, self._assembly.engines, lambda: coordinator is not None and coordinator.connected
+        )
+        return operators
+
+    def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
+        config, llm, registry = self._config, self._assembly.llm, self._assembly.metrics.registry
+        app = make_app(
+            registry,
+            lambda: llm.serving,
+            [*openai.routes(llm, self._assembly.chat, config), *self._page_routes()],
+            exception_handlers=openai.EXCEPTION_HANDLERS,
+            allowed_origins=config.http.allowed_origins,
+            middleware=_http_guards(config, authenticator),
+        )
+        return HttpServer(config.http, HttpTelemetry(app, registry, self._tracer))
+
+    def _page_routes(self) -> list[Route]:
+        if not self._config.http.page:
+            return []
+        page = Page(
+            self._assembly.engines.view,
+            model=self._config.model.name,
+            chat=bool(self._assembly.chat.renderer.templates.source),
+            serving=lambda: self._assembly.llm.serving,
+            coordinator=self._coordinator_state,
+        )
+        return page.routes()
+
+    def _coordinator_state(self) -> str:
+        if self._coordinator is None:
+            return "none"
+        return "connected" if self._coordinator.connected else "disconnected"
+
+
+def _public_guards(authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:
+    if authenticator is None:
+        return []
+    return [CallerGuard(grpc_check(authenticator, scope="inference", operators=OPERATORS_METHODS))]
+
+
+def _admin_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:
+    guards: list[grpc.aio.ServerInterceptor] = []
+    if config.admin.tls.ca:
+        guards.append(PeerGuard(dict.fromkeys(admin.METHODS, config.peers.operators)))
+    if config.auth.admin and authenticator is not None:
+        guards.append(CallerGuard(grpc_check(authenticator, scope="admin")))
+    return guards
+
+
+def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) -> list[Middleware]:
+    if authenticator is None:
+        return []
+    # The page itself is the same for everybody; what it shows is at /cluster.
+    closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
+    open_paths = ["/health", "/", *(path for path, asks in closed.items() if not asks)]
+    return [Middleware(HttpAuthentication, authenticator, open_paths=open_paths)]
