@@ -143,7 +143,7 @@ class Spy:
     def __init__(self, server: FrontendServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         tokenizer = server.frontend._llm.tokenizer
-        for name in ("encode", "encode_all", "encode_pairs", "in_pool"):
+        for name in ("encode", "encode_all", "encode_pairs", "in_thread"):
             monkeypatch.setattr(tokenizer, name, self._counted(getattr(tokenizer, name)))
 
     def _counted(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -128,7 +128,7 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
 
 
 async def test_a_request_that_moves_too_often_ends(model: Path) -> None:
-    """Each engine brings one token before it dies: no strikes, but the budget of moves is used up."""
+    """Each engine brings a token before it dies: nobody takes the request for the cause, but its moves are used up."""
     retries = RetriesConfig(max_moves=3)
     knobs = {"faults": [{"at": "after_first_token", "salt": "costly"}]}
     async with OracleCluster(model, engines(2, **knobs), retries=retries) as cluster:

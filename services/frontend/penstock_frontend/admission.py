@@ -31,8 +31,8 @@ class Demand(NamedTuple):
     sequences: int = 1
 
 
-class Place:
-    """Requests that are there at once, and how fast they leave."""
+class InFlight:
+    """Counts requests in flight and the lengths of their prompts, and measures how fast they leave."""
 
     __slots__ = ("_clock", "_rate", "count", "length")
 
@@ -72,8 +72,8 @@ class Admission:
     def __init__(self, limits: LimitsConfig, clock: Clock = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._all = Place(clock)
-        self._tenants: dict[str, Place] = {}
+        self._all = InFlight(clock)
+        self._tenants: dict[str, InFlight] = {}
 
     def check(self, demands: Sequence[Demand]) -> None:
         """Raise ResourceExhausted, with the time until there is room, unless these requests of one tenant may come in."""
@@ -99,14 +99,14 @@ class Admission:
         self.check([demand])
         self._all.enter(demand.length)
         if self._limits.max_tenant_requests:
-            self._tenants.setdefault(demand.tenant, Place(self._clock)).enter(demand.length, demand.sequences)
+            self._tenants.setdefault(demand.tenant, InFlight(self._clock)).enter(demand.length, demand.sequences)
 
     def leave(self, demand: Demand, *, served: bool) -> None:
         """A request that was let in is over. ``served``: it was begun."""
         self._all.leave(demand.length, served=served)
-        if (place := self._tenants.get(demand.tenant)) is not None:
-            place.leave(demand.length, demand.sequences, served=served)
-            if not place.count:
+        if (there := self._tenants.get(demand.tenant)) is not None:
+            there.leave(demand.length, demand.sequences, served=served)
+            if not there.count:
                 del self._tenants[demand.tenant]
 
     @property
@@ -124,15 +124,15 @@ class Admission:
                 field="sampling_params.n",
                 reason="TENANT_QUOTA",
             )
-        place = self._tenants.get(tenant)
-        running, count = place.count if place is not None else 0, sum(demand.sequences for demand in demands)
+        there = self._tenants.get(tenant)
+        running, count = there.count if there is not None else 0, sum(demand.sequences for demand in demands)
         if running + count <= limit:
             return
         raise ResourceExhausted(
             f"{running} sequences {whose} are running; limits.max_tenant_requests is {limit}",
             reason="TENANT_QUOTA",
             quota_subject=f"tenant:{tenant}",
-            retry_after=(place or Place(self._clock)).retry_after(running + count - limit),
+            retry_after=(there or InFlight(self._clock)).retry_after(running + count - limit),
         )
 
 

@@ -10,7 +10,7 @@ from penstock_common.errors import ConfigError, DeadlineExceeded, ResourceExhaus
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.admission import Admission, Demand, Place, check_deadline, demand_of
+from penstock_frontend.admission import Admission, Demand, InFlight, check_deadline, demand_of
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, ContentPart, ToolCall
 from penstock_frontend.processing.pooling.inputs import PoolingRequest
@@ -100,14 +100,14 @@ def test_the_time_to_retry_after_is_that_of_the_measured_rate() -> None:
 
 def test_requests_that_were_never_begun_say_nothing_about_the_speed() -> None:
     clock = FakeClock()
-    place = Place(clock)
-    place.enter()
+    in_flight = InFlight(clock)
+    in_flight.enter()
     for _ in range(1000):
-        place.enter()
-        place.leave(served=False)
+        in_flight.enter()
+        in_flight.leave(served=False)
     clock.now += 8.0
-    place.leave()
-    assert place.retry_after(1) == pytest.approx(8.0, rel=0.5)
+    in_flight.leave()
+    assert in_flight.retry_after(1) == pytest.approx(8.0, rel=0.5)
 
 
 def test_a_prompt_is_measured_without_being_read() -> None:

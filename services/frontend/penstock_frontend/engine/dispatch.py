@@ -67,8 +67,8 @@ class Dispatch:
         self._held = HeldRequests(hold_timeout, self._give_up)
         self._suspects = HeldRequests(hold_timeout, self._give_up)
         self._readmission: asyncio.TimerHandle | None = None
-        self._looks: dict[str, asyncio.TimerHandle] = {}
-        """When engines that drain are looked at again."""
+        self._drain_timers: dict[str, asyncio.TimerHandle] = {}
+        """By engine that drains: when to see again which of its requests will not be done in time."""
 
     @property
     def num_held(self) -> int:
@@ -119,7 +119,7 @@ class Dispatch:
 
     def _ended_without_output(self, engine: str, frame: EngineCoreOutputs) -> list[Refusal]:
         told = {output.request_id for output in frame.outputs}
-        error = Unavailable("the engine ended the request without a word", reason="ENGINE_ERROR")
+        error = Unavailable("the engine ended the request without an output", reason="ENGINE_ERROR")
         silent = [request_id for request_id in frame.finished_requests if request_id not in told]
         return [Refusal(entry, error, admitted=True) for entry in self._journal.lose(engine, silent)]
 
@@ -140,15 +140,15 @@ class Dispatch:
 
     def drain(self, engine: str, time_left: float) -> None:
         """An engine ends in so many seconds what it still has. What it will not be done with goes elsewhere, if that can be."""
-        self._look_at(engine, Drain(_now(), time_left))
+        self._check_drain(engine, Drain(_now(), time_left))
 
-    def _look_at(self, engine: str, drain: Drain) -> None:
+    def _check_drain(self, engine: str, drain: Drain) -> None:
         self._forget_drain(engine)
         now = _now()
         late = [entry for entry in drain.late(self._journal.on(engine), now) if self._retries.may_leave(entry)]
         going = [entry for entry in late if any(c.accepting for c in self._others(entry))]
         if (when := drain.next_look(now)) is not None:
-            self._looks[engine] = asyncio.get_running_loop().call_at(when, self._look_at, engine, drain)
+            self._drain_timers[engine] = asyncio.get_running_loop().call_at(when, self._check_drain, engine, drain)
         if not going:
             return
         why = "the engine drains and will not be done with it in time"
@@ -161,8 +161,8 @@ class Dispatch:
         self._move([(entry, why, Blame.NONE) for entry in going])
 
     def _forget_drain(self, engine: str) -> None:
-        if (look := self._looks.pop(engine, None)) is not None:
-            look.cancel()
+        if (timer := self._drain_timers.pop(engine, None)) is not None:
+            timer.cancel()
 
     def engines_changed(self) -> None:
         """Engines have come or may take requests again."""

@@ -17,8 +17,8 @@ class JournalEntry:
     ``number``: stands for it and its attempt on that engine's session, 0 while it has none. ``admitted``: it has left an engine
     that had taken it in. ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
     ``began_at``: when that was for the first time, on the journal's clock, with ``num_tokens_then`` tokens.
-    ``num_moves``: engines it has left; ``strikes``: those of them in a row that were lost before they brought anything,
-    ``strikes_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
+    ``num_moves``: engines it has left; ``losses``: those of them in a row that were lost before they brought anything,
+    ``losses_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
     ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
     not sent to, and until when on the event loop's clock. ``variant``: of the engine that brought the last of its output, None
     while there is none; ``engine_variant``: of the engine it is on.
@@ -35,6 +35,8 @@ class JournalEntry:
         "excluded",
         "failed_steps",
         "held_for",
+        "losses",
+        "losses_alone",
         "num_moves",
         "num_prompt_logprobs",
         "num_prompt_scored",
@@ -43,8 +45,6 @@ class JournalEntry:
         "prefilled",
         "progressed",
         "request",
-        "strikes",
-        "strikes_alone",
         "token_ids",
         "variant",
     )
@@ -65,8 +65,8 @@ class JournalEntry:
         self.num_tokens_then = 0
         self.ended = False
         self.num_moves = 0
-        self.strikes = 0
-        self.strikes_alone = 0
+        self.losses = 0
+        self.losses_alone = 0
         self.failed_steps = 0
         self.held_for = 0.0
         self.excluded: dict[str, float] = {}

@@ -42,10 +42,10 @@ class Retries:
         if blame is Blame.STEP:
             entry.failed_steps += 1
         elif entry.progressed:
-            entry.strikes = entry.strikes_alone = 0
+            entry.losses = entry.losses_alone = 0
         elif blame is not Blame.NONE:
-            entry.strikes += 1
-            entry.strikes_alone += blame is Blame.ALONE
+            entry.losses += 1
+            entry.losses_alone += blame is Blame.ALONE
         if (guilt := self._guilt(entry)) is not None:
             return Internal(f"{guilt}; it is not tried again. The last: {why}", reason="QUARANTINED")
         if entry.num_moves >= self._config.max_moves:
@@ -60,13 +60,13 @@ class Retries:
     def _guilt(self, entry: JournalEntry) -> str | None:
         if entry.failed_steps >= _MAX_CERTAIN:
             return f"the request failed the step of {entry.failed_steps} engines"
-        if entry.strikes >= self._config.max_strikes:
+        if entry.losses >= self._config.max_strikes:
             return (
-                f"{entry.strikes} engines in a row failed before they brought anything for this request, "
+                f"{entry.losses} engines in a row failed before they brought anything for this request, "
                 "which is retries.max_strikes"
             )
-        if entry.strikes_alone >= _MAX_CERTAIN:
-            return f"{entry.strikes_alone} engines in a row failed while they had nothing but this request"
+        if entry.losses_alone >= _MAX_CERTAIN:
+            return f"{entry.losses_alone} engines in a row failed while they had nothing but this request"
         return None
 
     def may_leave(self, entry: JournalEntry) -> bool:
@@ -75,7 +75,7 @@ class Retries:
 
     def may_go(self, entry: JournalEntry) -> bool:
         """Whether an entry may be sent now; a suspect that may not waits until ``trial_over``."""
-        if entry.strikes < self._config.max_strikes - 1 or entry is self._on_trial:
+        if entry.losses < self._config.max_strikes - 1 or entry is self._on_trial:
             return True
         if self._on_trial is None:
             self._on_trial = entry

@@ -855,7 +855,7 @@ async def test_a_request_that_engines_have_only_refused_goes_on_as_one_that_may_
     assert [(r.attempt, r.never_admitted) for _, r in world.sent] == [(0, False), (1, True), (2, True)]
 
 
-@pytest.mark.parametrize("event", ["lost", "drained", "step failed", "ended without a word"])
+@pytest.mark.parametrize("event", ["lost", "drained", "step failed", "ended without an output"])
 async def test_a_request_that_an_engine_had_taken_is_refused_by_no_other(event: str) -> None:
     world = Simulated("a", "b", "c")
     world.add("r0")

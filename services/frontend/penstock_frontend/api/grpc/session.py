@@ -9,7 +9,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
-from penstock_frontend.admission import Place, demand_of
+from penstock_frontend.admission import InFlight, demand_of
 from penstock_frontend.api.grpc import convert
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import LimitsConfig
@@ -53,7 +53,7 @@ class GenerateSession:
         self._limits = limits
         self._max_response_bytes = max_response_bytes
         self._running: dict[str, _Running] = {}
-        self._place = Place()
+        self._in_flight = InFlight()
         self._out: asyncio.Queue[pb.GenerateSessionResponse | None] = asyncio.Queue(_MAX_QUEUED)
         self._main: asyncio.Task[None] | None = None
 
@@ -127,13 +127,13 @@ class GenerateSession:
         if len(self._running) >= (limit := self._limits.max_session_requests):
             raise ResourceExhausted(
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is {limit}",
-                retry_after=self._place.retry_after(1),
+                retry_after=self._in_flight.retry_after(1),
             )
         request = convert.generate_request(
             message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits
         )
         live = self._llm.accept(request.context.external_request_id, demand_of(request))
-        self._place.enter()
+        self._in_flight.enter()
         self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))
 
     async def _abort(self, request_id: str) -> None:
@@ -173,4 +173,4 @@ class GenerateSession:
         running = self._running.get(live.request_id)
         if running is not None and running.live is live:
             del self._running[live.request_id]
-            self._place.leave()
+            self._in_flight.leave()

@@ -7,7 +7,7 @@ from typing import TypeVar
 from starlette.types import Receive
 
 from penstock_common.errors import ResourceExhausted
-from penstock_frontend.admission import Place
+from penstock_frontend.admission import InFlight
 from penstock_frontend.api.openai.body import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.json_size import check_json_size
@@ -32,7 +32,7 @@ class Bodies:
 
     def __init__(self, config: HttpConfig) -> None:
         self.config = config
-        self.place = Place()
+        self.in_flight = InFlight()
         self._reading: dict[Body, None] = {}  # the oldest first
 
     def open(self) -> "Body":
@@ -54,7 +54,7 @@ class Bodies:
     def make_room(self) -> None:
         """End the reading of bodies until the others are within the limit, or none is being read."""
         limit = self.config.max_body_bytes_in_flight
-        while (total := self.place.length) > limit and self._reading:
+        while (total := self.in_flight.length) > limit and self._reading:
             largest = max(self._reading, key=lambda body: body.size)
             message = f"HTTP bodies of {total} bytes would be in memory; http.max_body_bytes_in_flight is {limit}"
             largest.give_way(message, total - limit)
@@ -76,7 +76,7 @@ class Body:
         self._closed = False
 
     def __enter__(self) -> "Body":
-        self._bodies.place.enter()
+        self._bodies.in_flight.enter()
         self._bodies.begin(self)
         return self
 
@@ -92,7 +92,7 @@ class Body:
         self._closed = True
         self._bodies.end(self)
         self._parts.clear()
-        self._bodies.place.leave(self.size, served=self._read)
+        self._bodies.in_flight.leave(self.size, served=self._read)
 
     async def read(self, receive: Receive) -> None:
         """Read the whole body.
@@ -134,7 +134,7 @@ class Body:
 
     def give_way(self, message: str, excess: int) -> None:
         """End the reading as ResourceExhausted with ``message``; ``excess``: bytes that there are too many."""
-        self._refusal = ResourceExhausted(message, retry_after=self._bodies.place.retry_after(1, excess))
+        self._refusal = ResourceExhausted(message, retry_after=self._bodies.in_flight.retry_after(1, excess))
         self._forget()
         self._bodies.end(self)
         if self._wait is not None:
@@ -163,10 +163,10 @@ class Body:
     def _keep(self, part: bytes) -> None:
         self._parts.append(part)
         self.size += len(part)
-        self._bodies.place.length += len(part)
+        self._bodies.in_flight.length += len(part)
         self._bodies.make_room()
 
     def _forget(self) -> None:
-        self._bodies.place.length -= self.size
+        self._bodies.in_flight.length -= self.size
         self.size = 0
         self._parts.clear()

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.admission import Place
+from penstock_frontend.admission import InFlight
 from penstock_frontend.api.call_context import context_of_call
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies, Body, ClientGone
@@ -53,20 +53,20 @@ class Gate:
 
     def __init__(self, config: HttpConfig) -> None:
         self._max_requests = config.max_requests
-        self._place = Place()
+        self._in_flight = InFlight()
 
     def __enter__(self) -> None:
         """One more. Raises ResourceExhausted at the limit."""
-        if self._place.count >= self._max_requests:
+        if self._in_flight.count >= self._max_requests:
             raise ResourceExhausted(
-                f"{self._place.count} HTTP requests are being served; http.max_requests is {self._max_requests}",
-                retry_after=self._place.retry_after(1),
+                f"{self._in_flight.count} HTTP requests are being served; http.max_requests is {self._max_requests}",
+                retry_after=self._in_flight.retry_after(1),
             )
-        self._place.enter()
+        self._in_flight.enter()
 
     def __exit__(self, *_: object) -> None:
         """One less."""
-        self._place.leave()
+        self._in_flight.leave()
 
 
 class Endpoint:

@@ -105,7 +105,7 @@ class ChatRenderer:
         if request.may_call and self._why_no_tools:
             raise InvalidArgument(self._why_no_tools, field="tools")
         return GenerateRequest(
-            prompt=await self._tokenizer.in_pool(self._prompt, request),
+            prompt=await self._tokenizer.in_thread(self._prompt, request),
             add_special_tokens=False,  # the template writes them
             sampling=request.sampling,
             context=request.context,

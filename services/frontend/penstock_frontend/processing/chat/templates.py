@@ -36,7 +36,7 @@ _TOOLS = "tools"
 class ChatTemplates:
     """The templates of one model by name; most have one, ``default``. ``special_tokens``: their texts, as ``bos_token``.
 
-    Thread-safe: a conversation is rendered in a thread of the tokenizer's pool.
+    Thread-safe: a conversation is rendered in one of the tokenizer's threads.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:

@@ -59,7 +59,7 @@ class EncodedPair(NamedTuple):
 
 
 class Tokenizer:
-    """Text to tokens in a small thread pool, off the event loop; tokens to text in the caller's thread.
+    """Text to tokens in a few threads, off the event loop; tokens to text in the caller's thread.
 
     Special tokens around a text (begin of sequence) are those that the post-processor in tokenizer.json adds.
     """
@@ -68,8 +68,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._byte_level = ByteLevelDecoder(backend, self._decode) if is_byte_level(backend) else None
@@ -80,7 +80,7 @@ class Tokenizer:
         """Tokenize ``text``. Without ``with_tokens`` there are only ids."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._pool_for(len(text)), self._encode, text, add_special_tokens, with_tokens
+            self._threads_for(len(text)), self._encode, text, add_special_tokens, with_tokens
         )
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[EncodedPair]:
@@ -89,8 +89,8 @@ class Tokenizer:
         def encode() -> list[EncodedPair]:
             return [self._encode_pair(text, second) for text, second in pairs]
 
-        pool = self._pool_for(sum(len(text) + len(second) for text, second in pairs))
-        return await asyncio.get_running_loop().run_in_executor(pool, encode)
+        threads = self._threads_for(sum(len(text) + len(second) for text, second in pairs))
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
@@ -137,8 +137,8 @@ class Tokenizer:
             with _no_panic():
                 return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
-        pool = self._pool_for(sum(map(len, texts)))
-        return await asyncio.get_running_loop().run_in_executor(pool, encode)
+        threads = self._threads_for(sum(map(len, texts)))
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of a whole sequence, decoded off the event loop."""
@@ -148,18 +148,18 @@ class Tokenizer:
                 [i for i in token_ids if i not in self.special_ids] if skip_special_tokens else token_ids
             )
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool_for(len(token_ids)), decode)
+        return await asyncio.get_running_loop().run_in_executor(self._threads_for(len(token_ids)), decode)
 
-    async def in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns, called in a thread of the pool: for work on texts that would hold the loop up."""
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``function`` returns, called in one of its threads: for work on texts that would hold the loop up."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._pool, functools.partial(function, *args, **kwargs)
+            self._threads, functools.partial(function, *args, **kwargs)
         )
 
     def close(self) -> None:
         """End the thread pools; texts not begun yet are dropped."""
-        for pool in (self._pool, self._long_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _find_anchor(self) -> list[int]:
         """A token to put before others: a letter or digit of its own, so that nothing joins with it; or no token."""
@@ -169,8 +169,8 @@ class Tokenizer:
                 return [token_id]
         return []
 
-    def _pool_for(self, size: int) -> ThreadPoolExecutor:
-        return self._pool if size <= _LONG_TEXT else self._long_pool
+    def _threads_for(self, size: int) -> ThreadPoolExecutor:
+        return self._threads if size <= _LONG_TEXT else self._long_threads
 
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
         with _no_panic():
