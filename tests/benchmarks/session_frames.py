@@ -18,7 +18,7 @@ from rich.table import Table
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_enginecore.rpc.convert import outputs_to_proto
-from penstock_frontend.rpc.convert import engine_core_outputs
+from penstock_frontend.rpc.session_messages import engine_core_outputs
 from tests.benchmarks.hop import frame_of
 
 SIZES = (1, 16, 64, 256)

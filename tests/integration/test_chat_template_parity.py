@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from penstock_frontend.call_types import ChatMessage, ChatRequest, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRenderer, ChatRequest, Tool, ToolCall
+from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import load_chat_templates
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.models.chat_templates import CHATML, LLAMA, save_chat_model

@@ -15,11 +15,11 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed
 from penstock_common.rpc.calls import CallTelemetry
-from penstock_frontend.api.grpc import convert
-from penstock_frontend.api.openai.chat import ChatCompletions
+from penstock_frontend.api.grpc import generate_messages
+from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completion_choices import ChoiceWriter
 from penstock_frontend.api.openai.completions import Completions
-from penstock_frontend.api.vllm import convert as vllm_convert
+from penstock_frontend.api.vllm import requests, responses
 from penstock_frontend.engine.journal import Journal
 from penstock_frontend.engine.journal_entry import JournalEntry
 from penstock_frontend.engine.kv_events import KvEventFeed
@@ -265,9 +265,11 @@ def is_poison(value: Any) -> bool:
 
 FAULTS = [
     Fault(
-        "decode", ("generate", "session"), raising(convert, "generate_request", lambda m, **_: is_poison(m.request_id))
+        "decode",
+        ("generate", "session"),
+        raising(generate_messages, "generate_request", lambda m, **_: is_poison(m.request_id)),
     ),
-    Fault("decode", ("vllm",), raising(vllm_convert, "generate_request", lambda m, **_: is_poison(m.request_id))),
+    Fault("decode", ("vllm",), raising(requests, "generate_request", lambda m, **_: is_poison(m.request_id))),
     Fault("decode", ("completion", "completion stream"), raising(Completions, "__call__", lambda *_: True)),
     Fault("decode", ("chat",), raising(ChatCompletions, "__call__", lambda *_: True, RecursionError)),
     Fault(
@@ -296,8 +298,10 @@ FAULTS = [
     Fault("process", _GENERATING, raising(OutputProcessor, "_advance", lambda _, s, *__: is_poison(s.external_id))),
     Fault("take a vector", ("embed",), raising(PooledOutputs, "_end", lambda *_: True)),
     Fault("parse", ("chat",), raising(ChatOutputs, "read", lambda *_: True)),
-    Fault("answer", ("generate", "session"), raising(convert, "generate_response", lambda _, i: is_poison(i))),
-    Fault("answer", ("vllm",), raising(vllm_convert.GenerateResponses, "of", lambda *_: True)),
+    Fault(
+        "answer", ("generate", "session"), raising(generate_messages, "generate_response", lambda _, i: is_poison(i))
+    ),
+    Fault("answer", ("vllm",), raising(responses.GenerateResponses, "of", lambda *_: True)),
     Fault("answer", ("completion", "completion stream"), raising(ChoiceWriter, "write", lambda *_: True)),
 ]
 

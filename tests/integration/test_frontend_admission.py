@@ -17,10 +17,8 @@ from penstock_common.errors import DeadlineExceeded, ResourceExhausted
 from penstock_common.rpc.status import DETAILS_KEY
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import ChatMessage, ChatRequest, GenerateRequest, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.request import GenerateRequest
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server

@@ -15,7 +15,7 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.rpc.convert import add_request
+from penstock_frontend.rpc.session_messages import add_request
 from tests.fakes.clients.session_client import connected
 from tests.fakes.clients.session_pair import Pair, paired
 from tests.fakes.engines.engine_harness import make_config

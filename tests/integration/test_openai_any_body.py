@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock_frontend.api.openai.chat import ChatCompletionRequest
+from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingRequest
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.structured_output.backend import XgrammarBackend
 from penstock_enginecore.structured_output.factory import make_grammar_backend
-from penstock_frontend.processing.chat.rendering import Tool
+from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.chat.tool_choice import tool_constraint
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.base import ToolParser

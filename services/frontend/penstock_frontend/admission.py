@@ -7,11 +7,8 @@ from typing import NamedTuple
 from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, MixedPrompt, Part, PoolingRequest
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.chat.rendering import ChatRequest
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part
-from penstock_frontend.processing.prompts.request import GenerateRequest
 
 Clock = Callable[[], float]
 

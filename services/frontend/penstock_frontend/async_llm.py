@@ -14,6 +14,7 @@ from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import Admission, Demand, check_deadline, demand_of
+from penstock_frontend.call_types import GenerateRequest, PoolingRequest, PoolingResult, RequestOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.observe import RequestObserver
@@ -22,10 +23,9 @@ from penstock_frontend.pooling_calls import PoolingCalls
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import OutputProcessor
-from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult, check_generates
+from penstock_frontend.processing.pooling.inputs import check_generates
 from penstock_frontend.processing.prompts import parallel_sampling
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
-from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
 
 

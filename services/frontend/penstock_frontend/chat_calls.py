@@ -9,13 +9,13 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import OutputKind, StructuredOutput
 from penstock_frontend.admission import check_deadline
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ChatRequest, GenerateRequest
 from penstock_frontend.live_request import LiveRequest
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
-from penstock_frontend.processing.chat.rendering import ChatRenderer, ChatRequest
+from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.tool_choice import check_choice, tool_constraint
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.registry import Parsers
-from penstock_frontend.processing.prompts.request import GenerateRequest
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 

@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from penstock_common.errors import Cancelled
 from penstock_frontend.admission import Demand
+from penstock_frontend.call_types import GenerateRequest, PoolingRequest
 from penstock_frontend.observe import ObservedRequest
 from penstock_frontend.processing.outputs.processor import RequestState
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.request import GenerateRequest
 
 
 class LiveRequest:

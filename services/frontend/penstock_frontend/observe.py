@@ -12,11 +12,9 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest, RequestOutput
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import RequestState
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part
-from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
 

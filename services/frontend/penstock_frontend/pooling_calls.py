@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from penstock_common.errors import DeadlineExceeded
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.call_types import PoolingRequest, PoolingResult
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
-from penstock_frontend.processing.pooling.inputs import PoolingInputs, PoolingRequest, PoolingResult
+from penstock_frontend.processing.pooling.inputs import PoolingInputs
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
 
 

@@ -11,11 +11,16 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.admission import Admission, Demand, InFlight, check_deadline, demand_of
+from penstock_frontend.call_types import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    GenerateRequest,
+    MixedPrompt,
+    PoolingRequest,
+    ToolCall,
+)
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, ContentPart, ToolCall
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt
-from penstock_frontend.processing.prompts.request import GenerateRequest
 from tests.fakes.engines.engine_harness import FakeClock
 
 

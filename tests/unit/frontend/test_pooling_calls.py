@@ -13,12 +13,13 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling_calls import PoolingCalls
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.outputs.processor import OutputProcessor
-from penstock_frontend.processing.pooling.inputs import PoolingInputs, PoolingRequest, check_generates, load_labels
+from penstock_frontend.processing.pooling.inputs import PoolingInputs, check_generates, load_labels
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState, SplitOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer

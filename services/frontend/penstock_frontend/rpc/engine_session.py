@@ -34,7 +34,7 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
-from penstock_frontend.rpc import convert
+from penstock_frontend.rpc import session_messages
 
 _HANDSHAKE_TIMEOUT = 10.0
 
@@ -117,7 +117,7 @@ class EngineSession:
                 f"this frontend speaks {OLDEST_REVISION} to {PROTOCOL_REVISION}"
             )
         self._revision = first.ready.protocol_revision
-        ready = convert.engine_ready(first.ready)
+        ready = session_messages.engine_ready(first.ready)
         self._limits = Limits.of(self._max_message_bytes, ready.max_message_bytes, ready.max_tensor_bytes)
         self._outgoing.limit(self._limits)
         return ready
@@ -129,14 +129,14 @@ class EngineSession:
             async for response in self._responses:
                 kind = response.WhichOneof("message")
                 if kind == "outputs":
-                    self._take(convert.engine_core_outputs(response.outputs, take))
+                    self._take(session_messages.engine_core_outputs(response.outputs, take))
                 elif kind == "frames":
                     for frame in response.frames.frames:
-                        self._take(convert.engine_core_outputs(frame, take))
+                        self._take(session_messages.engine_core_outputs(frame, take))
                 elif kind == "tensor_chunk":
                     take_chunk(self._tensors, response.tensor_chunk)
                 elif kind == "draining":
-                    self._on_draining(convert.draining_time_left(response.draining))
+                    self._on_draining(session_messages.draining_time_left(response.draining))
                 elif kind == "engine_dead":
                     return f"the engine failed: {response.engine_dead.reason}"
         except grpc.aio.AioRpcError as e:
@@ -218,7 +218,7 @@ class EngineSession:
             every_position = not self._limits.max_tensor_bytes
             if request.prompt_embeds is not None and ref is None:
                 _check_vectors(request.prompt_embeds, self._limits, every_position=every_position)
-            message = convert.add_request(request, ref, every_position=every_position)
+            message = session_messages.add_request(request, ref, every_position=every_position)
             if self._revision < COLUMNS_SINCE:
                 message.add.ClearField("request_number")
             if request.context.deadline is not None:
@@ -261,7 +261,7 @@ class EngineSession:
         try:
             future.set_result(msgspec.msgpack.decode(output.result) if output.result else None)
         except Exception as e:
-            future.set_exception(convert.unreadable(e, f"utility call {output.call_id}"))
+            future.set_exception(session_messages.unreadable(e, f"utility call {output.call_id}"))
 
 
 def _chunk(chunk: Chunk) -> pb.SessionRequest:

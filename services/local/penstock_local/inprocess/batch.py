@@ -10,10 +10,8 @@ import msgspec
 from penstock_common.errors import RequestFailed, request_failed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.processing.chat.rendering import ChatRequest
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.request import GenerateRequest
-from penstock_frontend.processing.prompts.request import RequestOutput as Finished
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
+from penstock_frontend.call_types import RequestOutput as Finished
 from penstock_local.inprocess.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from penstock_local.inprocess.runtime import Runtime
 

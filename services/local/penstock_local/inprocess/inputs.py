@@ -7,7 +7,7 @@ import msgspec
 
 from penstock_common.errors import InvalidArgument, nearest
 from penstock_common.types.sampling import OutputKind, SamplingParams
-from penstock_frontend.processing.chat.rendering import ChatMessage
+from penstock_frontend.call_types import ChatMessage
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""

@@ -6,9 +6,7 @@ from typing import Any, Self, TypeVar
 
 from penstock_common.errors import Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_frontend.processing.chat.rendering import ChatRequest
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
-from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
 from penstock_local.inprocess.batch import Batch
 from penstock_local.inprocess.inputs import Message, Prompt, Sampling, as_conversations, as_prompts, as_sampling
 from penstock_local.inprocess.options import engine_config

@@ -8,7 +8,7 @@ from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.rpc.convert import request_from_proto
-from penstock_frontend.rpc.convert import add_request
+from penstock_frontend.rpc.session_messages import add_request
 
 PLAIN = EngineCoreRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3))
 STAYS = ("model", "data_parallel_rank")

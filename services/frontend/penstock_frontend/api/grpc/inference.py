@@ -10,7 +10,7 @@ from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.errors import NotFound
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import demand_of
-from penstock_frontend.api.grpc import chat, convert, pooling
+from penstock_frontend.api.grpc import chat_messages, generate_messages, pooling_messages
 from penstock_frontend.api.grpc.session import GenerateSession
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
@@ -37,12 +37,12 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
-        converted = convert.generate_request(request, **_call(context), limits=self._limits)
+        converted = generate_messages.generate_request(request, **_call(context), limits=self._limits)
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._llm.generate(converted, live):
-            yield convert.generate_response(output, live.request_id)
+            yield generate_messages.generate_response(output, live.request_id)
 
     async def GenerateSession(
         self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
@@ -61,32 +61,38 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Answers a conversation; the answer is streamed."""
-        converted = chat.chat_request(request, **_call(context), limits=self._limits)
+        converted = chat_messages.chat_request(request, **_call(context), limits=self._limits)
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._chat.run(converted, live):
-            yield chat.chat_response(output, live.request_id)
+            yield chat_messages.chat_response(output, live.request_id)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Vectors of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
-        return pooling.embed_response(*await self._llm.run_pooling(pooling.embed_request(request, **_call(context))))
+        return pooling_messages.embed_response(
+            *await self._llm.run_pooling(pooling_messages.embed_request(request, **_call(context)))
+        )
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Classes of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
-        converted = pooling.classify_request(request, **_call(context))
+        converted = pooling_messages.classify_request(request, **_call(context))
         result, request_id = await self._llm.run_pooling(converted)
         per_token = converted.params.task is PoolingTask.TOKEN_CLASSIFY
-        return pooling.classify_response(result, request_id, per_token=per_token, labels=self._labels)
+        return pooling_messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Scores of pairs: by the model where it reads pairs, else the cosines of their vectors."""
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
         call = _call(context)
         if await self._llm.reads_pairs(call["time_left"]):
-            return pooling.pair_response(*await self._llm.run_pooling(pooling.pair_request(request, **call)))
-        return pooling.similarity_response(*await self._llm.run_pooling(pooling.similarity_request(request, **call)))
+            return pooling_messages.pair_response(
+                *await self._llm.run_pooling(pooling_messages.pair_request(request, **call))
+            )
+        return pooling_messages.similarity_response(
+            *await self._llm.run_pooling(pooling_messages.similarity_request(request, **call))
+        )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text to token ids."""

@@ -10,11 +10,11 @@ from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhau
 from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
 from penstock_frontend.admission import InFlight, demand_of
-from penstock_frontend.api.grpc import convert
+from penstock_frontend.api.grpc import generate_messages, message_parts
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import GenerateRequest
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.live_request import LiveRequest
-from penstock_frontend.processing.prompts.request import GenerateRequest
 
 _MAX_QUEUED = 16
 """Messages that wait to be written. What comes while they do is merged in the requests' collectors."""
@@ -129,7 +129,7 @@ class GenerateSession:
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is {limit}",
                 retry_after=self._in_flight.retry_after(1),
             )
-        request = convert.generate_request(
+        request = generate_messages.generate_request(
             message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits
         )
         live = self._llm.accept(request.context.external_request_id, demand_of(request))
@@ -154,7 +154,9 @@ class GenerateSession:
             async for output in self._llm.generate(request, live):
                 if live.released:
                     self._end(live)  # with this output: the id is free when its client reads it
-                response = pb.GenerateSessionResponse(output=convert.generate_response(output, live.request_id))
+                response = pb.GenerateSessionResponse(
+                    output=generate_messages.generate_response(output, live.request_id)
+                )
                 check_response_size(response, self._max_response_bytes)
                 await self._out.put(response)
         except RequestFailed as e:
@@ -165,7 +167,7 @@ class GenerateSession:
             await self._fail(live.request_id, incident(e, request=live.request_id, doing="serving the request"))
 
     async def _fail(self, request_id: str, error: RequestFailed) -> None:
-        failed = pb.SessionError(request_id=request_id, error=convert.request_error(error))
+        failed = pb.SessionError(request_id=request_id, error=message_parts.request_error(error))
         await self._out.put(pb.GenerateSessionResponse(error=failed))
 
     def _end(self, live: LiveRequest) -> None:

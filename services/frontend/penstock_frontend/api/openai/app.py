@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies
-from penstock_frontend.api.openai.chat import ChatCompletions
+from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
 from penstock_frontend.api.openai.endpoint import Endpoint, Gate, Handler

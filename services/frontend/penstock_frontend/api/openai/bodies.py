@@ -8,7 +8,7 @@ from starlette.types import Receive
 
 from penstock_common.errors import ResourceExhausted
 from penstock_frontend.admission import InFlight
-from penstock_frontend.api.openai.body import decode
+from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.json_size import check_json_size
 from penstock_frontend.config import HttpConfig

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock_frontend.api.openai.choice_logprobs import ChatLogprobs, chat_logprobs
 from penstock_frontend.api.openai.generation import FINISH_REASONS
-from penstock_frontend.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.parsers.base import ToolCallDelta
 

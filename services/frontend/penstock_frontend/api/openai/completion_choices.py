@@ -3,17 +3,17 @@
 import msgspec
 
 from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.api.openai.generation import FINISH_REASONS
-from penstock_frontend.api.openai.logprobs import (
+from penstock_frontend.api.openai.choice_logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
     TextOffsets,
     add_completion_logprobs,
     prompt_logprobs,
 )
+from penstock_frontend.api.openai.generation import FINISH_REASONS
 from penstock_frontend.api.openai.prompts import Prompt
 from penstock_frontend.api.openai.usage import UsageInfo, usage_info
-from penstock_frontend.processing.prompts.request import RequestOutput, Usage
+from penstock_frontend.call_types import RequestOutput, Usage
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,22 +12,22 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import Demand, demand_of
-from penstock_frontend.api.openai import prompts, sampling
+from penstock_frontend.api.openai import prompts, sampling_fields
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.choice_logprobs import TextOffsets
 from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.generation import Generation, PromptOutput, Source
-from penstock_frontend.api.openai.logprobs import TextOffsets
-from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions, TokenId
+from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions, TokenId
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import GenerateRequest, RequestOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.pace import Pace
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.prompts.request import GenerateRequest, RequestOutput
 
 DEFAULT_MAX_TOKENS = 16
 _MAX_LOGPROBS = 2**31 - 1
@@ -127,7 +127,7 @@ class _Making:
                     keep=body.truncate_prompt_tokens,
                     add_special_tokens=add,
                     skip_special_tokens=skip,
-                    names=sampling.names(body),
+                    names=sampling_fields.names(body),
                 )
                 for index, each in enumerate(given)
             )
@@ -206,7 +206,7 @@ class _Making:
 
 
 def _check(body: CompletionRequest) -> None:
-    sampling.check(body)
+    sampling_fields.check(body)
     refuse_fields(body, {"suffix": ""})
     check_range("logprobs", body.logprobs, -1, _MAX_LOGPROBS)
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -219,7 +219,7 @@ def _check(body: CompletionRequest) -> None:
 
 def _values(body: CompletionRequest) -> dict[str, Any]:
     """The sampling parameters. An echoed prompt has the log-probabilities of the output."""
-    values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling.values(body)}
+    values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_fields.values(body)}
     values["max_tokens"] = max(values["max_tokens"], 1)
     if body.logprobs is not None:
         values["logprobs"] = body.logprobs

@@ -3,7 +3,7 @@
 import msgspec
 
 from penstock_common.types.request_context import RequestContext
-from penstock_frontend.api.openai.body import check_range
+from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.endpoint import Call
 
 _INT32 = 2**31

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented
-from penstock_frontend.processing.chat.rendering import ChatMessage, ContentPart, Tool, ToolCall
+from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
 
 

@@ -10,12 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_frontend.api.http.page import ClusterState
-from penstock_frontend.api.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock_frontend.api.openai.completions import Completion, CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingList, EmbeddingRequest
 from penstock_frontend.api.openai.errors import ErrorBody
 from penstock_frontend.api.openai.models import Model, ModelList
-from penstock_frontend.api.openai.sampling import ResponseFormat
+from penstock_frontend.api.openai.sampling_fields import ResponseFormat
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 
 PATH = "/openapi.json"

@@ -11,14 +11,14 @@ from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body import check_range
+from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
-from penstock_frontend.api.openai.sampling import TokenId
+from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.async_llm import AsyncLLM
-from penstock_frontend.processing.pooling.inputs import PoolingRequest
+from penstock_frontend.call_types import PoolingRequest
 
 _INT32 = 2**31
 

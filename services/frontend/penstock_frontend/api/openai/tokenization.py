@@ -10,10 +10,10 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.conversation import MessageBody, ToolBody, messages_of, tools_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.sampling import TokenId
+from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ChatRequest
 from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.processing.chat.rendering import ChatRequest
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

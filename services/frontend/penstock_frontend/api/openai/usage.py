@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from penstock_frontend.processing.prompts.request import Usage
+from penstock_frontend.call_types import Usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

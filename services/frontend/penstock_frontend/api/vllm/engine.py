@@ -19,7 +19,7 @@ from penstock_frontend.admission import demand_of
 from penstock_frontend.api.call_context import deadline_after
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
-from penstock_frontend.api.vllm import convert
+from penstock_frontend.api.vllm import cache_events, requests, responses
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.engine.kv_events import KvEventFeed
@@ -62,27 +62,27 @@ class VllmEngineServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt: chunks as they come, or everything at the end."""
-        converted = convert.generate_request(request, **convert.call_details(context))
+        converted = requests.generate_request(request, **requests.call_details(context))
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
             limits = await self._llm.engines.wait_until_usable(converted.context.deadline)
             converted.sampling["truncate_prompt_tokens"] = limits.max_model_len - 1
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
-        responses = convert.GenerateResponses(converted, live, stream=request.stream)
+        writer = responses.GenerateResponses(converted, live, stream=request.stream)
         async for output in self._llm.generate(converted, live):
-            for response in responses.of(output):
+            for response in writer.of(output):
                 yield response
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """The vector of a prompt."""
-        converted = convert.embed_request(request, **convert.call_details(context))
+        converted = requests.embed_request(request, **requests.call_details(context))
         result, _ = await self._llm.run_pooling(converted, abortable=True)
-        return convert.embed_response(result)
+        return responses.embed_response(result)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests of this protocol and the caller's tenant. Ids that do not run are no error: they may just have ended."""
-        self._llm.abort_ids(request.request_ids, convert.tenant_of(context))
+        self._llm.abort_ids(request.request_ids, requests.tenant_of(context))
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
@@ -183,7 +183,7 @@ class VllmEngineServicer:
         await context.send_initial_metadata(())  # subscribers wait for it, and there may be no events for long
         num_events = 0
         async for batch in subscription:
-            yield convert.kv_event_batch(batch, num_events + 1)
+            yield cache_events.kv_event_batch(batch, num_events + 1)
             num_events += len(batch.events)
 
     async def FlushCache(

@@ -6,9 +6,9 @@ import msgspec
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import OutputKind
+from penstock_frontend.call_types import Finish, RequestOutput
 from penstock_frontend.processing.parsers.answer import AnswerDelta, AnswerParser
 from penstock_frontend.processing.parsers.base import ToolCallDelta
-from penstock_frontend.processing.prompts.request import Finish, RequestOutput
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):

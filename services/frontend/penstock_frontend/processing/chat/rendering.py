@@ -5,15 +5,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from penstock_common.errors import InvalidArgument
-from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, GenerateRequest, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.templates import ChatTemplates
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.prompts.counts import check_conversation
-from penstock_frontend.processing.prompts.request import GenerateRequest
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -23,64 +20,6 @@ _NOT_SHOWN = (
     "--set frontend.model.tool_parser=..., which is one of: "
 )
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-
-
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool that an assistant asked for. ``arguments``: a JSON object as text; empty is an empty one."""
-
-    id: str = ""
-    name: str
-    arguments: str = ""
-
-
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function the model may call. ``parameters``: the JSON schema of its arguments, None when it takes none."""
-
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-
-
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message, as OpenAI's protocol has them. ``type`` must be ``text``."""
-
-    type: str
-    text: str = ""
-
-
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. ``content`` in parts is joined with line breaks; ``reasoning`` is what the assistant thought before it."""
-
-    role: str
-    content: str | Sequence[ContentPart] | None = None
-    tool_calls: Sequence[ToolCall] = ()
-    tool_call_id: str = ""
-    reasoning: str = ""
-    name: str = ""
-
-
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to answer.
-
-    ``tool_choice``: ``auto``, ``none`` or ``required``; ``named_tool`` is the name of the one that must be called, and wins.
-    ``template_kwargs``: more variables of the chat template (``enable_thinking``). ``sampling`` holds the sampling parameters
-    that the client set, under the names of ``SamplingParams``.
-    """
-
-    messages: Sequence[ChatMessage]
-    tools: Sequence[Tool] = ()
-    tool_choice: str = "auto"
-    named_tool: str = ""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
-    context: RequestContext = RequestContext()
-
-    @property
-    def may_call(self) -> bool:
-        """Whether the model may call tools: else it is not told of them, and no calls are looked for."""
-        return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
 
 
 class ChatRenderer:

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.sampling import StructuredOutput
-from penstock_frontend.processing.chat.rendering import Tool
+from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParser
 
 CHOICES = ("auto", "none", "required")

@@ -9,14 +9,14 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
+from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.metrics import EngineMetrics, EngineSteps, FrontendMetrics
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
-from penstock_frontend.processing.outputs.logprobs import LogprobsReader
+from penstock_frontend.processing.outputs.logprobs_reader import LogprobsReader
 from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
-from penstock_frontend.processing.prompts.request import Finish, Usage
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 

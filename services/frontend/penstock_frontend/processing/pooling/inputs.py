@@ -5,43 +5,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
-from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.pooling import PoolingTask
 from penstock_common.types.request import EngineCoreRequest
-from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, resolve
 
-Prompt = str | Sequence[int]
-"""Text, or token ids used as they are."""
-
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
 """Capabilities of engines that pool."""
-
-
-class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs to pool, each on its own. ``fields`` names them for errors, as ``inputs[0].text``.
-
-    ``seconds`` has the second text of every pair for a model that reads pairs.
-    """
-
-    inputs: Sequence[Prompt]
-    fields: Sequence[str]
-    params: PoolingParams
-    seconds: Sequence[str] = ()
-    context: RequestContext = RequestContext()
-
-
-class PoolingResult(msgspec.Struct, frozen=True):
-    """The engine's output for every input, in order, and the tokens of all of them."""
-
-    outputs: Sequence[EngineCoreOutput]
-    prompt_tokens: int
 
 
 class PoolingInputs:

@@ -13,12 +13,12 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.chat.reasoning import Reasoning
-from penstock_frontend.processing.prompts import sampling
-from penstock_frontend.processing.prompts.mixed_prompt import Assembled, MixedPrompt, assemble
-from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts import sampling_params
+from penstock_frontend.processing.prompts.mixed_prompt import JoinedPrompt, join_parts
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 MAX_CHARS_PER_TOKEN = 64
@@ -40,7 +40,7 @@ class InputProcessor:
     ) -> None:
         """``reasoning``: behind it constraints hold. Raises ConfigError when the model's own defaults are out of range."""
         self._tokenizer = tokenizer
-        self._defaults = sampling.model_defaults(generation_config)
+        self._defaults = sampling_params.model_defaults(generation_config)
         self._model_name = model_name
         self._limits = limits
         self.reasoning = reasoning
@@ -106,7 +106,7 @@ class InputProcessor:
         where they are known: a prompt far beyond them is refused before it is tokenized.
         """
         context = self.checked_context(request.context, request_id)
-        params = sampling.resolve(request.sampling, self._defaults, self._limits)
+        params = sampling_params.resolve(request.sampling, self._defaults, self._limits)
         if params.bad_words:
             params = await self._with_bad_words(params)
         if limits is not None:
@@ -135,7 +135,7 @@ class InputProcessor:
         if request.prompt_embeds is not None:
             check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
         check_token_ids(prompt, limits.vocab_size, field="token_ids.ids")
-        sampling.check_vocabulary(params, limits.vocab_size)
+        sampling_params.check_vocabulary(params, limits.vocab_size)
         if len(prompt) >= limits.max_model_len:
             raise _too_long(len(prompt), limits.max_model_len)
         room_left = limits.max_model_len - len(prompt)
@@ -164,7 +164,7 @@ class InputProcessor:
         unique = dict.fromkeys([*params.bad_word_token_ids, *(tuple(token_ids) for token_ids in tokenized)])
         return msgspec.structs.replace(params, bad_word_token_ids=tuple(unique))
 
-    async def _prompt(self, request: GenerateRequest, limits: ModelLimits | None, *, truncated: bool) -> Assembled:
+    async def _prompt(self, request: GenerateRequest, limits: ModelLimits | None, *, truncated: bool) -> JoinedPrompt:
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
             longest, what = self._limits.max_prompt_length, "limits.max_prompt_length"
@@ -181,9 +181,9 @@ class InputProcessor:
             ids = list(prompt)
         if not ids:
             raise InvalidArgument(f"{field} has no tokens: there is no prompt", field=field)
-        return Assembled(ids, None)
+        return JoinedPrompt(ids, None)
 
-    async def _mixed(self, prompt: MixedPrompt, longest: int, what: str, *, add_special_tokens: bool) -> Assembled:
+    async def _mixed(self, prompt: MixedPrompt, longest: int, what: str, *, add_special_tokens: bool) -> JoinedPrompt:
         if not prompt.parts:
             raise InvalidArgument("mixed.parts is empty: there is no prompt", field="mixed.parts")
         for part, field in zip(prompt.parts, prompt.fields, strict=True):
@@ -193,7 +193,7 @@ class InputProcessor:
         async def encode(text: str, is_first: bool) -> list[int]:
             return (await self._tokenizer.encode(text, add_special_tokens=add_special_tokens and is_first)).ids
 
-        return await assemble(prompt, encode, max_positions=longest, what=what)
+        return await join_parts(prompt, encode, max_positions=longest, what=what)
 
 
 def check_size(text: str, max_model_len: int, *, field: str) -> None:

@@ -3,35 +3,25 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.prompt_embeds import IS_TOKEN, IS_VECTOR, PromptEmbeds
-
-Part = str | Sequence[int] | PromptEmbeds
-
-
-class MixedPrompt(msgspec.Struct, frozen=True):
-    """The parts of a prompt, in order. ``fields``: what each is called in the request, for errors."""
-
-    parts: tuple[Part, ...]
-    fields: tuple[str, ...]
+from penstock_frontend.call_types import MixedPrompt
 
 
-class Assembled(NamedTuple):
+class JoinedPrompt(NamedTuple):
     """Token ids, one per position, and the vectors; a token id means nothing where there is a vector."""
 
     token_ids: list[int]
     embeds: PromptEmbeds | None
 
-    def last(self, count: int) -> "Assembled":
+    def last(self, count: int) -> "JoinedPrompt":
         """The last ``count`` positions."""
-        return Assembled(self.token_ids[-count:], self.embeds.last(count) if self.embeds is not None else None)
+        return JoinedPrompt(self.token_ids[-count:], self.embeds.last(count) if self.embeds is not None else None)
 
 
-async def assemble(
+async def join_parts(
     prompt: MixedPrompt, encode: Callable[[str, bool], Awaitable[list[int]]], *, max_positions: int, what: str
-) -> Assembled:
+) -> JoinedPrompt:
     """Put the parts together. ``encode`` tokenizes a text; the flag says that it opens the prompt. Not more than
     ``max_positions`` are put together; ``what`` names that limit.
 
@@ -59,7 +49,7 @@ async def assemble(
         token_ids += ids if kind is IS_TOKEN else bytes(len(ids))
         is_token += kind * len(ids)
     if first is None:
-        return Assembled(token_ids, None)
+        return JoinedPrompt(token_ids, None)
     embeds = PromptEmbeds(
         dtype=first.dtype,
         num_tokens=len(token_ids),
@@ -67,7 +57,7 @@ async def assemble(
         data=first.data if len(vectors) == 1 else b"".join(part.data for part in vectors),
         is_token=bytes(is_token) if IS_TOKEN in is_token else b"",
     )
-    return Assembled(token_ids, embeds)
+    return JoinedPrompt(token_ids, embeds)
 
 
 def _check_alike(part: PromptEmbeds, first: PromptEmbeds, field: str) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import ModelConfig
-from penstock_frontend.processing.prompts.sampling import model_defaults
+from penstock_frontend.processing.prompts.sampling_params import model_defaults
 from penstock_frontend.processing.prompts.tokenizer import resolve
 
 _ADVERTISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from penstock_frontend.api.openai.logprobs import TextOffsets
+from penstock_frontend.api.openai.choice_logprobs import TextOffsets
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
 from penstock_frontend.processing.prompts.tokenizer import load_model_files

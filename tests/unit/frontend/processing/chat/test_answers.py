@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import OutputKind
+from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.chat.answers import ChatOutput, ChatOutputs
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
@@ -16,7 +17,6 @@ from penstock_frontend.processing.outputs.text import OutputText
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
-from penstock_frontend.processing.prompts.request import Finish, Usage
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models.small_tokenizers import byte_level
 

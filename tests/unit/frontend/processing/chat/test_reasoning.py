@@ -7,11 +7,11 @@ import structlog
 
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.call_types import GenerateRequest
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 from penstock_frontend.processing.prompts.input import InputProcessor
-from penstock_frontend.processing.prompts.request import GenerateRequest
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models.small_tokenizers import byte_level
 

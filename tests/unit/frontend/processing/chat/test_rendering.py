@@ -9,15 +9,9 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.processing.chat.rendering import (
-    ChatMessage,
-    ChatRenderer,
-    ChatRequest,
-    ContentPart,
-    Tool,
-    ToolCall,
-)
+from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.models.chat_templates import LLAMA, save_chat_model

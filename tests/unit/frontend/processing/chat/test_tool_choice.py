@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import InvalidArgument
-from penstock_frontend.processing.chat.rendering import Tool
+from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.chat.tool_choice import tool_constraint
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser

@@ -8,9 +8,9 @@ from penstock_common.errors import Unavailable
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import OutputKind
+from penstock_frontend.call_types import Finish, Usage
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.text import TextDelta
-from penstock_frontend.processing.prompts.request import Finish, Usage
 
 FINISH = Finish(FinishReason.STOP, None, Usage(1, 0, 3))
 

@@ -11,10 +11,10 @@ from tokenizers import normalizers
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
+from penstock_frontend.call_types import GenerateRequest
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
-from penstock_frontend.processing.prompts.request import GenerateRequest
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
 from tests.fakes.models import small_tokenizers
 from tests.fakes.patience import PATIENCE

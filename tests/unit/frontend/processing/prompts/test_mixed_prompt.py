@@ -9,11 +9,11 @@ import pytest
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
-from penstock_frontend.processing.prompts.mixed_prompt import MixedPrompt, Part, text_context
-from penstock_frontend.processing.prompts.request import GenerateRequest
+from penstock_frontend.processing.prompts.mixed_prompt import text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models import small_tokenizers
 

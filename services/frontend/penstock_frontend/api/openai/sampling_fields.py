@@ -15,7 +15,7 @@ from penstock_common.types.sampling import (
     RepetitionDetection,
     StructuredOutput,
 )
-from penstock_frontend.api.openai.body import check_range, refuse_fields, text_of
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields, text_of
 from penstock_frontend.api.openai.context import GenerationContextFields
 from penstock_frontend.api.openai.errors import undecodable
 

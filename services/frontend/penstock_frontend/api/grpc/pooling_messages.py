@@ -8,10 +8,9 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
-from penstock_frontend.api.grpc import convert
+from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.context import context_of
-from penstock_frontend.processing.pooling.inputs import PoolingRequest, PoolingResult, Prompt
-from penstock_frontend.processing.prompts.request import Usage
+from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, Usage
 
 _EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
@@ -66,7 +65,7 @@ def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
     return pb.EmbedResponse(
         request_id=request_id,
         embeddings=[parts.vectors_to_proto(_vectors(output)) for output in result.outputs],
-        usage=convert.usage(Usage(prompt_tokens=result.prompt_tokens)),
+        usage=message_parts.usage(Usage(prompt_tokens=result.prompt_tokens)),
     )
 
 
@@ -75,7 +74,7 @@ def classify_response(
 ) -> pb.ClassifyResponse:
     """The message for classified inputs."""
     response = pb.ClassifyResponse(
-        request_id=request_id, usage=convert.usage(Usage(prompt_tokens=result.prompt_tokens))
+        request_id=request_id, usage=message_parts.usage(Usage(prompt_tokens=result.prompt_tokens))
     )
     for output in result.outputs:
         vectors = _vectors(output)
@@ -101,7 +100,7 @@ def similarity_response(result: PoolingResult, request_id: str) -> pb.ScoreRespo
 
 
 def _score_response(scores: list[float], result: PoolingResult, request_id: str) -> pb.ScoreResponse:
-    usage = convert.usage(Usage(prompt_tokens=result.prompt_tokens))
+    usage = message_parts.usage(Usage(prompt_tokens=result.prompt_tokens))
     return pb.ScoreResponse(request_id=request_id, scores=scores, usage=usage)
 
 

@@ -8,41 +8,41 @@ import pytest
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_frontend.config import LimitsConfig
-from penstock_frontend.processing.prompts import sampling
+from penstock_frontend.processing.prompts import sampling_params
 
 LIMITS = LimitsConfig()
 MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 64}
 
 
 def test_what_is_given_wins_over_the_model_and_the_model_over_ours() -> None:
-    params = sampling.resolve({"temperature": 0.0}, sampling.model_defaults(MODEL), LIMITS)
+    params = sampling_params.resolve({"temperature": 0.0}, sampling_params.model_defaults(MODEL), LIMITS)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.0, 0.9, 20, 0.0, 64)
 
 
 def test_a_model_that_does_not_sample_gives_no_filters() -> None:
-    defaults = sampling.model_defaults(MODEL | {"do_sample": False})
+    defaults = sampling_params.model_defaults(MODEL | {"do_sample": False})
     assert defaults == {"max_tokens": 64}
 
 
 def test_the_models_repetition_penalty_counts_also_where_it_does_not_sample() -> None:
-    assert sampling.model_defaults({"repetition_penalty": 1.3}) == {"repetition_penalty": 1.3}
+    assert sampling_params.model_defaults({"repetition_penalty": 1.3}) == {"repetition_penalty": 1.3}
 
 
 def test_a_generation_config_out_of_range_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="generation_config.*temperature is -1"):
-        sampling.model_defaults({"do_sample": True, "temperature": -1})
+        sampling_params.model_defaults({"do_sample": True, "temperature": -1})
 
 
 def test_a_seed_is_concrete_and_differs_when_none_is_given() -> None:
-    seeds = {sampling.resolve({}, {}, LIMITS).seed for _ in range(20)}
+    seeds = {sampling_params.resolve({}, {}, LIMITS).seed for _ in range(20)}
     assert None not in seeds
     assert len(seeds) == 20
-    assert sampling.resolve({"seed": 0}, {}, LIMITS).seed == 0
+    assert sampling_params.resolve({"seed": 0}, {}, LIMITS).seed == 0
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
 def test_any_signed_64_bit_integer_is_a_seed(seed: int) -> None:
-    assert sampling.resolve({"seed": seed}, {}, LIMITS).seed == seed
+    assert sampling_params.resolve({"seed": seed}, {}, LIMITS).seed == seed
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_any_signed_64_bit_integer_is_a_seed(seed: int) -> None:
 )
 def test_values_out_of_range_are_refused_naming_the_field(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as e:
-        sampling.resolve(given, {}, LIMITS)
+        sampling_params.resolve(given, {}, LIMITS)
     assert e.value.field == f"sampling_params.{field}"
     assert e.value.field in e.value.message
 
@@ -135,23 +135,23 @@ def test_values_out_of_range_are_refused_naming_the_field(given: dict[str, Any],
     ],
 )
 def test_values_at_the_limit_are_taken(given: dict[str, Any]) -> None:
-    sampling.resolve(given, {}, LIMITS)
+    sampling_params.resolve(given, {}, LIMITS)
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
 def test_token_ids_outside_the_vocabulary_are_refused(name: str) -> None:
-    params = sampling.resolve({name: (5, 300)}, {}, LIMITS)
+    params = sampling_params.resolve({name: (5, 300)}, {}, LIMITS)
     with pytest.raises(InvalidArgument, match=rf"{name}\[1\] is 300; it must be below the vocabulary size, 256"):
-        sampling.check_vocabulary(params, 256)
+        sampling_params.check_vocabulary(params, 256)
 
 
 def test_a_logit_bias_outside_the_vocabulary_is_refused() -> None:
-    params = sampling.resolve({"logit_bias": {5: 1.0, 256: 1.0}}, {}, LIMITS)
+    params = sampling_params.resolve({"logit_bias": {5: 1.0, 256: 1.0}}, {}, LIMITS)
     with pytest.raises(InvalidArgument, match="logit_bias is given for token id 256"):
-        sampling.check_vocabulary(params, 256)
+        sampling_params.check_vocabulary(params, 256)
 
 
 def test_a_bad_sequence_outside_the_vocabulary_is_refused() -> None:
-    params = sampling.resolve({"bad_word_token_ids": ((1, 2), (256, 3))}, {}, LIMITS)
+    params = sampling_params.resolve({"bad_word_token_ids": ((1, 2), (256, 3))}, {}, LIMITS)
     with pytest.raises(InvalidArgument, match=r"bad_word_token_ids\[1\] is 256"):
-        sampling.check_vocabulary(params, 256)
+        sampling_params.check_vocabulary(params, 256)

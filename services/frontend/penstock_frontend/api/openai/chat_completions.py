@@ -11,10 +11,11 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import demand_of
-from penstock_frontend.api.openai import sampling
+from penstock_frontend.api.openai import sampling_fields
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
 from penstock_frontend.api.openai.chat_choices import ChatChoice, ChatChoiceWriter, ChatStyle, ChunkChoice
+from penstock_frontend.api.openai.choice_logprobs import PromptLogprobs, prompt_logprobs
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import (
     MessageBody,
@@ -27,14 +28,13 @@ from penstock_frontend.api.openai.conversation import (
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
-from penstock_frontend.api.openai.logprobs import PromptLogprobs, prompt_logprobs
-from penstock_frontend.api.openai.sampling import SamplingFields, StreamOptions
+from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
 from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ChatRequest
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.processing.chat.answers import ChatOutput
-from penstock_frontend.processing.chat.rendering import ChatRequest
 
 _REFUSED = {
     "functions": "tools",
@@ -224,7 +224,7 @@ class _Making:
 
 
 def _check(body: ChatCompletionRequest) -> None:
-    sampling.check(body)
+    sampling_fields.check(body)
     refuse_fields(body, _REFUSED)
     if body.modalities is not None and body.modalities != ["text"]:
         raise Unimplemented(f"modalities is {body.modalities}; only ['text'] is served", field="modalities")
@@ -235,7 +235,7 @@ def _check(body: ChatCompletionRequest) -> None:
 
 
 def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
-    values = sampling.values(body)
+    values = sampling_fields.values(body)
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
     if body.logprobs:
@@ -258,7 +258,7 @@ def _request(body: ChatCompletionRequest, call: Call) -> ChatRequest:
 
 
 def _names(body: ChatCompletionRequest) -> Mapping[str, str]:
-    names = {"text": "messages", "prompt": "messages", **sampling.names(body)}
+    names = {"text": "messages", "prompt": "messages", **sampling_fields.names(body)}
     if body.max_completion_tokens is not None:
         names["sampling_params.max_tokens"] = "max_completion_tokens"
     return names

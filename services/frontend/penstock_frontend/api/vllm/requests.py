@@ -1,15 +1,21 @@
-"""Sampling parameters of ``vllm.grpc.engine`` as the domain's."""
+"""Requests of ``vllm.grpc.engine`` to the domain, and what their calls carry beside them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.errors import InvalidArgument
+from penstock_common.rpc.sampling import refuse_set
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.sampling import OutputKind, StructuredOutput
+from penstock_frontend.api.call_context import context_of_call
+from penstock_frontend.api.vllm.context import context_of
+from penstock_frontend.call_types import GenerateRequest, PoolingRequest
 
+_NOT_SERVED_YET = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
 _PATH = "sampling_params"
 _MAX_TOP_K = 2**31 - 1
-"""No vocabulary is larger: above it, as below, the filter does nothing."""
 _SAME = (
     "min_p",
     "frequency_penalty",
@@ -22,7 +28,51 @@ _SAME = (
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
-def sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
+def generate_request(
+    message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None
+) -> GenerateRequest:
+    """The domain's request. ``time_left``: seconds until the call's deadline.
+
+    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
+    """
+    refuse_set(message, _NOT_SERVED_YET)
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("input is not set: give tokenized or text", field="input")
+    return GenerateRequest(
+        prompt=message.text if kind == "text" else message.tokenized.input_ids,
+        sampling=_sampling(message.sampling_params, stream=message.stream),
+        context=context_of(message, metadata, time_left),
+    )
+
+
+def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
+    """See ``generate_request``."""
+    if not message.HasField("tokenized"):
+        raise InvalidArgument("tokenized is not set", field="tokenized")
+    return PoolingRequest(
+        inputs=[message.tokenized.input_ids],
+        fields=["tokenized.input_ids"],
+        params=PoolingParams(task=PoolingTask.EMBED),
+        context=context_of(message, metadata, time_left),
+    )
+
+
+def call_details(context: Any) -> dict[str, Any]:
+    """What a call carries beside its message: arguments of the functions above."""
+    return {"metadata": _metadata(context), "time_left": context.time_remaining()}
+
+
+def tenant_of(context: Any) -> str:
+    """Whose requests a call is about."""
+    return context_of_call(_metadata(context)).tenant
+
+
+def _metadata(context: Any) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
     """All parameters, by the names of ``SamplingParams``: the model's own defaults are for the gateway to apply.
 
     Unset and 0 are the same for most fields of this contract: ``n``, ``top_p`` and ``repetition_penalty`` are 1 then.

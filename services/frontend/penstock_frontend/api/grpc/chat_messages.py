@@ -6,15 +6,15 @@ from typing import Any
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.rpc.sampling import refuse_set
-from penstock_frontend.api.grpc import convert
+from penstock_common.rpc.sampling import refuse_set, set_fields
+from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.context import context_of
+from penstock_frontend.call_types import ChatMessage, ChatRequest, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.answers import ChatOutput
-from penstock_frontend.processing.chat.rendering import ChatMessage, ChatRequest, Tool, ToolCall
 from penstock_frontend.processing.chat.tool_choice import named_choice
 from penstock_frontend.processing.prompts.counts import check_conversation
-from penstock_frontend.processing.prompts.sampling import check_lists
+from penstock_frontend.processing.prompts.sampling_params import check_lists
 
 
 def chat_request(
@@ -36,7 +36,7 @@ def chat_request(
         add_generation_prompt=message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
         continue_final_message=message.continue_final_message,
         template_kwargs=_object(message.chat_template_kwargs, "chat_template_kwargs") or {},
-        sampling=convert.sampling(message.sampling_params),
+        sampling=set_fields(message.sampling_params),
         context=context_of(message, metadata, time_left),
     )
 
@@ -50,10 +50,10 @@ def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
         reasoning=output.reasoning,
         tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in output.tool_calls],
         token_ids=output.token_ids,
-        logprobs=convert.logprobs(output.logprobs),
+        logprobs=message_parts.logprobs(output.logprobs),
     )
     if output.finish is not None:
-        convert.add_finish(message, output.finish)
+        message_parts.add_finish(message, output.finish)
     return message
 
 

@@ -1,0 +1,40 @@
+"""Parts of the messages that answer: log-probabilities, ends, counts and errors."""
+
+from penstock.common.v1 import finish_pb2, logprobs_pb2, stats_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.errors import RequestFailed
+from penstock_common.rpc.outputs import logprobs_to_proto
+from penstock_common.types.logprobs import Logprobs
+from penstock_frontend.call_types import Finish, Usage
+
+
+def logprobs(values: Logprobs | None) -> logprobs_pb2.Logprobs | None:
+    """The message for log-probabilities, where there are some."""
+    return None if values is None else logprobs_to_proto(values)
+
+
+def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -> None:
+    """Say in the last message of a sequence how it ended."""
+    message.finish_reason = finish_pb2.FinishReason.ValueType(finish.reason)
+    if isinstance(finish.stop_reason, str):
+        message.stop_reason.text = finish.stop_reason
+    elif finish.stop_reason is not None:
+        message.stop_reason.token_id = finish.stop_reason
+    message.usage.CopyFrom(usage(finish.usage))
+
+
+def usage(counts: Usage) -> stats_pb2.Usage:
+    """The message for token counts."""
+    return stats_pb2.Usage(
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        completion_tokens=counts.completion_tokens,
+    )
+
+
+def request_error(error: RequestFailed) -> finish_pb2.RequestError:
+    """The message for an error of one request among many."""
+    message = finish_pb2.RequestError(code=error.code, message=error.message, field=error.field, reason=error.reason)
+    if error.retry_after is not None:
+        message.retry_after = error.retry_after
+    return message

@@ -1,0 +1,152 @@
+"""What calls ask for and what they get, whatever protocol they come by."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request_context import RequestContext
+
+Part = str | Sequence[int] | PromptEmbeds
+
+
+class MixedPrompt(msgspec.Struct, frozen=True):
+    """The parts of a prompt, in order."""
+
+    parts: tuple[Part, ...]
+    fields: tuple[str, ...]
+    """What each part is called in the request, for errors."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to continue: text, token ids, or parts of these and vectors."""
+
+    prompt: str | Sequence[int] | MixedPrompt
+    sampling: dict[str, Any] = {}
+    """The sampling parameters that the client set, under the names of ``SamplingParams``."""
+    add_special_tokens: bool = True
+    context: RequestContext = RequestContext()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    """What the engine produced, the tokens of a stop string included."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """How an output ended."""
+
+    reason: FinishReason
+    stop_reason: int | str | None
+    """The stop string or the stop token's id; None at the model's own end of sequence."""
+    usage: Usage
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one of the n sequences, or all of it, as the output kind says."""
+
+    index: int = 0
+    """Which of the sequences it is of."""
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Logprobs | None = None
+    """As many positions as ``token_ids``; None when they were not asked for, or there are no tokens."""
+    prompt_logprobs: Logprobs | None = None
+    """On the first piece of sequence 0; position i belongs to prompt token i + 1."""
+    finish: Finish | None = None
+    """On the last piece of its sequence."""
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message, as OpenAI's protocol has them."""
+
+    type: str
+    """Must be ``text``."""
+    text: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool that an assistant asked for."""
+
+    id: str = ""
+    name: str
+    arguments: str = ""
+    """A JSON object as text; empty is an empty one."""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | Sequence[ContentPart] | None = None
+    """Parts are joined with line breaks."""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+    """What the assistant thought before its content."""
+    name: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments, None when it takes none."""
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to answer."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] = ()
+    tool_choice: str = "auto"
+    """``auto``, ``none`` or ``required``."""
+    named_tool: str = ""
+    """The tool that must be called, whatever ``tool_choice`` says; empty: no such one."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+    """More variables of the chat template, as ``enable_thinking``."""
+    sampling: dict[str, Any] = {}
+    """The sampling parameters that the client set, under the names of ``SamplingParams``."""
+    context: RequestContext = RequestContext()
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model may call tools: else it is not told of them, and no calls are looked for."""
+        return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
+
+
+Prompt = str | Sequence[int]
+"""Text, or token ids used as they are."""
+
+
+class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs to embed, classify or score, each on its own."""
+
+    inputs: Sequence[Prompt]
+    fields: Sequence[str]
+    """What each input is called in the request, for errors, as ``inputs[0].text``."""
+    params: PoolingParams
+    seconds: Sequence[str] = ()
+    """The second text of every pair, for a model that reads pairs."""
+    context: RequestContext = RequestContext()
+
+
+class PoolingResult(msgspec.Struct, frozen=True):
+    """What the inputs of a PoolingRequest came to."""
+
+    outputs: Sequence[EngineCoreOutput]
+    """The engine's output for every input, in order."""
+    prompt_tokens: int
+    """Of all inputs."""
