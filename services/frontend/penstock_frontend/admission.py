@@ -19,13 +19,13 @@ _UNMEASURED = 1.0
 
 
 class Demand(NamedTuple):
-    """What a request takes up: ``length`` is that of its prompt, in characters, token ids and bytes of vectors, as engines hold
-    these. ``sequences``: what engines see of it, n of one prompt or one for each of its inputs.
-    """
+    """What a request takes up."""
 
     tenant: str = ""
     length: int = 0
+    """Of its prompt, in characters, token ids and bytes of vectors, as engines hold these."""
     sequences: int = 1
+    """What engines see of it: n of one prompt, or one for each of its inputs."""
 
 
 class InFlight:

@@ -12,12 +12,7 @@ from penstock_frontend.processing.outputs.processor import RequestState
 
 
 class LiveRequest:
-    """A request between acceptance and release. ``request_id``: what its client calls it, a label that others may have, too;
-    ``name``: tenant and id under which it can be aborted from outside, if that is so.
-
-    ``states``: its sequences, none until it is on its way to an engine, like ``prompt_token_ids``. ``done``: all of its output
-    was made. ``released``: it is over.
-    """
+    """A request between acceptance and release."""
 
     __slots__ = (
         "_aborted",
@@ -37,14 +32,21 @@ class LiveRequest:
         self, request_id: str, observed: ObservedRequest, demand: Demand, name: tuple[str, str] | None = None
     ) -> None:
         self.request_id = request_id
+        """What its client calls it, a label that others may have, too."""
         self.name = name
+        """Tenant and id under which it can be aborted from outside; None where it cannot."""
         self.demand = demand
         self.observed = observed
         self.request: GenerateRequest | PoolingRequest | None = None
+        """None until it is begun."""
         self.prompt_token_ids: Sequence[int] = ()
+        """Empty until it is on its way to an engine, like ``states``."""
         self.states: Sequence[RequestState] = ()
+        """Its sequences."""
         self.done = False
+        """Whether all of its output was made."""
         self.released = False
+        """Whether it is over."""
         self._aborted = False
         self._wait: asyncio.Timeout | None = None
 

@@ -11,18 +11,7 @@ class EngineFaultError(Exception):
 
 
 class JournalEntry:
-    """One sequence from its first engine to its end.
-
-    ``call``: what the sequences of one call have in common; ``engine``: key of the engine it runs on, ``""`` while it has none.
-    ``number``: stands for it and its attempt on that engine's session, 0 while it has none. ``admitted``: it has left an engine
-    that had taken it in. ``token_ids``: all output so far. ``progressed``: whether the current attempt has brought anything new.
-    ``began_at``: when that was for the first time, on the journal's clock, with ``num_tokens_then`` tokens.
-    ``num_moves``: engines it has left; ``losses``: those of them in a row that were lost before they brought anything,
-    ``losses_alone`` while they had nothing else; ``failed_steps``: engines that found its steps to fail.
-    ``held_for``: seconds it has waited without an engine since it last brought something. ``excluded``: engines that it is
-    not sent to, and until when on the event loop's clock. ``variant``: of the engine that brought the last of its output, None
-    while there is none; ``engine_variant``: of the engine it is on.
-    """
+    """One sequence from its first engine to its end."""
 
     __slots__ = (
         "admitted",
@@ -52,26 +41,45 @@ class JournalEntry:
     def __init__(self, request: EngineCoreRequest, call: str) -> None:
         self.request = request
         self.call = call
+        """What the sequences of one call have in common."""
         self.engine = ""
+        """Key of the engine it runs on; empty while it has none."""
         self.number = 0
+        """Stands for it and its attempt on that engine's session; 0 while it has none."""
         self.attempt = request.attempt
         self.admitted = False
+        """Whether it has left an engine that had taken it in: such a one no other engine refuses for want of room."""
         self.token_ids = list(request.prior_output_token_ids)
-        self.num_prompt_logprobs = 0  # of all attempts together
-        self.num_prompt_scored = 0  # by the current attempt
+        """All output so far."""
+        self.num_prompt_logprobs = 0
+        """Positions of the prompt whose log-probabilities are there, of all attempts together."""
+        self.num_prompt_scored = 0
+        """The same, of the current attempt alone."""
         self.prefilled = False
+        """Whether an engine has said how it computed the prompt."""
         self.progressed = False
+        """Whether the current attempt has brought anything new."""
         self.began_at: float | None = None
+        """When that was for the first time, on the journal's clock."""
         self.num_tokens_then = 0
+        """Length of the output at that time."""
         self.ended = False
         self.num_moves = 0
+        """Engines that it has left."""
         self.losses = 0
+        """Engines in a row that were lost before they brought anything for it."""
         self.losses_alone = 0
+        """Those of them that had nothing else to do."""
         self.failed_steps = 0
+        """Engines that found its steps to fail."""
         self.held_for = 0.0
+        """Seconds it has waited without an engine since it last brought something."""
         self.excluded: dict[str, float] = {}
+        """Engines that it is not sent to, and until when on the event loop's clock."""
         self.variant: str | None = None
+        """Variant of the engine that brought the last of its output; None while there is none."""
         self.engine_variant = ""
+        """Variant of the engine it is on."""
 
     @property
     def request_id(self) -> str:

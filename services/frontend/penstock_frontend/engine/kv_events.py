@@ -42,7 +42,7 @@ class KvEventListener(Protocol):
 
 
 class KvEventFeed:
-    """Numbers the changes of every engine and hands them to all subscribers. See KvEventListener.
+    """The KvEventListener that numbers the changes of every engine and hands them to all subscribers.
 
     It keeps what can be found in the caches, as far as it was told of it, so that every subscriber begins with the
     current state. Each engine is a rank with a numbering of its own, without gaps. Two engines of the
@@ -55,7 +55,7 @@ class KvEventFeed:
         self._subscriptions: set[KvSubscription] = set()
 
     def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
-        """See KvEventListener."""
+        """An engine's prefix cache has changed: note it, and tell all subscribers."""
         cache = self._engines.get(engine)
         if cache is None:
             cache = self._engines[engine] = _Cache(self._free_rank(rank))
@@ -64,7 +64,7 @@ class KvEventFeed:
         self._send(cache.rank, events)
 
     def gone(self, engine: str) -> None:
-        """See KvEventListener. Its blocks are removed one by one: to clear would mean other engines' too for some."""
+        """The engine is gone. Its blocks are removed one by one: some subscribers would take a cleared cache for all engines'."""
         cache = self._engines.pop(engine, None)
         if cache is not None and cache.blocks:
             self._send(cache.rank, [BlockRemoved(block_hashes=list(cache.blocks))])

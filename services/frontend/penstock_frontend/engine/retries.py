@@ -26,9 +26,9 @@ class Blame(enum.Enum):
 class Retries:
     """The budget of a request, and the trial of a suspect.
 
-    An engine that is lost may have died of any request that it had brought nothing new for: each of those gets a strike, and
-    what it brings later takes its strikes away. A request one strike below the limit is a suspect. Suspects are sent out one at
-    a time, each until it brings something: so the one that engines die of is found while it alone is tried, and those that
+    An engine that is lost may have died of any request that it had brought nothing new for: each of those counts the loss, and
+    what it brings later sets its count back. A request one loss below the limit is a suspect. Suspects are sent out one at a
+    time, each until it brings something: so the one that engines die of is found while it alone is tried, and those that
     merely were beside it go on. What was alone when its engine died is tried once more, and so is what an engine found to
     fail its steps.
     """

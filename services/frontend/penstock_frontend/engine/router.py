@@ -13,14 +13,16 @@ _KV_PRESSURE_WEIGHT = 64.0
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """An engine. ``rank``: under which requests may name it, None for under none. ``accepting``: connected, and neither draining
-    nor wedged. ``variant``: its ``config_hash``.
-    """
+    """An engine that a request may go to."""
 
     key: str
+    """Its address."""
     rank: int | None
+    """Under which requests may name it; None: under none."""
     accepting: bool = True
+    """Connected, and neither draining nor wedged."""
     variant: str = ""
+    """Its ``config_hash``."""
 
 
 class Load(msgspec.Struct):

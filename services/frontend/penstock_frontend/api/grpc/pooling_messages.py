@@ -26,14 +26,14 @@ def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time
 def classify_request(
     message: pb.ClassifyRequest, *, metadata: Mapping[str, str], time_left: float | None
 ) -> PoolingRequest:
-    """See ``embed_request``."""
+    """The domain's request, for classes. ``time_left`` and errors as of ``embed_request``."""
     params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
     inputs, fields = _prompts(message.inputs, "inputs")
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
 def pair_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
-    """Pairs for a model that reads both texts at once. See ``embed_request``."""
+    """The domain's request, for a model that reads both texts at once. ``time_left`` and errors as of ``embed_request``."""
     (query,), (query_field,) = _prompts([message.query], "query")
     documents, fields = _prompts(message.documents, "documents")
     texts = [_text(document, field) for document, field in zip(documents, fields, strict=True)]
@@ -49,7 +49,9 @@ def pair_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_
 def similarity_request(
     message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None
 ) -> PoolingRequest:
-    """The query and the documents to embed at length one, the query first. See ``embed_request``."""
+    """The domain's request, to embed the query and then the documents at length one. ``time_left`` and errors as of
+    ``embed_request``.
+    """
     (query,), query_field = _prompts([message.query], "query")
     documents, fields = _prompts(message.documents, "documents")
     return PoolingRequest(

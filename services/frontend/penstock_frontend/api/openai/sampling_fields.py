@@ -108,7 +108,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class RepetitionFields(msgspec.Struct, frozen=True):
-    """See ``RepetitionDetection``."""
+    """Ends an output that repeats a pattern of so many tokens, from the least to the most, ``min_count`` times."""
 
     max_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
     min_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)] = 1

@@ -47,7 +47,7 @@ def generate_request(
 
 
 def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
-    """See ``generate_request``."""
+    """The domain's request for a vector. ``time_left`` and errors as of ``generate_request``."""
     if not message.HasField("tokenized"):
         raise InvalidArgument("tokenized is not set", field="tokenized")
     return PoolingRequest(

@@ -226,7 +226,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """See ``dict.fromkeys``."""
+        """A dict with these keys, which all have ``value``."""
         return dict.fromkeys(keys, value)
 
 

@@ -30,11 +30,11 @@ class HermesToolParser(ToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """See ToolParser."""
+        """Whether the template writes calls in Hermes' tags, and not in the form that others put between the same tags."""
         return _BEGIN in template and not any(form in template for form in _OTHER_FORMS)
 
     def push(self, text: str) -> ToolDelta:
-        """See ToolParser."""
+        """Take the next piece of the answer. Text that may be the beginning of a tag is held back."""
         while text:
             if self._scanner is not None:
                 text = self._scan(self._scanner, text)
@@ -45,7 +45,7 @@ class HermesToolParser(ToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """See ToolParser."""
+        """What was held back: content, if it became no call."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if not self._behind:

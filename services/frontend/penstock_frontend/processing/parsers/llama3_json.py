@@ -30,11 +30,11 @@ class Llama3JsonToolParser(ToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """See ToolParser."""
+        """Whether the template tells the model to answer with JSON that has ``parameters``, in Llama 3's headers."""
         return '"parameters": ' in template and "<|start_header_id|>" in template
 
     def push(self, text: str) -> ToolDelta:
-        """See ToolParser."""
+        """Take the next piece of the answer. Its beginning says whether it is calls or content, and is held back until then."""
         while text:
             if self._is_content:
                 self._content.append(text)
@@ -43,7 +43,7 @@ class Llama3JsonToolParser(ToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """See ToolParser."""
+        """What was held back: content, if it became no call."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if self._num_calls == 0 or self._held.strip(_BETWEEN):

@@ -34,11 +34,11 @@ class Qwen3ReasoningParser(ReasoningParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """See ReasoningParser."""
+        """Whether the template knows the tag that ends the reasoning."""
         return _END in template
 
     def push(self, text: str) -> ReasoningDelta:
-        """See ReasoningParser."""
+        """Take the next piece of the answer. What may be the beginning of a tag is held back, blanks beside tags are dropped."""
         reasoning = ""
         text, self._held = self._held + text, ""
         while text:
@@ -57,7 +57,7 @@ class Qwen3ReasoningParser(ReasoningParser):
         return ReasoningDelta(reasoning)
 
     def finish(self) -> ReasoningDelta:
-        """See ReasoningParser."""
+        """What was held back: reasoning, if its end has not come."""
         held, self._held = self._held, ""
         return ReasoningDelta(held) if self._at is _At.REASONING else ReasoningDelta("", held)
 
