@@ -1,8 +1,10 @@
 """``/v1/embeddings``, models and tokens with the published OpenAI client, in front of an engine without a model."""
 
 import array
+import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ import pytest
 
 from penstock.common.v1 import finish_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock.inference.v1 import messages_pb2 as inference_pb
+from penstock_common.rpc import outputs
+from penstock_common.types.pooling import Vectors
+from penstock_frontend.api.openai import embeddings
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.pace import NUMBERS_PER_TURN
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.small_tokenizers import byte_level
@@ -138,3 +145,70 @@ async def test_metrics_stand_beside_the_api(api: OpenAIServer) -> None:
     await api.client.embeddings.create(model="model", input="a")
     assert "vllm:prompt_tokens_total" in (await api.http.get("/metrics")).text
     assert (await api.http.get("/health")).status_code == 200
+
+
+class Turns:
+    """How often something happens in each turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self._turn = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        self._turn += 1
+        self._loop.call_soon(self._next)
+
+    def counting(self, function: Callable[[Vectors], list[float]]) -> Callable[[Vectors], list[float]]:
+        def counted(vectors: Vectors) -> list[float]:
+            numbers = function(vectors)
+            self.counts[self._turn] += len(numbers)
+            return numbers
+
+        return counted
+
+
+@pytest.fixture
+def many_numbers(embedder: FakeEngine) -> int:
+    """Numbers of each vector that the engine answers with from now on."""
+
+    def answer(output: pb.EngineCoreOutput) -> pb.EngineCoreOutput:
+        embedder.running.pop(output.request_id)
+        vector = array.array("f", [0.5]) * 4096
+        tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[len(vector)], inline=vector.tobytes())
+        return pb.EngineCoreOutput(
+            request_id=output.request_id, pooling_output=tensor, finish_reason=finish_pb2.FINISH_REASON_STOP
+        )
+
+    embedder.mangle = answer
+    return 4096
+
+
+async def test_a_large_answer_is_written_over_many_turns_of_the_event_loop(
+    embedder: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch, many_numbers: int
+) -> None:
+    turns = Turns()
+    monkeypatch.setattr(embeddings, "floats", turns.counting(embeddings.floats))
+    async with openai_server(model, engines=[embedder.address]) as api:
+        body = {"input": [[5, 6]] * 100, "encoding_format": "float"}
+        response = await api.http.post("/v1/embeddings", json=body)
+    data = response.json()["data"]
+    assert [each["index"] for each in data] == list(range(100))
+    assert all(
+        each == {"object": "embedding", "index": each["index"], "embedding": [0.5] * many_numbers} for each in data
+    )
+    assert turns.counts.total() == 100 * many_numbers
+    assert max(turns.counts.values()) <= NUMBERS_PER_TURN + many_numbers
+
+
+async def test_many_documents_are_compared_over_many_turns_of_the_event_loop(
+    embedder: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch, many_numbers: int
+) -> None:
+    turns = Turns()
+    monkeypatch.setattr(outputs, "floats", turns.counting(outputs.floats))
+    async with openai_server(model, engines=[embedder.address]) as api:
+        inputs = [inference_pb.PoolingInput(text="x")] * 101
+        response = await api.server.stub.Score(inference_pb.ScoreRequest(query=inputs[0], documents=inputs[1:]))
+    assert list(response.scores) == [many_numbers / 4] * 100
+    assert max(turns.counts.values()) <= NUMBERS_PER_TURN + 2 * many_numbers

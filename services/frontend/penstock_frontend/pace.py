@@ -6,6 +6,9 @@ from collections import deque
 SEQUENCES_PER_TURN = 32
 """Sequences that are sent to engines in one turn of the event loop; each takes some 60 us."""
 
+NUMBERS_PER_TURN = 32_768
+"""Numbers of vectors that are made into an answer in one turn of the event loop; they take some 3 ms."""
+
 
 class Pace:
     """Lets in so many units of work per turn of the event loop; what is beyond waits for later turns, in its order.

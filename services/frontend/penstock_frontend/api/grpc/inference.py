@@ -16,6 +16,7 @@ from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig
+from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -33,6 +34,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._labels = labels
         self._model = config.model
         self._limits = config.limits
+        self._pace = Pace(NUMBERS_PER_TURN)
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -90,9 +92,8 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             return pooling_messages.pair_response(
                 *await self._llm.run_pooling(pooling_messages.pair_request(request, **call))
             )
-        return pooling_messages.similarity_response(
-            *await self._llm.run_pooling(pooling_messages.similarity_request(request, **call))
-        )
+        result, request_id = await self._llm.run_pooling(pooling_messages.similarity_request(request, **call))
+        return await pooling_messages.similarity_response(result, request_id, self._pace)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text to token ids."""

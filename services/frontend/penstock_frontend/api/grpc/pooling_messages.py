@@ -11,6 +11,7 @@ from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.context import context_of
 from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, Usage
+from penstock_frontend.pace import Pace
 
 _EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
@@ -94,10 +95,16 @@ def pair_response(result: PoolingResult, request_id: str) -> pb.ScoreResponse:
     return _score_response([parts.floats(_vectors(output))[0] for output in result.outputs], result, request_id)
 
 
-def similarity_response(result: PoolingResult, request_id: str) -> pb.ScoreResponse:
-    """The message for vectors of length one, the query's first: their cosines with it."""
-    query, *documents = (parts.floats(_vectors(output)) for output in result.outputs)
-    cosines = [sum(a * b for a, b in zip(query, document, strict=True)) for document in documents]
+async def similarity_response(result: PoolingResult, request_id: str, pace: Pace) -> pb.ScoreResponse:
+    """The message for vectors of length one, the query's first: their cosines with it. ``pace``: how many numbers of vectors
+    are multiplied in one turn of the event loop.
+    """
+    query = parts.floats(_vectors(result.outputs[0]))
+    cosines = []
+    for output in result.outputs[1:]:
+        await pace.take(len(query))
+        document = parts.floats(_vectors(output))
+        cosines.append(sum(a * b for a, b in zip(query, document, strict=True)))
     return _score_response(cosines, result, request_id)
 
 

@@ -2,14 +2,14 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
@@ -19,8 +19,11 @@ from penstock_frontend.api.openai.prompts import Given, split
 from penstock_frontend.api.openai.sampling_fields import TokenId
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
+from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
 
 _INT32 = 2**31
+_NUMBER_BYTES = 4
+_ENCODER = msgspec.json.Encoder()
 
 
 class EmbeddingRequest(ContextFields, kw_only=True):
@@ -63,6 +66,7 @@ class Embeddings:
     def __init__(self, llm: AsyncLLM, *, model: str) -> None:
         self._llm = llm
         self._model = model
+        self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Embed the inputs. Raises RequestFailed."""
@@ -84,11 +88,19 @@ class Embeddings:
             raise renamed(e, {"pooling_params.": ""}) from e
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
         as_text = body.encoding_format == "base64"
-        data = [
-            Embedding(index=index, embedding=_vector(output, as_text=as_text))
-            for index, output in enumerate(result.outputs)
-        ]
+        # The encoder copies a Raw as it is.
+        data = cast(Sequence[Embedding], await self._written(result.outputs, as_text=as_text))
         return EmbeddingList(id=request_id, data=data, model=self._model, usage=usage)
+
+    async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
+        """The JSON of every Embedding, made over as many turns of the event loop as it takes: numbers are slow to write."""
+        written = []
+        for index, output in enumerate(outputs):
+            vectors = _vectors(output)
+            await self._pace.take(len(vectors.data) // _NUMBER_BYTES)
+            vector = base64.b64encode(vectors.data).decode() if as_text else floats(vectors)
+            written.append(msgspec.Raw(_ENCODER.encode(Embedding(index=index, embedding=vector))))
+        return written
 
 
 def _inputs(body: EmbeddingRequest) -> Sequence[Given]:
@@ -102,8 +114,7 @@ def _is_single(body: EmbeddingRequest) -> bool:
     return isinstance(body.input, str) or all(isinstance(each, int) for each in body.input)
 
 
-def _vector(output: EngineCoreOutput, *, as_text: bool) -> list[float] | str:
-    vectors = output.pooling_output
-    if vectors is None:
+def _vectors(output: EngineCoreOutput) -> Vectors:
+    if output.pooling_output is None:
         raise TypeError("an output without vectors is no answer")
-    return base64.b64encode(vectors.data).decode() if as_text else floats(vectors)
+    return output.pooling_output
