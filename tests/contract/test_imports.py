@@ -70,6 +70,14 @@ def test_only_the_engine_imports_torch(package: str) -> None:
     assert offenders(modules(package), "torch") == []
 
 
+def test_llm_knows_only_the_doors_of_the_frontend() -> None:
+    doors = {f"penstock_frontend.{door}" for door in ("assembly", "call_types", "config", "ports")}
+    used = {
+        name for path in modules("penstock_local") for name in imported(path) if name.startswith("penstock_frontend")
+    }
+    assert {name for name in used if ".".join(name.split(".")[:2]) not in doors} == set()
+
+
 def test_an_engines_port_answers_before_torch_is_imported() -> None:
     before = ("__main__", "app", "executor.factory", "structured_output.factory")
     check = (
