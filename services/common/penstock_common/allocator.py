@@ -28,6 +28,42 @@ def give_back_large_blocks(at_least: int = MIB) -> None:
     _set(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def free_bytes() -> int:
+    """Bytes that were freed and that the C library keeps in its heaps; 0 where it does not say."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _MallInfo
+    return int(mallinfo().fordblks)
+
+
+def give_back_free() -> None:
+    """Give all pages back to the system that hold nothing. Does nothing where ``use_few_arenas`` does nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and not _said_by_the_environment():
+        trim(0)
+
+
 def _set(parameter: int, value: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not _said_by_the_environment():

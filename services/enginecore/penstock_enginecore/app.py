@@ -18,6 +18,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.error_dump import dump_step
+from penstock_enginecore.idle_memory import idle_memory_given_back
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
 from penstock_enginecore.rpc.io_thread import IoThread
@@ -85,7 +86,10 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
     io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready))
     metrics = MetricsServer(config.metrics, io.registry)
     try:
-        with signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown):
+        with (
+            signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown),
+            idle_memory_given_back(busy_loop),
+        ):
             io.attach(busy_loop, ready)
             log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))
             busy_loop.run()
@@ -122,6 +126,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         block_size=engine.kv_cache_config.block_size,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
+        embedding_size=model.pooling.embedding_size if model.pooling is not None else 0,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_message_bytes=config.server.max_message_bytes,
         max_tensor_bytes=MAX_TENSOR_BYTES,

@@ -77,3 +77,26 @@ def test_the_environment_has_the_last_word(tmp_path: Path):
     file = tmp_path / "info"
     said(_ARENAS.format(calls="allocator.use_few_arenas()", file=file), MALLOC_ARENA_MAX="8")
     assert file.read_text().count("<heap nr") > 2
+
+
+_FREED = """
+from penstock_common import allocator
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
+
+before = rss()
+blocks = [bytearray(b"x") * 100_000 for _ in range(1000)]
+between = blocks[::50]
+del blocks
+print(rss() - before, allocator.free_bytes() // 2**20)
+allocator.give_back_free()
+print(rss() - before)
+"""
+
+
+def test_what_is_free_is_counted_and_given_back():
+    held, free, left = map(int, said(_FREED).split())
+    assert held > 60
+    assert free > 60
+    assert left < 20

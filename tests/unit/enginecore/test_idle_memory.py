@@ -1,0 +1,61 @@
+"""When an engine's freed memory is given back."""
+
+from penstock_enginecore.idle_memory import IdleMemory
+
+MIB = 1024 * 1024
+
+
+class Loop:
+    has_work = False
+    last_step_time = 0.0
+
+
+class Heap:
+    def __init__(self) -> None:
+        self.free = 200 * MIB
+        self.given_back = 0
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+def rig() -> tuple[Loop, Heap, IdleMemory]:
+    loop, heap = Loop(), Heap()
+    return loop, heap, IdleMemory(loop, free_bytes=lambda: heap.free, give_back=heap.give_back)
+
+
+def test_it_is_given_back_once_after_the_steps_have_ended():
+    loop, heap, memory = rig()
+    memory.look()
+    assert heap.given_back == 0  # nothing has run
+    loop.has_work, loop.last_step_time = True, 1.0
+    memory.look()
+    loop.last_step_time = 2.0
+    memory.look()
+    loop.has_work = False
+    memory.look()
+    for _ in range(3):
+        memory.look()
+    assert heap.given_back == 1
+    loop.last_step_time = 3.0
+    memory.look()
+    assert heap.given_back == 1  # a step has just ended
+    memory.look()
+    assert heap.given_back == 2
+
+
+def test_a_step_that_takes_long_is_not_idle():
+    loop, heap, memory = rig()
+    loop.has_work, loop.last_step_time = True, 1.0
+    for _ in range(3):
+        memory.look()
+    assert heap.given_back == 0
+
+
+def test_little_is_left_alone():
+    loop, heap, memory = rig()
+    heap.free = MIB
+    loop.last_step_time = 1.0
+    for _ in range(3):
+        memory.look()
+    assert heap.given_back == 0
