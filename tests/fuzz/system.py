@@ -97,7 +97,9 @@ class System:
             admin__port=self.admin_port,
             http__host="127.0.0.1",
             http__port=self.http_port,
-            limits__max_message_bytes_in_flight="128MiB",  # by default it is more than a peak may be here
+            # By default these are more than a peak may be here.
+            limits__max_message_bytes_in_flight="128MiB",
+            limits__max_answer_bytes_in_flight="128MiB",
         )
 
     def _engine(self, name: str, model: Path) -> Probed:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock_common.config.sections import LogConfig
+from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
@@ -76,7 +77,14 @@ def assemble(
         engines=client,
         limits=limits,
         observer=RequestObserver(metrics, log, tracer),
-        pooling=PoolingCalls(inputs=PoolingInputs(tokenizer, inputs, limits), outputs=pooled, engines=client),
+        pooling=PoolingCalls(
+            inputs=PoolingInputs(tokenizer, inputs, limits),
+            outputs=pooled,
+            engines=client,
+            answers=BytesInFlight(
+                limits.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
+            ),
+        ),
     )
     renderer = ChatRenderer(templates, tokenizer, limits, tool_parser=model.tool_parser)
     return Assembly(

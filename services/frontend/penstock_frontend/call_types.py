@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.in_flight import Held
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 from penstock_common.types.pooling import PoolingParams
@@ -150,3 +151,5 @@ class PoolingResult(msgspec.Struct, frozen=True):
     """The engine's output for every input, in order."""
     prompt_tokens: int
     """Of all inputs."""
+    held: Held | None = None
+    """Counts the bytes of the outputs for as long as this is there; None where nobody counts them."""

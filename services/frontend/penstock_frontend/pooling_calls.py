@@ -5,22 +5,27 @@ import time
 from collections.abc import Sequence
 
 from penstock_common.errors import DeadlineExceeded
+from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import PoolingRequest, PoolingResult
 from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
-from penstock_frontend.processing.pooling.inputs import PoolingInputs
+from penstock_frontend.processing.pooling.inputs import PoolingInputs, answer_bytes
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
 
 
 class PoolingCalls:
     """Puts input processing, engines and answers together for requests that produce vectors."""
 
-    def __init__(self, *, inputs: PoolingInputs, outputs: PooledOutputs, engines: EngineClient) -> None:
+    def __init__(
+        self, *, inputs: PoolingInputs, outputs: PooledOutputs, engines: EngineClient, answers: BytesInFlight
+    ) -> None:
+        """``answers`` bounds the bytes of vectors of all calls at once."""
         self.inputs = inputs
         self.outputs = outputs
         self._engines = engines
+        self._answers = answers
         self._pace = Pace(SEQUENCES_PER_TURN)
 
     async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
@@ -31,15 +36,28 @@ class PoolingCalls:
         core_requests = await self.inputs.process(request, request_id, self._engines.view.limits)
         limits = await self._engines.wait_until_usable(request.context.deadline)
         self.inputs.check(request, core_requests, limits, self._engines.view.capabilities)
+        size = answer_bytes(request.params, core_requests, limits.embedding_size)
+        if (refusal := self._answers.refusal(size)) is not None:
+            raise refusal
+        held = Held(self._answers, None, size)
+        try:
+            answers = await self._answered(request, core_requests)
+        except BaseException:
+            held.release()
+            raise
+        return PoolingResult(answers, sum(len(each.prompt_token_ids) for each in core_requests), held)
+
+    async def _answered(
+        self, request: PoolingRequest, core_requests: Sequence[EngineCoreRequest]
+    ) -> list[EngineCoreOutput]:
         states: list[PooledState] = []
         try:
             for core_request in core_requests:  # those that were sent stay in the list if one fails
                 await self._pace.take()
                 states.append(self._send(core_request))
-            answers = await _before(request.context.deadline, states)
+            return await _before(request.context.deadline, states)
         finally:
             self._forget(states)
-        return PoolingResult(answers, sum(state.num_prompt for state in states))
 
     def _send(self, core_request: EngineCoreRequest) -> PooledState:
         state = self.outputs.add(core_request)

@@ -19,11 +19,13 @@ from penstock_common.types.token_columns import NewTokens
 class ModelLimits(NamedTuple):
     """What engines can take: tokens of prompt and output together, and the number of token ids. ``hidden_size``: numbers in a
     vector that stands for a token; 0 where none are taken, None where an engine does not say.
+    ``embedding_size``: numbers in a vector that engines compute; 0 where they compute none, or do not say.
     """
 
     max_model_len: int
     vocab_size: int
     hidden_size: int | None = None
+    embedding_size: int = 0
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,10 @@ import grpc
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
+from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
-from penstock_common.rpc.in_flight import MessagesInFlight
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
 from penstock_frontend.api.grpc import admin, inference
@@ -70,7 +70,7 @@ class Servers:
             interceptors=_public_guards(authenticator),
             observer=self._calls,
             check_responses=True,
-            in_flight=MessagesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
+            in_flight=BytesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
         )
         inference.add_to_server(public.server, assembly.llm, assembly.chat, config, load_labels(config.model))
         card = load_model_card(config.model, assembly.generation_config)

@@ -1,13 +1,15 @@
 """Pooling calls against engines that answer, fail or say nothing."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from penstock_common.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from penstock_common.in_flight import SMALL, BytesInFlight
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
 from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
 from penstock_common.types.request import EngineCoreRequest
@@ -32,7 +34,7 @@ class SilentEngines:
     """Takes requests and answers when told to."""
 
     capabilities = ("embed", "token_embed")
-    limits = ModelLimits(max_model_len=64, vocab_size=1000)
+    limits = ModelLimits(max_model_len=64, vocab_size=1000, embedding_size=8192)
 
     def __init__(self) -> None:
         self.added: list[EngineCoreRequest] = []
@@ -73,10 +75,12 @@ class Rig:
         self.engines = SilentEngines()
         self.done: list[PooledState] = []
         self.outputs = PooledOutputs(lambda state, _: self.done.append(state))
+        self.answers = BytesInFlight(5 * SMALL, "limits.max_answer_bytes_in_flight", what="answers")
         self.calls = PoolingCalls(
             inputs=PoolingInputs(tokenizer, inputs, limits),
             outputs=self.outputs,
             engines=self.engines,  # type: ignore[arg-type]
+            answers=self.answers,
         )
 
     def request(self, *texts: str, deadline: float | None = None) -> PoolingRequest:
@@ -104,6 +108,41 @@ async def test_results_are_in_the_order_of_the_inputs_whatever_ends_first(rig: R
     assert result.prompt_tokens == sum(len(r.prompt_token_ids) for r in rig.engines.added)
     assert rig.engines.aborted == []
     assert len(rig.done) == 3
+
+
+def of_tokens(count: int) -> PoolingRequest:
+    """A request for the vectors of so many tokens, each of which takes half of SMALL."""
+    params = PoolingParams(task=PoolingTask.TOKEN_EMBED)
+    return PoolingRequest(inputs=[[7] * count], fields=["inputs[0].text"], params=params)
+
+
+async def test_answers_of_all_calls_at_once_are_bounded_until_they_are_dropped(rig: Rig) -> None:
+    task = await rig.started(of_tokens(8))
+    assert rig.answers.num_bytes == 4 * SMALL
+    with pytest.raises(ResourceExhausted, match="answers of 393216 bytes would be in memory") as refused:
+        await rig.calls.run(of_tokens(4), "s")
+    assert refused.value.reason == "ANSWERS_IN_FLIGHT"
+    assert refused.value.retry_after == 1.0
+    assert len(rig.engines.added) == 1
+    rig.outputs.process([done(rig.engines.added[0])])
+    result = await task
+    assert rig.answers.num_bytes == 4 * SMALL
+    del task, result
+    await asyncio.sleep(0)  # the loop holds the task that it has just gone on with
+    gc.collect()
+    assert rig.answers.num_bytes == 0
+
+
+async def test_a_small_answer_is_taken_beside_large_ones_and_a_large_one_alone(rig: Rig) -> None:
+    large = await rig.started(of_tokens(40))
+    rig.engines.changed.clear()
+    small = await rig.started(rig.request("one"))
+    assert rig.answers.num_bytes == 20 * SMALL + SMALL // 2
+    for task in (large, small):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert rig.answers.num_bytes == 0
 
 
 async def test_cancelling_a_call_aborts_what_runs(rig: Rig) -> None:

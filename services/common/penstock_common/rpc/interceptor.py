@@ -9,8 +9,8 @@ import structlog
 from google.protobuf.message import Message
 
 from penstock_common.errors import RequestFailed, ResourceExhausted, Unimplemented
+from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.observability.incidents import incident
-from penstock_common.rpc.in_flight import Held, MessagesInFlight
 from penstock_common.rpc.status import abort
 from penstock_common.rpc.unreadable import CheckedMessages, checked, reader
 
@@ -50,7 +50,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         observer: CallObserver | None = None,
         *,
         max_response_bytes: int | None = None,
-        in_flight: MessagesInFlight | None = None,
+        in_flight: BytesInFlight | None = None,
     ) -> None:
         """``max_response_bytes``: a call with a larger message ends as RESOURCE_EXHAUSTED; None: its servicer sees to that.
         ``in_flight``: where the messages of calls are counted; None: nowhere.

@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
+from penstock_common.in_flight import BytesInFlight
 from penstock_common.listening import warn_of_plaintext
 from penstock_common.rpc.credentials import server_credentials
-from penstock_common.rpc.in_flight import MessagesInFlight
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
 
@@ -86,7 +86,7 @@ class RpcServer:
         keepalive: Keepalive = CLIENTS,
         loads: bool = False,
         check_responses: bool = False,
-        in_flight: MessagesInFlight | None = None,
+        in_flight: BytesInFlight | None = None,
     ) -> None:
         """``check_responses``: a call whose response is too large to be sent ends with an error that says so. ``in_flight``:
         counts the messages of calls, and refuses what is too much.

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 from penstock_common.errors import InvalidArgument, ResourceExhausted
-from penstock_common.rpc.in_flight import Held, MessagesInFlight
+from penstock_common.in_flight import BytesInFlight, Held
 
 REASON = "UNREADABLE_MESSAGE"
 
@@ -22,7 +22,7 @@ class Refused(NamedTuple):
 
 
 def reader(
-    deserialize: Callable[[bytes], Any] | None, in_flight: MessagesInFlight | None = None
+    deserialize: Callable[[bytes], Any] | None, in_flight: BytesInFlight | None = None
 ) -> Callable[[bytes], Any] | None:
     """A deserializer that does not raise: it returns Unreadable or Refused instead. ``in_flight``: where large messages are
     counted; these come as Held.

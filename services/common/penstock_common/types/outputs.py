@@ -152,6 +152,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of an engine on a session: who it is and what it can hold (lengths in tokens).
 
     ``hidden_size``: numbers in a vector that stands for a prompt token; 0 where it takes none, None where it does not say.
+    ``embedding_size``: numbers in a vector that it computes; 0 where it computes none, None where it does not say.
     ``config``: what its tokens depend on, by name, of which ``config_hash`` is the hash; both empty where it does not say.
     ``max_message_bytes``: the largest message that it receives; ``max_tensor_bytes``: of tensors in chunks that it holds at once.
     0 where it does not say. ``max_num_seqs``: requests that it runs at once, 0 where it does not say.
@@ -171,6 +172,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, str] = {}
     capabilities: tuple[str, ...] = ()
     hidden_size: int | None = None
+    embedding_size: int | None = None
     max_num_seqs: int = 0
     max_message_bytes: int = 0
     max_tensor_bytes: int = 0

@@ -166,6 +166,7 @@ def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
         vocab_size=ready.vocab_size,
         protocol_revision=protocol_revision,
         hidden_size=ready.hidden_size,
+        embedding_size=ready.embedding_size,
         max_num_seqs=ready.max_num_seqs,
         max_message_bytes=ready.max_message_bytes,
         max_tensor_bytes=ready.max_tensor_bytes,

@@ -23,6 +23,14 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "end; they take about three times as much memory.",
         ),
     ] = 512 * 1024 * 1024
+    max_answer_bytes_in_flight: Annotated[
+        ByteSize,
+        Meta(
+            ge=1,
+            description="Bytes of the vectors of all pooling calls at once, from when their inputs are sent to engines until "
+            "their answers are encoded; they take about three times as much memory.",
+        ),
+    ] = 512 * 1024 * 1024
     max_prompt_length_in_flight: Annotated[
         int, Meta(ge=1, description="Characters, token ids and bytes of vectors of all prompts at once.")
     ] = 256 * 1024 * 1024

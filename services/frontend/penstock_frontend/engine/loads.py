@@ -35,7 +35,10 @@ class EngineLoads:
             return None
         hidden_sizes = [r.hidden_size for r in ready if r.hidden_size is not None]
         return ModelLimits(
-            min(r.max_model_len for r in ready), min(r.vocab_size for r in ready), max(hidden_sizes, default=None)
+            min(r.max_model_len for r in ready),
+            min(r.vocab_size for r in ready),
+            max(hidden_sizes, default=None),
+            max(r.embedding_size or 0 for r in ready),
         )
 
     @property

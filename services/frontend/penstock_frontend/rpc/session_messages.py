@@ -84,6 +84,7 @@ def engine_ready(message: pb.Ready) -> EngineReady:
         config=dict(message.config),
         capabilities=tuple(message.capabilities),
         hidden_size=message.hidden_size if message.HasField("hidden_size") else None,
+        embedding_size=message.embedding_size if message.HasField("embedding_size") else None,
         max_num_seqs=message.max_num_seqs,
         max_message_bytes=message.max_message_bytes,
         max_tensor_bytes=message.max_tensor_bytes,

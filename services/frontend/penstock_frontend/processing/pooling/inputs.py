@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
-from penstock_common.types.pooling import PoolingTask
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
@@ -105,6 +105,15 @@ class PoolingInputs:
         pairs = zip(request.inputs, request.seconds, strict=True)
         encoded = await self._tokenizer.encode_pairs([(str(first), second) for first, second in pairs])
         return [(pair.ids, pair.second_text_start) for pair in encoded]
+
+
+def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:
+    """Bytes of the vectors that the requests come to: float32, one for each, or for each token. 0 for tasks without vectors."""
+    if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
+        return 0
+    each_token = params.task is PoolingTask.TOKEN_EMBED
+    rows = sum(len(request.prompt_token_ids) for request in requests) if each_token else len(requests)
+    return 4 * rows * (params.dimensions or embedding_size)
 
 
 def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:

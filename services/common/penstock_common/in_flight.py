@@ -1,31 +1,33 @@
-"""How many bytes of large messages a server holds at once."""
+"""How many bytes of what is large a service holds at once: messages of clients, answers to them."""
 
 from typing import Any
 
 from penstock_common.errors import ResourceExhausted
 
 SMALL = 64 * 1024
-"""Bytes of a message that is not counted."""
+"""Bytes of what is not counted."""
 
 
-class MessagesInFlight:
-    """Counts the messages that calls have, from when they are decoded until nobody holds them. ``limit`` in bytes, which
-    ``setting`` names in errors. On one event loop.
+class BytesInFlight:
+    """Counts what calls have, from when it is there until nobody holds it. On one event loop.
+
+    ``limit`` in bytes, which ``setting`` names in errors. ``what``: the plural of what is counted, as in "messages".
     """
 
-    def __init__(self, limit: int, setting: str) -> None:
+    def __init__(self, limit: int, setting: str, *, what: str = "messages") -> None:
         self._limit = limit
         self._setting = setting
+        self._what = what
         self.num_bytes = 0
 
     def refusal(self, size: int) -> ResourceExhausted | None:
-        """Why a message of this size is not taken now. One is taken whatever its size where no other is held."""
+        """Why so many bytes are not taken now. They are taken, however many, where no others are held."""
         total = self.num_bytes + size
         if size <= SMALL or not self.num_bytes or total <= self._limit:
             return None
         return ResourceExhausted(
-            f"messages of {total} bytes would be in memory; {self._setting} is {self._limit}",
-            reason="MESSAGES_IN_FLIGHT",
+            f"{self._what} of {total} bytes would be in memory; {self._setting} is {self._limit}",
+            reason=f"{self._what.upper()}_IN_FLIGHT",
             retry_after=1.0,
         )
 
@@ -35,13 +37,13 @@ class MessagesInFlight:
 
 
 class Held:
-    """A message that is counted while this lives: gRPC keeps what it has decoded, with the bytes it is made of, until the call
-    has ended.
+    """Something that is counted while this lives. Of a gRPC call that is the message: gRPC keeps what it has decoded, with the
+    bytes it is made of, until the call has ended.
     """
 
     __slots__ = ("_size", "_where", "message")
 
-    def __init__(self, where: MessagesInFlight, message: Any, size: int) -> None:
+    def __init__(self, where: BytesInFlight, message: Any, size: int) -> None:
         self.message = message
         self._where = where
         self._size = size

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from penstock_common.config.sections import ServerConfig
-from penstock_common.rpc.in_flight import SMALL, MessagesInFlight
+from penstock_common.in_flight import SMALL, BytesInFlight
 from penstock_common.rpc.server import RpcServer
 from penstock_common.rpc.status import from_rpc_error
 
@@ -43,7 +43,7 @@ class Served:
     """``async with Served() as served``: a real server around Service."""
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.in_flight = MessagesInFlight(limit, "limits.of_this")
+        self.in_flight = BytesInFlight(limit, "limits.of_this")
         self.service = Service()
 
     async def __aenter__(self) -> "Served":
