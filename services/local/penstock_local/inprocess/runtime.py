@@ -45,10 +45,10 @@ class Runtime:
 
         configure_library()
         self.config = config
-        self._loop = asyncio.new_event_loop()
 
         def engine(outputs: OutputHandler, _: object) -> InProcessEngine:
             core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
+            self._loop = asyncio.new_event_loop()  # only now: nobody would close it if the model could not be loaded
             return InProcessEngine(core, describe(config, core), outputs, self._loop)
 
         assembly = assemble(_model(config), engine, tokenizer_threads=_TOKENIZER_THREADS)
