@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock_common.errors import Internal, InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
@@ -227,8 +227,9 @@ class Simulated:
         self.closed.add(engine)
         self.dispatch.drain(engine, time_left)
 
-    def kill(self, engine: str) -> None:
-        on_engine = list(self.running[engine])
+    def kill(self, engine: str, *ended_there: str) -> None:
+        """``ended_there``: requests whose last output was made, and has not come."""
+        on_engine = list(dict.fromkeys([*self.running[engine], *ended_there]))
         one_call = len({request_id.split("-")[0] for request_id in on_engine}) == 1
         for request_id in on_engine:
             self.alone[request_id] = 0 if request_id in self.brought else self.alone[request_id] + one_call
@@ -264,6 +265,16 @@ EVENTS = st.lists(
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS)
+@example(
+    [
+        ("add", 0, 0),
+        ("step", 1, 0),
+        ("step 2", 1, 0),
+        ("lose output", 1, 0),
+        ("lose output", 0, 0),
+        ("lose output", 2, 0),
+    ]
+)
 def test_whatever_engines_do_every_request_ends_with_every_token_once(events: list[tuple[str, int, int]]) -> None:
     async def run() -> None:
         world, ids = Simulated("a", "b", "c"), itertools.count()
@@ -289,13 +300,13 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(events: li
                     if target in world.running[engine]:
                         with pytest.raises(EngineFaultError):
                             world.step(engine)
-                    world.kill(engine)
+                    world.kill(engine, target)
                 case "duplicate" if target:
                     output = world.advance(engine, target)
                     world.deliver(engine, output, output)
                 case "keep for later" if target:
                     world.late.append((engine, world.advance(engine, target)))
-                    world.kill(engine)
+                    world.kill(engine, target)
                 case "late":
                     for where, output in world.late:
                         world.deliver(where, output)
