@@ -107,6 +107,9 @@ async def test_a_stop_string_ends_its_sequence_only(manual: FakeEngine, model: P
 
 
 async def test_a_cancelled_call_ends_all_its_sequences(manual: FakeEngine, model: Path) -> None:
+    # Letters: the texts of all three random seeds' tokens may have to wait for the next token.
+    letters = byte_level().encode("abcdef", add_special_tokens=False).ids
+    manual.script = lambda request: letters
     async with FrontendServer(model, engines=[manual.address]) as frontend:
         call = frontend.generate(n=3)
         await manual.until(lambda e: len(e.running) == 3)
