@@ -10,6 +10,9 @@ from penstock_common.config.checks import check_fields, check_reuse_port
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
 
+ReconnectMax = Annotated[float, Meta(ge=0.05, le=300, description="Seconds between two attempts to connect, at most.")]
+"""Of the coordinator's clients, each with a default of its own."""
+
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TLS of a listener; off while ``certificate`` is empty. PEM files are read anew when they change."""

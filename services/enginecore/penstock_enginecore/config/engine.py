@@ -19,6 +19,7 @@ from penstock_common.config.sections import (
     LogConfig,
     MetricsConfig,
     PeersConfig,
+    ReconnectMax,
     ServerConfig,
     TracingConfig,
 )
@@ -41,9 +42,7 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
         ),
     ] = ""
     stats_interval: Annotated[float, Meta(ge=0.01, le=60, description="Seconds between two load reports.")] = 0.1
-    reconnect_max: Annotated[
-        float, Meta(ge=0.05, le=300, description="Seconds between two attempts to connect, at most.")
-    ] = 2.0
+    reconnect_max: ReconnectMax = 2.0
     tls: ClientTlsConfig = ClientTlsConfig()
 
     def __post_init__(self) -> None:

@@ -13,7 +13,8 @@ from penstock_enginecore.attention.base import AttentionBackend, AttentionParams
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.native.attention import NativeAttention
-from penstock_enginecore.native.library import KernelsError, open_library
+from penstock_enginecore.native.library import open_library
+from tests.fakes.engines.instruction_sets import runnable
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
 
 POISONS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf, "largest": torch.finfo(torch.float32).max}
@@ -24,17 +25,6 @@ LENGTHS = {
     "mixed": ([1, 40, 1, 5, 90], [77, 40, 200, 131, 99]),
 }
 HEADS = {"all heads": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
-
-
-def _isas() -> list[str]:
-    found = []
-    for isa in ("avx512", "avx2", "baseline"):
-        try:
-            open_library(isa, 1)
-        except KernelsError:
-            continue
-        found.append(isa)
-    return found
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class Backend:
         return (1, 4, 16) if self.name in ("cpu", "reference") else (16, 48)
 
 
-BACKENDS = [Backend(name) for name in ("reference", "cpu", *_isas())]
+BACKENDS = [Backend(name) for name in ("reference", "cpu", *runnable())]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
 

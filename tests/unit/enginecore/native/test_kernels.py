@@ -21,23 +21,13 @@ from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
 from penstock_enginecore.sample.sampler import TorchSampler
+from tests.fakes.engines.instruction_sets import runnable
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step, random_lengths
 
 sample = TorchSampler().sample
 
 
-def _runnable() -> list[str]:
-    found = []
-    for isa in ("avx512", "avx2", "baseline"):
-        try:
-            open_library(isa, 1)
-        except KernelsError:
-            continue
-        found.append(isa)
-    return found
-
-
-ISAS = _runnable()
+ISAS = runnable()
 
 
 @pytest.fixture(scope="module", params=ISAS)
