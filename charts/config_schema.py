@@ -59,6 +59,28 @@ def with_config(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+def with_pools(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with the definition of a pool brought up to date: the engine's values, none of which is required."""
+    engine = schema["properties"]["enginecore"]
+    of_all = {**engine, "properties": {k: v for k, v in engine["properties"].items() if k not in ("pools", "config")}}
+    pool = _optional(schema, of_all) | {"description": "What differs from enginecore."}
+    pool["properties"]["config"] = {"$ref": "#/properties/enginecore/properties/config"}
+    schema["definitions"]["pool"] = pool
+    return schema
+
+
+def _optional(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """``part`` without what it requires to be there. Entries of lists stay as they are: a list replaces another as a whole."""
+    if "$ref" in part:
+        definition = schema["definitions"][part["$ref"].removeprefix("#/definitions/")]
+        inlined = _optional(schema, definition)
+        return part if inlined == definition else inlined
+    kept = {word: value for word, value in part.items() if word != "required"}
+    if "properties" in part:
+        kept["properties"] = {name: _optional(schema, child) for name, child in part["properties"].items()}
+    return kept
+
+
 def _config(component: str, struct: type[msgspec.Struct], description: str) -> dict[str, Any]:
     root = _object(description)
     hidden = SET_BY_CHART | NOT_OFFERED[component]

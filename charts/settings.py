@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "settings.md"
 
 def generated() -> dict[Path, str]:
     """What each generated file has to hold."""
-    schema = config_schema.with_config(json.loads(values_table.SCHEMA.read_text(encoding="utf-8")))
+    schema = json.loads(values_table.SCHEMA.read_text(encoding="utf-8"))
+    schema = config_schema.with_pools(config_schema.with_config(schema))
     readme = values_table.README.read_text(encoding="utf-8")
     return {
         PAGE: settings_page.page(),

@@ -43,6 +43,12 @@ def part_at(schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return part
 
 
+def default_values() -> dict[str, Any]:
+    """What ``values.yaml`` holds."""
+    values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    return values
+
+
 def default(values: dict[str, Any], path: tuple[str, ...]) -> str:
     """The chart's default at ``path`` as JSON in backticks; empty where the service's own default holds."""
     here: Any = values
@@ -71,7 +77,7 @@ def _limit(part: dict[str, Any], word: str) -> str:
 
 def table(schema: dict[str, Any]) -> str:
     """The table in Markdown."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    values = default_values()
     rows = ["| value | default | range | meaning |", "|---|---|---|---|"]
     for path in leaves(schema, schema):
         part = part_at(schema, path)

@@ -15,6 +15,7 @@ HUB = "hub"
 AUTOSCALED = "autoscaled-gpu"
 BARE = "volume-bare"
 DEMO = "cpu-demo"
+POOLS = "pools"
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 
@@ -32,6 +33,12 @@ class Release:
         found = [m for m in self.all(kind) if m["metadata"]["name"].endswith(f"-{component}{suffix}")]
         assert len(found) == 1, (kind, component, found)
         return found[0]
+
+    def components(self) -> list[str]:
+        """By the ends of the Deployments' names: the services, and the pools of engines as ``enginecore-NAME``."""
+        labels = [deployment["metadata"]["labels"] for deployment in self.all("Deployment")]
+        pools = [(label["app.kubernetes.io/component"], label.get("penstock.io/pool", "default")) for label in labels]
+        return [component if pool == "default" else f"{component}-{pool}" for component, pool in pools]
 
     def pod(self, component: str) -> dict[str, Any]:
         return self.one("Deployment", component)["spec"]["template"]
@@ -66,11 +73,11 @@ def release(name: str = HUB, *settings: str, kube_version: str = lint.KUBE_VERSI
 
 
 def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
-    """What the service makes of its config file and its environment."""
+    """What the service, or a pool of engines, makes of its config file and its environment."""
     file = folder / "config.yaml"
     file.write_text(rendered.config_text(component), encoding="utf-8")
     environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
-    return loader.load(STRUCTS[component], file=file, environ=environ)
+    return loader.load(STRUCTS[component.partition("-")[0]], file=file, environ=environ)
 
 
 def notes(tmp_path: Path, name: str, *settings: str) -> str:

@@ -5,15 +5,25 @@ from pathlib import Path
 import pytest
 
 from penstock.inference.v1 import messages_pb2, service_pb2
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, notes
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POOLS, notes, release
 
 
 def test_the_notes_show_a_first_call(tmp_path: Path):
     text = notes(tmp_path, DEMO)
-    assert "1 engine(s) on the CPU and 1 frontend(s)" in text
+    assert "with 1 frontend(s) and\n  1 engine(s) on the CPU\n" in text
     assert "port-forward service/demo-penstock-frontend 50051:50051" in text
     assert "rollout status deployment/demo-penstock-enginecore" in text
     assert "WARNING" not in text
+
+
+def test_every_pool_is_waited_for(tmp_path: Path):
+    text = notes(tmp_path, POOLS)
+    assert "2 engine(s) of 1 GPU(s) each in the pool default" in text
+    assert "3 engine(s) on the CPU in the pool spot" in text
+    waited = [line.rpartition("/")[2] for line in text.splitlines() if "rollout status" in line]
+    assert waited == [
+        d["metadata"]["name"] for d in release(POOLS).all("Deployment") if "enginecore" in str(d["metadata"])
+    ]
 
 
 def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from charts import lint
-from tests.chart.rendering import SERVICES, VALUE_SETS, release
+from tests.chart.rendering import VALUE_SETS, release
 
 every_value_set = pytest.mark.parametrize("name", sorted(VALUE_SETS))
 
@@ -32,24 +32,29 @@ def test_a_wrong_field_in_a_manifest_is_found():
 
 
 @every_value_set
-def test_services_and_deployments_select_the_pods_of_their_component(name: str):
+def test_services_select_the_pods_of_their_component_or_pool_alone(name: str):
     rendered = release(name)
-    pods = {component: rendered.pod(component)["metadata"]["labels"] for component in SERVICES}
-    for deployment in rendered.all("Deployment"):
-        component = deployment["metadata"]["labels"]["app.kubernetes.io/component"]
-        selector = deployment["spec"]["selector"]["matchLabels"]
-        assert [c for c in SERVICES if selector.items() <= pods[c].items()] == [component]
+    pods = {component: rendered.pod(component)["metadata"]["labels"] for component in rendered.components()}
     for service in rendered.all("Service"):
-        component = service["metadata"]["labels"]["app.kubernetes.io/component"]
         selector = service["spec"]["selector"]
-        assert [c for c in SERVICES if selector.items() <= pods[c].items()] == [component]
+        (selected,) = [c for c in pods if selector.items() <= pods[c].items()]
+        assert selected in service["metadata"]["name"]
+
+
+@every_value_set
+def test_deployments_select_the_pods_that_they_make(name: str):
+    rendered = release(name)
+    for component in rendered.components():
+        selector = rendered.one("Deployment", component)["spec"]["selector"]["matchLabels"]
+        assert selector.items() <= rendered.pod(component)["metadata"]["labels"].items()
 
 
 @every_value_set
 def test_service_ports_lead_to_ports_of_the_container(name: str):
     rendered = release(name)
+    pods = {component: rendered.pod(component)["metadata"]["labels"] for component in rendered.components()}
     for service in rendered.all("Service"):
-        component = service["metadata"]["labels"]["app.kubernetes.io/component"]
+        (component,) = [c for c in pods if service["spec"]["selector"].items() <= pods[c].items()]
         ports = {port["name"]: port["containerPort"] for port in rendered.container(component)["ports"]}
         for port in service["spec"]["ports"]:
             assert port["targetPort"] in ports
@@ -72,40 +77,40 @@ def test_no_secret_is_written_into_a_manifest(name: str):
     assert not rendered.all("Secret")
     for config_map in rendered.all("ConfigMap"):
         assert not re.search(r"token:|password|secret|hf_", str(config_map["data"]), re.IGNORECASE)
-    for component in SERVICES:
+    for component in rendered.components():
         token = rendered.env(component).get("HF_TOKEN", {})
         assert "value" not in token
 
 
 @every_value_set
-@pytest.mark.parametrize("component", SERVICES)
-def test_pods_have_the_least_rights(name: str, component: str):
+def test_pods_have_the_least_rights(name: str):
     rendered = release(name)
-    pod = rendered.pod_spec(component)
-    assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-    assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
-    assert rendered.container(component)["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    for component in rendered.components():
+        pod = rendered.pod_spec(component)
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+        assert rendered.container(component)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
 
 
 @every_value_set
-@pytest.mark.parametrize("component", SERVICES)
-def test_no_service_variables_that_the_services_would_read_as_configuration(name: str, component: str):
-    assert release(name).pod_spec(component)["enableServiceLinks"] is False
+def test_no_service_variables_that_the_services_would_read_as_configuration(name: str):
+    for component in release(name).components():
+        assert release(name).pod_spec(component)["enableServiceLinks"] is False
 
 
 @every_value_set
-@pytest.mark.parametrize("component", SERVICES)
-def test_every_mount_has_its_volume_and_every_volume_its_mount(name: str, component: str):
+def test_every_mount_has_its_volume_and_every_volume_its_mount(name: str):
     rendered = release(name)
-    mounted = [mount["name"] for mount in rendered.container(component)["volumeMounts"]]
-    assert sorted(mounted) == sorted(rendered.volumes(component))
-    assert len(rendered.mounts(component)) == len(mounted)
-    assert rendered.mounts(component)["/tmp"] == {"name": "tmp", "mountPath": "/tmp"}
-    assert "emptyDir" in rendered.volumes(component)["tmp"]
+    for component in rendered.components():
+        mounted = [mount["name"] for mount in rendered.container(component)["volumeMounts"]]
+        assert sorted(mounted) == sorted(rendered.volumes(component))
+        assert len(rendered.mounts(component)) == len(mounted)
+        assert rendered.mounts(component)["/tmp"] == {"name": "tmp", "mountPath": "/tmp"}
+        assert "emptyDir" in rendered.volumes(component)["tmp"]

@@ -10,15 +10,37 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The templates below that take (dict "root" $ "component" NAME) serve one of frontend, enginecore, coordinator. */}}
+{{/* The templates below that take $self serve one of the components: (dict "root" $ "component" NAME "values" VALUES), where VALUES are
+     .Values.frontend or .Values.coordinator, or those of a pool of engines, which also has its "pool" there (enginecore/_pools.tpl). */}}
+{{- define "penstock.name" -}}
+{{ include "penstock.fullname" .root }}-{{ .component }}
+{{- if not (has .pool (list nil "default")) }}-{{ .pool }}{{ end }}
+{{- end -}}
+
+{{/* What the Deployment selects, which never changes. That of the pool default is older than pools are, so that it selects all engines. */}}
 {{- define "penstock.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- if not (has .pool (list nil "default")) }}
+penstock.io/pool: {{ .pool }}
+{{- end }}
+{{- end -}}
+
+{{/* What everything else selects: the pods of this component, and of this pool alone. While there is no other pool, engines of a release
+     that knew none are selected too. */}}
+{{- define "penstock.podSelector" -}}
+{{ include "penstock.selectorLabels" . }}
+{{- if and (eq (default "" .pool) "default") (gt (len .root.Values.enginecore.pools) 1) }}
+penstock.io/pool: default
+{{- end }}
 {{- end -}}
 
 {{- define "penstock.labels" -}}
 {{ include "penstock.selectorLabels" . }}
+{{- if eq (default "" .pool) "default" }}
+penstock.io/pool: default
+{{- end }}
 app.kubernetes.io/part-of: penstock
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
@@ -26,13 +48,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 
 {{- define "penstock.metadata" -}}
-name: {{ include "penstock.fullname" .root }}-{{ .component }}
+name: {{ include "penstock.name" . }}
 labels:
   {{- include "penstock.labels" . | nindent 2 }}
 {{- end -}}
 
 {{- define "penstock.image" -}}
-{{- $image := (index .root.Values .component).image -}}
+{{- $image := .values.image -}}
 {{- $repository := $image.repository -}}
 {{- with .root.Values.image.registry }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
 {{- if $image.digest -}}
@@ -40,7 +62,7 @@ labels:
 {{- else if $image.tag -}}
 {{- printf "%s:%s" $repository $image.tag -}}
 {{- else if eq .component "enginecore" -}}
-{{- printf "%s:%s-%s" $repository .root.Chart.AppVersion (include "penstock.enginecore.device" .root) -}}
+{{- printf "%s:%s-%s" $repository .root.Chart.AppVersion (include "penstock.enginecore.device" .) -}}
 {{- else -}}
 {{- printf "%s:%s" $repository .root.Chart.AppVersion -}}
 {{- end -}}
@@ -48,14 +70,14 @@ labels:
 
 {{/* Labels and annotations of a pod; "metricsPort" is 0 where none is served. The config's checksum is among them, so that a changed config replaces the pod. */}}
 {{- define "penstock.podMetadata" -}}
-{{- $values := index .root.Values .component -}}
+{{- $values := .values -}}
 labels:
   {{- include "penstock.labels" . | nindent 2 }}
   {{- with $values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 annotations:
-  checksum/config: {{ include (printf "penstock.%s.config" .component) .root | sha256sum }}
+  checksum/config: {{ include (printf "penstock.%s.config" .component) . | sha256sum }}
   {{- if and .metricsPort .root.Values.metrics.scrapeAnnotations }}
   prometheus.io/scrape: "true"
   prometheus.io/port: {{ .metricsPort | quote }}
@@ -72,7 +94,7 @@ annotations:
 {{/* Who the pod runs as and where. Service links are off: they would put PENSTOCK_* variables into the environment, which
      the services read as configuration. */}}
 {{- define "penstock.podSpec" -}}
-{{- $values := index .root.Values .component -}}
+{{- $values := .values -}}
 enableServiceLinks: false
 automountServiceAccountToken: false
 {{- with .root.Values.serviceAccountName }}
@@ -107,7 +129,7 @@ affinity:
 {{- end -}}
 
 {{- define "penstock.topologySpread" -}}
-{{- $spread := (index .root.Values .component).topologySpread -}}
+{{- $spread := .values.topologySpread -}}
 {{- if $spread.enabled -}}
 topologySpreadConstraints:
   - maxSkew: {{ $spread.maxSkew }}
@@ -115,7 +137,7 @@ topologySpreadConstraints:
     whenUnsatisfiable: {{ $spread.whenUnsatisfiable }}
     labelSelector:
       matchLabels:
-        {{- include "penstock.selectorLabels" . | nindent 8 }}
+        {{- include "penstock.podSelector" . | nindent 8 }}
     matchLabelKeys:
       - pod-template-hash
 {{- end }}
@@ -142,7 +164,7 @@ securityContext:
 {{- define "penstock.probes" -}}
 {{- $self := . -}}
 {{- range $i, $kind := list "startup" "readiness" "liveness" }}
-{{- $probe := index $self.root.Values $self.component "probes" $kind }}
+{{- $probe := index $self.values.probes $kind }}
 {{- $service := index $self $kind }}
 {{- if $i }}{{ "\n" }}{{ end }}
 {{- $kind }}Probe:
@@ -156,16 +178,18 @@ securityContext:
 {{- end -}}
 
 {{/* Seconds before a rollout counts as stuck: engines may take all of their start-up time, and no frontend is ready before
-     an engine is. */}}
+     an engine is. Takes those values of which it is. */}}
 {{- define "penstock.progressDeadlineSeconds" -}}
-{{- with .Values.enginecore.probes.startup -}}
-{{- add (mul .periodSeconds .failureThreshold) 300 -}}
+{{- $seconds := 0 -}}
+{{- range . -}}
+{{- $seconds = max $seconds (add (mul .probes.startup.periodSeconds .probes.startup.failureThreshold) 300) -}}
 {{- end -}}
+{{- $seconds -}}
 {{- end -}}
 
 {{/* The pause before SIGTERM in which Services and load balancers forget the pod. */}}
 {{- define "penstock.preStop" -}}
-{{- $values := index .root.Values .component -}}
+{{- $values := .values -}}
 {{- if $values.preStopSleepSeconds -}}
 lifecycle:
   preStop:
@@ -175,37 +199,18 @@ lifecycle:
 {{- end -}}
 
 {{- define "penstock.extraEnv" -}}
-{{- $component := .component -}}
+{{- $key := .component -}}
+{{- if .pool }}{{ $key = include "penstock.pool.key" . }}{{ end -}}
 {{- $own := list "HOME" "POD_IP" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" -}}
-{{- with (index .root.Values .component).extraEnv }}
+{{- with .values.extraEnv }}
 {{- range . }}
 {{- if hasPrefix "PENSTOCK_" .name }}
-{{- fail (printf "%s.extraEnv: %s: settings of the service belong in %s.config" $component .name $component) }}
+{{- fail (printf "%s.extraEnv: %s: settings of the service belong in %s.config" $key .name $key) }}
 {{- else if has .name $own }}
-{{- fail (printf "%s.extraEnv: %s is set by the chart" $component .name) }}
+{{- fail (printf "%s.extraEnv: %s is set by the chart" $key .name) }}
 {{- end }}
 {{- end }}
 {{- toYaml . }}
-{{- end }}
-{{- end -}}
-
-{{/* Everything about the values that a schema cannot say. */}}
-{{- define "penstock.check" -}}
-{{- range $component := list "frontend" "enginecore" }}
-{{- $values := index $.Values $component }}
-{{- $needed := add $values.preStopSleepSeconds $values.drainTimeoutSeconds }}
-{{- if le (int $values.terminationGracePeriodSeconds) (int $needed) }}
-{{- fail (printf "%s.terminationGracePeriodSeconds is %d; it must exceed preStopSleepSeconds + drainTimeoutSeconds = %d, or requests in flight are cut off" $component (int $values.terminationGracePeriodSeconds) $needed) }}
-{{- end }}
-{{- end }}
-{{- $secured := compact (list .Values.frontend.tls.secretName .Values.enginecore.tls.secretName .Values.coordinator.tls.secretName) }}
-{{- if and $secured (ne (len $secured) 3) }}
-{{- fail "tls.secretName must be set for frontend, enginecore and coordinator, or for none of them: they would not find each other" }}
-{{- end }}
-{{- with .Values.enginecore.autoscaling }}
-{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}
-{{- fail (printf "enginecore.autoscaling.minReplicas is %d; it must not exceed maxReplicas = %d" (int .minReplicas) (int .maxReplicas)) }}
-{{- end }}
 {{- end }}
 {{- end -}}
 

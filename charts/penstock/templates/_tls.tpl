@@ -31,9 +31,9 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* Where kubelet asks for health: it speaks no TLS. Takes root, component and port. */}}
+{{/* Where kubelet asks for health: it speaks no TLS. Takes component, values and port. */}}
 {{- define "penstock.probePort" -}}
-{{- $values := index .root.Values .component -}}
+{{- $values := .values -}}
 {{- if eq .component "frontend" -}}
 {{- ternary 50049 .port (not (empty $values.edge.tlsSecretName)) -}}
 {{- else -}}
@@ -43,7 +43,7 @@ tls:
 
 {{/* By mount path, the Secrets of a component. */}}
 {{- define "penstock.secrets" -}}
-{{- $values := index .root.Values .component -}}
+{{- $values := .values -}}
 {{- with $values.tls.secretName }}
 tls: {{ . }}
 {{- end }}
@@ -77,15 +77,15 @@ jwks: {{ . }}
 {{- end -}}
 
 {{/* How /metrics of a component is asked for: the frontends' HTTP port has the edge's certificate, the others' serve it alone, in
-     plain text. Takes root and component. */}}
+     plain text. Takes component and values. */}}
 {{- define "penstock.metricsScheme" -}}
-{{- if and (eq .component "frontend") .root.Values.frontend.edge.tlsSecretName -}}https{{- else -}}http{{- end -}}
+{{- if and (eq .component "frontend") .values.edge.tlsSecretName -}}https{{- else -}}http{{- end -}}
 {{- end -}}
 
 {{/* What proxies are to speak to the gRPC ports of a component: HTTP/2 in plain text, or TLS, inside which gRPC negotiates HTTP/2. Takes
-     root and component. */}}
+     component and values. */}}
 {{- define "penstock.grpcProtocol" -}}
-{{- $values := index .root.Values .component -}}
+{{- $values := .values -}}
 {{- $secret := $values.tls.secretName -}}
 {{- if eq .component "frontend" -}}
 {{- $secret = $values.edge.tlsSecretName -}}

@@ -1,8 +1,5 @@
 """enginecore/hpa.yaml: the autoscaler where it is asked for, and no trace of it where it is not."""
 
-import pytest
-
-from charts.lint import ChartError
 from tests.chart.rendering import AUTOSCALED, BARE, HUB, release
 
 
@@ -35,8 +32,3 @@ def test_without_autoscaling_the_chart_sets_the_number_of_engines():
     assert release(HUB).all("HorizontalPodAutoscaler") == []
     assert release(HUB).one("Deployment", "enginecore")["spec"]["replicas"] == 1
     assert release(BARE).one("Deployment", "enginecore")["spec"]["replicas"] == 0
-
-
-def test_an_empty_autoscaling_range_is_refused():
-    with pytest.raises(ChartError, match="minReplicas is 17; it must not exceed maxReplicas = 16"):
-        release(AUTOSCALED, "enginecore.autoscaling.minReplicas=17")

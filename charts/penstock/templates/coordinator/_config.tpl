@@ -3,12 +3,14 @@
 {{ include "penstock.fullname" . }}-coordinator.{{ .Release.Namespace }}.svc:50050
 {{- end -}}
 
-{{/* The coordinator's config file: what the user set, then what the chart alone knows. */}}
+{{/* The coordinator's config file: what the user set, then what the chart alone knows. Takes $self. */}}
 {{- define "penstock.coordinator.config" -}}
+{{- with .root -}}
 {{- $own := dict
       "server" (merge (dict "port" 50050) (include "penstock.tls.server" (dict "secret" .Values.coordinator.tls.secretName) | fromYaml))
       "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "coordinator") | fromYaml) -}}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.coordinator.config)) $own | toYaml -}}
+{{- end -}}
 {{- end -}}

@@ -1,18 +1,23 @@
+{{/* What the engines of a pool compute on. Takes values. */}}
 {{- define "penstock.enginecore.device" -}}
-{{- if .Values.enginecore.gpu.count }}cuda{{ else }}cpu{{ end -}}
+{{- if .values.gpu.count }}cuda{{ else }}cpu{{ end -}}
 {{- end -}}
 
-{{/* The engine's config file: what the user set, then what the chart alone knows. The pod adds its name and address. */}}
+{{/* The config file of a pool's engines: what the user set, then what the chart alone knows. The pod adds its name and address.
+     Takes $self. */}}
 {{- define "penstock.enginecore.config" -}}
-{{- $model := include "penstock.model.config" . | fromYaml -}}
+{{- $values := .values -}}
+{{- $model := include "penstock.model.config" .root | fromYaml -}}
 {{- $_ := set $model "device" (include "penstock.enginecore.device" .) -}}
+{{- with .root -}}
 {{- $own := dict
       "model" $model
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
-      "server" (merge (dict "port" 50052) (include "penstock.tls.server" (dict "secret" .Values.enginecore.tls.secretName) | fromYaml))
+      "server" (merge (dict "port" 50052) (include "penstock.tls.server" (dict "secret" $values.tls.secretName) | fromYaml))
       "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)
-      "drain_timeout" .Values.enginecore.drainTimeoutSeconds -}}
-{{- mustMergeOverwrite (deepCopy (default dict .Values.enginecore.config)) $own | toYaml -}}
+      "drain_timeout" $values.drainTimeoutSeconds -}}
+{{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}
+{{- end -}}
 {{- end -}}

@@ -1,7 +1,7 @@
-{{/* The container's resources with its GPUs, which must be in the requests as in the limits. */}}
+{{/* The container's resources with its GPUs, which must be in the requests as in the limits. Takes values. */}}
 {{- define "penstock.enginecore.resources" -}}
-{{- $resources := deepCopy (default dict .Values.enginecore.resources) -}}
-{{- with .Values.enginecore.gpu -}}
+{{- $resources := deepCopy (default dict .values.resources) -}}
+{{- with .values.gpu -}}
 {{- if .count -}}
 {{- $gpus := dict .resourceName .count -}}
 {{- range list "requests" "limits" -}}

@@ -1,5 +1,6 @@
-{{/* The frontend's config file: what the user set, then what the chart alone knows. */}}
+{{/* The frontend's config file: what the user set, then what the chart alone knows. Takes $self. */}}
 {{- define "penstock.frontend.config" -}}
+{{- with .root -}}
 {{- $own := dict
       "model" (include "penstock.model.config" . | fromYaml)
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
@@ -22,4 +23,5 @@
 {{- $_ := set $own "auth" $auth }}
 {{- end }}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.frontend.config)) $own | toYaml -}}
+{{- end -}}
 {{- end -}}
