@@ -28,7 +28,15 @@ SET_BY_CHART = (
     | {"metrics.host", "metrics.port", "log.level", "log.format", "log.requests", "log.prompts"}
     | {"tracing.endpoint", "tracing.sample_ratio", "tracing.service_name"}
     | {"model.path", "model.served_model_name", "model.revision", "model.device"}
-    | {"coordinator.address", "coordinator.advertise", "engine_id", "drain_timeout", "auth.api_keys", "auth.jwt.jwks"}
+    | {
+        "coordinator.address",
+        "coordinator.advertise",
+        "engine_id",
+        "pool",
+        "drain_timeout",
+        "auth.api_keys",
+        "auth.jwt.jwks",
+    }
     | _below("server.tls", TlsConfig)
     | _below("http.tls", TlsConfig)
     | _below("coordinator.tls", ClientTlsConfig)

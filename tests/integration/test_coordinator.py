@@ -36,6 +36,7 @@ async def test_statistics_of_an_engine_reach_every_view():
             view = await frontend.engines("engine-0")
             assert (view.engines[0].index, view.engines[0].state) == (0, EngineState.SERVING)
             assert (view.engines[0].address, view.engines[0].model) == ("engine-0:50052", "demo")
+            assert (view.engines[0].pool, view.engines[0].max_num_seqs) == ("default", 4)
             engine.load = SchedulerStats(num_waiting_reqs=3, num_running_reqs=2, kv_cache_usage=0.5, step_counter=1)
             view = await frontend.view_where(lambda view: view.engines[0].num_waiting_reqs == 3)
             assert (view.engines[0].num_running_reqs, view.engines[0].kv_cache_usage) == (2, 0.5)

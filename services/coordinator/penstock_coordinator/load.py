@@ -18,6 +18,8 @@ def engine_status(member: Member) -> EngineStatus:
         seconds_since_last_step=stats.seconds_since_last_step,
         index=member.index,
         model=registration.model,
+        pool=registration.pool,
+        max_num_seqs=registration.max_num_seqs,
     )
 
 

@@ -38,6 +38,7 @@ class EngineCollector(Collector):
             engine=ready.engine_id,
             num_kv_blocks=ready.num_kv_blocks,
             block_size=ready.block_size,
+            max_num_seqs=ready.max_num_seqs,
             stats=self._stats(),
         )
         yield from engine_families([load])

@@ -33,7 +33,7 @@ _STYLES = {
     EngineState.DEAD: "red",
 }
 _NUMBERS = ("running", "waiting", "last step", "longest")
-_WIDE_ONLY = ("longest", "address")
+_WIDE_ONLY = ("longest", "address", "pool")
 _COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
 _WIDE = 100
 _PIPE_WIDTH = 200
@@ -151,7 +151,8 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
     if not engines:
         return Group(*_summaries(snapshot, options), Text("no engine is known yet", style="yellow"))
     rows = Table(box=None, pad_edge=False, header_style="dim")
-    columns = _COLUMNS if width >= _WIDE else _COLUMNS[: -len(_WIDE_ONLY)]
+    hidden = len(_WIDE_ONLY) if width < _WIDE else 0 if len({engine.pool for engine in engines}) > 1 else 1
+    columns = _COLUMNS[: len(_COLUMNS) - hidden]
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine in engines:
@@ -171,6 +172,7 @@ def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
         engine.model,
         f"{info['max_model_len']}" if "max_model_len" in info else "",
         engine.address,
+        engine.pool,
     ]
 
 

@@ -11,7 +11,7 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
-from penstock_common.types.cluster import ClusterView, DrainCommand, EngineRegistration
+from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, DrainCommand, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.app import Coordinator
 from penstock_coordinator.config import CoordinatorConfig
@@ -57,13 +57,20 @@ class Engine:
         *,
         stats_interval: float = 0.02,
         credentials: ClientCredentials = NO_TLS,
+        pool: str = DEFAULT_POOL,
+        max_num_seqs: int = 4,
     ) -> None:
         self.load = SchedulerStats()
         self.commands: list[DrainCommand] = []
         self.client = EngineClient(
             CoordinatorClientConfig(address=address, stats_interval=stats_interval, reconnect_max=0.1),
             registration=lambda: EngineRegistration(
-                engine_id=engine_id, incarnation=incarnation, address=f"{engine_id}:50052", model="demo"
+                engine_id=engine_id,
+                incarnation=incarnation,
+                address=f"{engine_id}:50052",
+                model="demo",
+                pool=pool,
+                max_num_seqs=max_num_seqs,
             ),
             stats=lambda: self.load,
             on_command=self.commands.append,

@@ -7,7 +7,9 @@ from penstock_coordinator.membership import Member
 
 
 def member(*, age=0.0, draining=False, wedged=False):
-    registration = EngineRegistration(engine_id="a", incarnation="1", address="h:1", model="m")
+    registration = EngineRegistration(
+        engine_id="a", incarnation="1", address="h:1", model="m", pool="spot", max_num_seqs=4
+    )
     stats = SchedulerStats(
         num_waiting_reqs=3,
         num_running_reqs=2,
@@ -31,7 +33,14 @@ def test_the_status_is_what_registration_and_statistics_say():
         kv_cache_usage=0.5,
         seconds_since_last_step=1.5,
         index=4,
+        pool="spot",
+        max_num_seqs=4,
     )
+
+
+def test_the_load_is_of_what_runs_and_waits_and_unknown_without_slots():
+    assert engine_status(member()).load == 1.25
+    assert EngineStatus(engine_id="a", incarnation="1", address="h:1", num_running_reqs=3).load is None
 
 
 @pytest.mark.parametrize(

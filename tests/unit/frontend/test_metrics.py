@@ -121,14 +121,22 @@ def test_an_engines_series_show_as_zero_before_its_first_request(rig: Rig) -> No
 
 
 def test_engines_load_is_read_when_it_is_scraped(rig: Rig) -> None:
-    stats = SchedulerStats(num_running_reqs=3, prefix_cache_hits=5)
-    loads = [EngineLoad(model="m", engine="e", num_kv_blocks=8, block_size=16, stats=stats)]
+    stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, prefix_cache_hits=5)
+    loads = [EngineLoad(model="m", engine="e", num_kv_blocks=8, block_size=16, max_num_seqs=4, stats=stats)]
     rig.metrics.add_engine_loads(lambda: loads)
     assert rig.value("vllm:num_requests_running") == 3
+    assert rig.value("penstock:load") == 1.25
     assert rig.value("vllm:prefix_cache_hits_total") == 5
     assert rig.value("vllm:cache_config_info", num_gpu_blocks="8", block_size="16") == 1
     loads.clear()
     assert rig.value("vllm:num_requests_running") is None
+
+
+def test_an_engine_that_does_not_say_how_much_it_runs_at_once_has_no_load(rig: Rig) -> None:
+    loads = [EngineLoad(model="m", engine="e", num_kv_blocks=8, block_size=16, max_num_seqs=0, stats=SchedulerStats())]
+    rig.metrics.add_engine_loads(lambda: loads)
+    assert rig.value("penstock:load") is None
+    assert rig.value("vllm:num_requests_running") == 0
 
 
 FIRST_TOKEN = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"

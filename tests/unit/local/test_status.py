@@ -90,6 +90,13 @@ async def test_a_row_per_engine_in_the_order_of_their_indexes(
     ]
 
 
+async def test_pools_are_shown_where_there_are_several(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.admin.engines = [engine(0), engine(1, pool="spot")]
+    assert await server.run("--once") == 0
+    _, head, first, second = capsys.readouterr().out.splitlines()
+    assert (head.split()[-1], first.split()[-1], second.split()[-1]) == ("pool", "default", "spot")
+
+
 async def test_json_has_everything_also_what_engines_say_of_themselves(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

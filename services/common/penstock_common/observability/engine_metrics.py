@@ -28,12 +28,15 @@ _COUNTERS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: who it is, how large its KV cache (in blocks, and tokens per block), and its load."""
+    """One engine: who it is, how large its KV cache (in blocks, and tokens per block), how many requests it runs at once (0 where
+    it does not say), and its load.
+    """
 
     model: str
     engine: str
     num_kv_blocks: int
     block_size: int
+    max_num_seqs: int
     stats: SchedulerStats
 
 
@@ -46,6 +49,12 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Family]:
             for load in known:
                 family.add_metric((load.model, load.engine), value(load.stats))
             yield family
+    fraction = GaugeMetricFamily("penstock:load", "Requests running and waiting over max_num_seqs", labels=LABELS)
+    for load in known:
+        if load.max_num_seqs:
+            requests = load.stats.num_running_reqs + load.stats.num_waiting_reqs
+            fraction.add_metric((load.model, load.engine), requests / load.max_num_seqs)
+    yield fraction
     info = InfoMetricFamily("vllm:cache_config", "Size of the KV cache", labels=LABELS)
     for load in known:
         sizes = {"num_gpu_blocks": str(load.num_kv_blocks), "block_size": str(load.block_size)}

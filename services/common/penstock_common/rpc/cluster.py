@@ -4,7 +4,7 @@ import msgspec
 
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
-from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineState, EngineStatus
 
 _STATES = {state.value: state for state in EngineState}
 
@@ -42,6 +42,8 @@ def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
         seconds_since_last_step=message.seconds_since_last_step,
         index=message.index,
         model=message.model,
+        pool=message.pool or DEFAULT_POOL,
+        max_num_seqs=message.max_num_seqs,
     )
 
 

@@ -4,6 +4,9 @@ import enum
 
 import msgspec
 
+DEFAULT_POOL = "default"
+"""Of engines that name no pool."""
+
 
 class EngineState(enum.IntEnum):
     """What an engine does. Values equal ``penstock.common.v1.EngineState``."""
@@ -16,7 +19,10 @@ class EngineState(enum.IntEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``address`` is host:port; ``seconds_since_last_step`` is 0 while the engine is idle."""
+    """One engine. ``address`` is host:port; ``seconds_since_last_step`` is 0 while the engine is idle.
+
+    ``max_num_seqs``: requests that it runs at once, 0 where it does not say.
+    """
 
     engine_id: str
     incarnation: str
@@ -28,6 +34,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     seconds_since_last_step: float = 0.0
     index: int = 0
     model: str = ""
+    pool: str = DEFAULT_POOL
+    max_num_seqs: int = 0
+
+    @property
+    def load(self) -> float | None:
+        """Requests that run and wait, over those that it runs at once; None where it does not say how many these are."""
+        return (self.num_running_reqs + self.num_waiting_reqs) / self.max_num_seqs if self.max_num_seqs else None
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +55,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine introduces itself. ``incarnation`` changes with every start of the process that is ``engine_id``.
 
-    ``address`` is the host:port under which frontends reach it. ``draining``: it takes no new requests.
+    ``address`` is the host:port under which frontends reach it. ``draining``: it takes no new requests. Engines of one ``pool``
+    are scaled together. ``max_num_seqs``: requests that it runs at once, 0 where it does not say.
     """
 
     engine_id: str
@@ -50,6 +64,8 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     model: str
     draining: bool = False
+    pool: str = DEFAULT_POOL
+    max_num_seqs: int = 0
 
 
 class DrainCommand(msgspec.Struct, frozen=True):

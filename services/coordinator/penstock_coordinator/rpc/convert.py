@@ -7,11 +7,11 @@ from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.sampling import refuse_set
-from penstock_common.types.cluster import EngineRegistration
+from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
 
 MAX_NAME_LENGTH = 256
-"""Of ids, incarnations, addresses and names of models, in characters."""
+"""Of ids, incarnations, addresses, pools and names of models, in characters."""
 GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
 """Fields of a register that only engines of a data-parallel group set; such groups are not served yet."""
 WAVE_FIELDS = ("wave_complete", "start_wave")
@@ -30,12 +30,16 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
     for name in ("engine_id", "incarnation", "address", "model"):
         _check_name(f"register.{name}", getattr(register, name))
     _check_address("register.address", register.address)
+    pool = register.pool or DEFAULT_POOL
+    _check_name("register.pool", pool)
     return EngineRegistration(
         engine_id=register.engine_id,
         incarnation=register.incarnation,
         address=register.address,
         model=register.model,
         draining=register.draining,
+        pool=pool,
+        max_num_seqs=register.max_num_seqs,
     )
 
 

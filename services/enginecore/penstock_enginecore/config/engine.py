@@ -23,6 +23,7 @@ from penstock_common.config.sections import (
     ServerConfig,
     TracingConfig,
 )
+from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.model import ModelConfig
@@ -83,6 +84,12 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "of its own."
         ),
     ] = ""
+    pool: Annotated[
+        str,
+        Meta(
+            min_length=1, description="Name of the engines of one kind, this one among them, that are scaled together."
+        ),
+    ] = DEFAULT_POOL
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()

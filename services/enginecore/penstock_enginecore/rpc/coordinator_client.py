@@ -109,6 +109,8 @@ class CoordinatorClient:
                     address=registration.address,
                     model=registration.model,
                     draining=registration.draining or self._drained_at is not None,
+                    pool=registration.pool,
+                    max_num_seqs=registration.max_num_seqs,
                 )
             )
         )

@@ -119,6 +119,8 @@ class IoThread:
             incarnation=ready.incarnation,
             address=config.advertise or f"{socket.getfqdn()}:{self.port}",
             model=ready.model,
+            pool=self._config.pool,
+            max_num_seqs=ready.max_num_seqs,
         )
         return CoordinatorClient(
             config,

@@ -89,6 +89,7 @@ class EngineLoads:
                 engine=ready.engine_id,
                 num_kv_blocks=ready.num_kv_blocks,
                 block_size=ready.block_size,
+                max_num_seqs=ready.max_num_seqs,
                 stats=self._stats(connection),
             )
             for connection, ready in self._ready()

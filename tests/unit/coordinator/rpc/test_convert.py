@@ -20,6 +20,18 @@ def test_a_register_without_a_required_field_is_refused_by_name(name):
     assert e.value.field == f"register.{name}"
 
 
+def test_an_engine_of_a_release_without_pools_is_in_the_default_pool():
+    found = convert.registration(register())
+    assert (found.pool, found.max_num_seqs) == ("default", 0)
+
+
+def test_the_pool_and_the_slots_of_an_engine_are_read():
+    found = convert.registration(register(pool="spot", max_num_seqs=64))
+    assert (found.pool, found.max_num_seqs) == ("spot", 64)
+    with pytest.raises(InvalidArgument, match=r"register.pool has 257 characters; it must have at most 256"):
+        convert.registration(register(pool="x" * 257))
+
+
 @pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "host:\u0661", "host:-1"])
 def test_an_address_must_be_host_and_port(address):
     with pytest.raises(InvalidArgument, match="host:port"):
