@@ -1,0 +1,39 @@
+"""``python -m tests.fakes.engines.oracle_service --config engine.yaml``: a drop-in for the enginecore's process, without torch.
+
+Everything is the enginecore's own (settings, scheduler, sessions, health, metrics, drain), only the executor is an oracle's.
+Constraints are refused, since the grammars' library brings torch. ``ORACLE_STEP_SECONDS`` and ``ORACLE_LOAD_SECONDS`` say how
+fast it is.
+"""
+
+import os
+import sys
+
+from penstock_common.allocator import use_few_arenas
+from penstock_common.config.command_line import from_command_line
+from penstock_common.errors import ConfigError
+from penstock_enginecore.app import run
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.models.errors import ModelLoadError
+from tests.fakes.engines.oracle_service.executor import PacedExecutor
+from tests.fakes.engines.oracle_service.pace import pace_from
+
+
+def main() -> int:
+    """Exit codes as the enginecore's: 0 after a requested stop, 2 for a wrong configuration, 1 when it cannot go on."""
+    try:
+        config = from_command_line(EngineCoreConfig, prog="oracle-engine", description=__doc__ or "")
+        pace = pace_from(os.environ)
+        use_few_arenas()
+        run(config, lambda config: PacedExecutor(config, pace))
+    except ConfigError as e:
+        print(f"oracle-engine: {e}", file=sys.stderr)
+        return 2
+    except (ModelLoadError, EngineDeadError) as e:
+        print(f"oracle-engine: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""How fast an engine without a model is, from the environment: the config file has no key for that."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock_common.errors import ConfigError
+
+PREFIX = "ORACLE_"
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """``step_seconds``: how long a step takes, whatever it holds. ``load_seconds``: how long the model loads."""
+
+    step_seconds: float = 0.02
+    load_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 <= (value := getattr(self, name)) <= 3600:
+                raise ConfigError(f"{variable(name)} is {value}; it must be 0 to 3600 seconds")
+
+
+def variable(field: str) -> str:
+    """The environment variable of a field."""
+    return PREFIX + field.upper()
+
+
+def pace_from(environ: Mapping[str, str]) -> Pace:
+    """``ORACLE_STEP_SECONDS`` and ``ORACLE_LOAD_SECONDS``. Raises ConfigError for what is no number, and for unknown names."""
+    fields = {variable(name): name for name in Pace.__struct_fields__}
+    given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
+    values = {}
+    for name, value in given.items():
+        if name not in fields:
+            raise ConfigError(f"{name} is no variable of the oracle engine; there are {', '.join(fields)}")
+        try:
+            values[fields[name]] = float(value)
+        except ValueError:
+            raise ConfigError(f"{name} is {value!r}; it must be a number of seconds") from None
+    return Pace(**values)
