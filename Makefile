@@ -19,6 +19,17 @@ JOBS ?= 2
 JOBS_WAITING ?= 3
 # What runs beside each other writes its output when it has ended. make 3.81 cannot.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+# Images: docker, podman, or buildah, which needs no daemon; a registry in front of their names, as the chart's image.registry.
+IMAGE_BUILDER ?= docker
+REGISTRY ?=
+TAG ?= $(shell sed -n 's/^appVersion: *//p' charts/penstock/Chart.yaml)
+# What the engine's image is called behind its tag: cuda or cpu. It decides nothing: TORCH_INDEX_URL does.
+DEVICE ?= cuda
+REVISION = $(shell git describe --always --abbrev=40 --exclude='*' --dirty)
+# Those of the Dockerfile that are set, here or in the environment.
+IMAGE_ARGS = $(foreach name,PYTHON_IMAGE PIP_INDEX_URL TORCH_INDEX_URL,$(if $($(name)),--build-arg $(name)="$($(name))"))
+IMAGE_LABELS = --label org.opencontainers.image.version=$(TAG) --label org.opencontainers.image.revision=$(REVISION) \
+	$(if $(SOURCE),--label org.opencontainers.image.source=$(SOURCE))
 # What the tests of one `make test` have skipped.
 SKIPPED := build/skipped
 BUF := node_modules/.bin/buf
@@ -133,6 +144,23 @@ settings: setup ## Write docs/settings.md and the chart's schema and README anew
 chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
 	@$(BIN)/python charts/lint.py
 	@$(PYTEST) tests/chart -q
+
+.PHONY: images
+images: image-coordinator image-frontend image-enginecore ## Build the images with IMAGE_BUILDER, as REGISTRY/penstock/SERVICE:TAG
+
+.PHONY: image-coordinator image-frontend image-enginecore
+image-enginecore: SUFFIX := -$(DEVICE)
+image-coordinator image-frontend image-enginecore: image-%:
+	$(IMAGE_BUILDER) build --target $* --tag $(if $(REGISTRY),$(REGISTRY)/)penstock/$*:$(TAG)$(SUFFIX) \
+		$(IMAGE_ARGS) $(IMAGE_LABELS) $(IMAGE_FLAGS) .
+
+.PHONY: cluster-images
+cluster-images: setup ## Build the images of the test cluster (IMAGES chooses some) into build/cluster/images, with buildah as root
+	@$(BIN)/python -m tests.cluster.images.build $(IMAGES)
+
+.PHONY: image-test
+image-test: setup ## What is in the images of the test cluster, and that they run read-only as an ordinary user
+	@$(PYTEST) tests/images -q -rs
 
 .PHONY: soak
 soak: setup ## Random requests, cancels and kills for 20 minutes

@@ -4,15 +4,17 @@ import fnmatch
 import importlib.util
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.chart.rendering import DEMO, SERVICES, release
+from tests.chart.rendering import DEMO, HUB, SERVICES, release
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
+INSTALL = "pip --python /opt/penstock/venv/bin/python install"
 
 
 class Stage:
@@ -111,16 +113,52 @@ def test_an_image_holds_its_own_service_and_what_that_depends_on(service: str):
     wheels = [rest for name, rest in instructions(service) if name == "RUN" and "pip wheel" in rest]
     for source in built:
         assert any(f"./{source}" in rest.split() for rest in wheels), source
-    assert wheels[-1].endswith("/opt/penstock/venv/bin/pip install --constraint constraints.txt /wheels/*.whl")
-    assert ("COPY", "--from=wheels /wheels /wheels") in instructions(service)
+    assert f"{INSTALL} --constraint constraints.txt /wheels/*.whl" in wheels[-1]
+    assert "wheels" in behind(service)
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_begins_from_the_same_base_and_takes_its_environment_from_its_own_build(service: str):
     assert in_image(service) == ["runtime", service]
     copies = [rest for name, rest in stages()[service].instructions if name == "COPY" and rest.startswith("--from")]
-    assert copies == [f"--from={service}-build /opt/penstock/venv /opt/penstock/venv"]
-    assert stages()[f"{service}-build"].base == "build"
+    assert copies == [
+        f"--from={service}-build /opt/penstock/sbom.json /usr/share/penstock/sbom.json",
+        f"--from={service}-build /opt/penstock/venv /opt/penstock/venv",
+    ]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_says_what_it_is_and_what_it_holds(service: str):
+    labels = " ".join(
+        rest for stage in in_image(service) for name, rest in stages()[stage].instructions if name == "LABEL"
+    )
+    assert f"org.opencontainers.image.title=penstock-{service} " in labels
+    assert "org.opencontainers.image.licenses=Apache-2.0" in labels
+    assert re.search(r'org\.opencontainers\.image\.description="[^"]{20,}"', labels)
+    (written,) = [rest for name, rest in instructions(service) if name == "RUN" and "cyclonedx-py" in rest.split()]
+    assert written.index(INSTALL) < written.index("cyclonedx-py environment")
+    assert "--output-file /opt/penstock/sbom.json /opt/penstock/venv/bin/python" in written
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_services_environment_has_no_pip(service: str):
+    made = [rest for name, rest in instructions(service) if name == "RUN" and "-m venv" in rest]
+    assert made == ["python -m venv /opt/build && python -m venv --without-pip /opt/penstock/venv"]
+    (base,) = [rest for name, rest in stages()["runtime"].instructions if name == "RUN"]
+    assert "/usr/local/bin/pip*" in base
+
+
+def test_builders_that_go_through_every_stage_before_the_target_build_torch_for_the_engine_alone():
+    names = [name for name in stages() if name]
+    assert names.index("frontend") < names.index("torch")
+    assert names.index("coordinator") < names.index("torch")
+
+
+def test_packages_are_kept_for_the_next_build_and_not_in_layers():
+    for name, stage in stages().items():
+        for word, rest in stage.instructions:
+            if word == "RUN" and re.search(r"\bpip (--python \S+ )?(wheel|install)\b", rest):
+                assert rest.startswith("--mount=type=cache,target=/root/.cache/pip "), (name, rest)
 
 
 def test_what_all_images_share_stands_once():
@@ -129,9 +167,9 @@ def test_what_all_images_share_stands_once():
         "python:3.11",
         "useradd",
         "USER ",
-        "PIP_NO_CACHE_DIR",
         "tini \\\n",
-        "python -m venv",
+        "python -m venv --without-pip",
+        "install --constraint constraints.txt cyclonedx-bom",
         "PYTHONUNBUFFERED",
     ):
         assert text.count(part) == 1, part
@@ -140,7 +178,8 @@ def test_what_all_images_share_stands_once():
 def test_every_stage_that_uses_pip_can_be_given_a_package_index():
     for name, stage in stages().items():
         uses_pip = any(
-            word == "RUN" and re.search(r"\bpip (wheel|install)\b", rest) for word, rest in stage.instructions
+            word == "RUN" and re.search(r"\bpip (--python \S+ )?(wheel|install)\b", rest)
+            for word, rest in stage.instructions
         )
         assert uses_pip == (("ARG", "PIP_INDEX_URL") in stage.instructions), name
 
@@ -200,3 +239,22 @@ def test_where_torch_comes_from_is_the_builders_choice():
     assert not any(
         "TORCH_INDEX_URL" in rest for service in ("frontend", "coordinator") for _, rest in instructions(service)
     )
+
+
+@pytest.mark.parametrize(("device", "values"), [("cpu", DEMO), ("cuda", HUB)])
+def test_make_images_gives_them_the_names_that_the_chart_looks_for(device: str, values: str):
+    command = ["make", "--dry-run", "images", f"DEVICE={device}", "REGISTRY=registry.test/team", "IMAGE_BUILDER=docker"]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    built = dict(re.findall(r"docker build --target (\S+) --tag (\S+)", said))
+    rendered = release(values, "image.registry=registry.test/team")
+    assert built == {service: rendered.container(service)["image"] for service in SERVICES}
+
+
+def test_make_images_passes_on_what_is_set_and_says_where_the_images_come_from():
+    given = {"PYTHON_IMAGE": "base:1", "PIP_INDEX_URL": "pip.test/simple", "SOURCE": "code.test/penstock"}
+    command = ["make", "--dry-run", "image-frontend", *(f"{name}={value}" for name, value in given.items())]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert '--build-arg PYTHON_IMAGE="base:1" --build-arg PIP_INDEX_URL="pip.test/simple"' in said
+    assert "TORCH_INDEX_URL" not in said
+    assert "--label org.opencontainers.image.source=code.test/penstock" in said
+    assert re.search(r"--label org\.opencontainers\.image\.revision=[0-9a-f]{40}(-dirty)? ", said)

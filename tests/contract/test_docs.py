@@ -45,7 +45,6 @@ OTHER_PROGRAMS = frozenset(
         "buf",
         "cd",
         "curl",
-        "docker",
         "echo",
         "export",
         "go",
