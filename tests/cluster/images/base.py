@@ -1,0 +1,75 @@
+"""The image that the project's images are built on here, where no registry can be reached: Debian with its own Python.
+
+It stands in for ``python:3.11-slim-bookworm``: the same Debian and the same minor of Python, which is called ``python`` as there.
+``DEBIAN_MIRROR`` names another mirror than mmdebstrap's own.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.cluster.images import buildah
+
+NAME = "localhost/penstock-base:3.11-bookworm"
+SUITE = "bookworm"
+PACKAGES = ("ca-certificates", "python3-venv")
+RECIPE = "penstock.test/recipe"
+APT_SETTINGS = (
+    "Acquire::Check-Date",
+    "Acquire::Check-Valid-Until",
+    "Acquire::Retries",
+    "Acquire::http::Proxy",
+    "Acquire::https::Proxy",
+)
+"""What of this machine's apt the image's apt takes over."""
+
+
+def why_not() -> str:
+    """What keeps this machine from building it; empty where nothing does."""
+    return buildah.why_not() or ("" if shutil.which("mmdebstrap") else "the base image needs the package mmdebstrap")
+
+
+def build() -> str:
+    """Build it unless it is there; returns its name."""
+    command = _command()
+    recipe = hashlib.sha256(repr(command).encode()).hexdigest()
+    found = buildah.inspect(NAME)
+    if found and found["OCIv1"]["config"].get("Labels", {}).get(RECIPE) == recipe:
+        return NAME
+    with tempfile.TemporaryDirectory(prefix="penstock-base-") as directory:
+        archive = Path(directory) / "base.tar"
+        subprocess.run([*command, str(archive), *_mirror()], check=True)
+        parts = [
+            ("add", "--quiet", "{}", str(archive), "/"),
+            ("run", "{}", "ln", "-s", "/usr/bin/python3", "/usr/local/bin/python"),
+            ("config", "--cmd", "python", "{}"),
+        ]
+        buildah.commit(parts, NAME, {RECIPE: recipe})
+    return NAME
+
+
+def _command() -> list[str]:
+    settings = [f'{key} "{value}";' for key in APT_SETTINGS if (value := _apt_setting(key))]
+    return [
+        "mmdebstrap",
+        "--mode=root",
+        "--variant=minbase",
+        f"--include={','.join(PACKAGES)}",
+        "--dpkgopt=force-unsafe-io",
+        *(f"--aptopt={setting}" for setting in settings),
+        SUITE,
+    ]
+
+
+def _mirror() -> list[str]:
+    mirror = os.environ.get("DEBIAN_MIRROR", "")
+    return [mirror] if mirror else []
+
+
+def _apt_setting(key: str) -> str:
+    """The machine's own; empty where it has none."""
+    said = subprocess.run(["apt-config", "shell", "VALUE", key], check=True, capture_output=True, text=True).stdout
+    return said.strip().removeprefix("VALUE=").strip("'")

@@ -1,0 +1,104 @@
+"""Build the images of the test cluster: ``python -m tests.cluster.images.build [IMAGE ...]``.
+
+Each is written into an archive that containerd imports, under the name that the chart gives it. What is there is not built again.
+``--commit`` and ``--version`` build an earlier release beside this one.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster.images import base, buildah, sources
+
+OUT = sources.ROOT / "build" / "cluster" / "images"
+IMAGES = ("coordinator", "frontend", "oracle-engine", "tools", "enginecore")
+BY_DEFAULT = IMAGES[:-1]
+"""Without the engine with torch, which is the size of all others thirty times over where the package index has the CUDA build."""
+TOOLS = "penstock.test/tools:1"
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Release:
+    """What is built: ``commit`` is empty for the tree as it stands."""
+
+    version: str
+    commit: str
+
+    def name(self, image: str) -> str:
+        """As containerd knows what the chart calls ``penstock/IMAGE:TAG``."""
+        if image == "tools":
+            return TOOLS
+        suffix = "-cpu" if image == "enginecore" else ""
+        return f"docker.io/penstock/{image}:{self.version}{suffix}"
+
+    def archive(self, image: str, directory: Path) -> Path:
+        """Its file. Nodes are given all archives of which the name begins with penstock; that of the engine with torch is not."""
+        prefix = "torch" if image == "enginecore" else "penstock"
+        return directory / f"{prefix}-{image}-{self.version}.tar"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What the image says of its origin."""
+        return {
+            "org.opencontainers.image.version": self.version,
+            "org.opencontainers.image.revision": sources.revision(self.commit or "HEAD"),
+        }
+
+
+def build(image: str, release: Release, tree: Path) -> None:
+    """Build one image, those that it begins from first."""
+    arguments = {"PYTHON_IMAGE": base.build()}
+    match image:
+        case "oracle-engine":
+            build("coordinator", release, tree)
+            arguments["COORDINATOR_IMAGE"] = release.name("coordinator")
+            with sources.oracle_context(tree) as context:
+                file = HERE / "oracle.Dockerfile"
+                buildah.build(release.name(image), context, file=file, arguments=arguments, labels=release.labels)
+        case "tools":
+            build("frontend", release, tree)
+            arguments["FRONTEND_IMAGE"] = release.name("frontend")
+            buildah.build(release.name(image), tree, file=HERE / "tools.Dockerfile", arguments=arguments)
+        case _:
+            buildah.build(
+                release.name(image),
+                tree,
+                file=sources.ROOT / "Dockerfile",
+                target=image,
+                arguments=arguments,
+                labels=release.labels,
+            )
+
+
+def main() -> None:
+    """Build what the command line names, or everything but the engine with torch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=", ".join(IMAGES))
+    parser.add_argument(
+        "--commit", default="", help="build the services as they were then, with this tree's Dockerfile"
+    )
+    parser.add_argument("--version", default="", help="tag of the images; the chart's appVersion without")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory of the archives")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.images) - set(IMAGES)):
+        parser.error(f"{', '.join(unknown)}: there is only {', '.join(IMAGES)}")
+    if arguments.commit and not arguments.version:
+        parser.error("--commit needs a --version, or its images would take the names of this tree's")
+    if reason := base.why_not():
+        sys.exit(reason)
+    release = Release(arguments.version or sources.chart_version(), arguments.commit)
+    with sources.tree(arguments.commit) as tree:
+        for image in arguments.images or BY_DEFAULT:
+            begun = time.monotonic()
+            build(image, release, tree)
+            archive = release.archive(image, arguments.out)
+            buildah.archive(release.name(image), archive)
+            size = archive.stat().st_size / 1e6
+            print(f"{release.name(image)}: {size:.0f} MB in {time.monotonic() - begun:.0f} s: {archive}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

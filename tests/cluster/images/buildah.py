@@ -1,0 +1,105 @@
+"""Buildah, as root and without a daemon: images built, tagged and written into archives that containerd imports."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {"BUILDAH_ISOLATION": "chroot"}
+"""No container runtime: it would need cgroups, and a network of its own that has no way out."""
+FROM_THE_MACHINE = ("/etc/pip.conf", "/etc/ssl/certs")
+"""How this machine reaches a package index; builds see these files, images do not hold them."""
+
+
+def why_not() -> str:
+    """What keeps this machine from building images; empty where nothing does."""
+    if os.geteuid() != 0:
+        return "building images needs root"
+    if shutil.which("buildah") is None:
+        return "building images needs the package buildah"
+    return ""
+
+
+def run(*arguments: str, cwd: Path | None = None, quiet: bool = False) -> str:
+    """What ``buildah ARGUMENTS`` prints. CalledProcessError when it fails; it says why itself unless ``quiet``."""
+    done = subprocess.run(
+        ["buildah", *arguments],
+        cwd=cwd,
+        env=os.environ | ENVIRONMENT,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if quiet else None,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+def inspect(name: str) -> dict[str, Any] | None:
+    """What there is to know of an image: its id as ``FromImageID``, its settings under ``OCIv1``. None when there is none."""
+    try:
+        found: dict[str, Any] = json.loads(run("inspect", "--type", "image", name, quiet=True))
+    except subprocess.CalledProcessError:
+        return None
+    return found
+
+
+def build(
+    name: str,
+    context: Path,
+    *,
+    file: Path,
+    target: str = "",
+    arguments: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> None:
+    """Build ``context`` into the image ``name``, from the layers of earlier builds as far as they go.
+
+    ``target``: the stage; the last one without. The machine's way to a package index is mounted, ``PIP_INDEX_URL`` passed on.
+    """
+    command = ["build", "--layers", "--file", str(file), "--tag", name]
+    for path in FROM_THE_MACHINE:
+        if Path(path).exists():
+            command += ["--volume", f"{path}:{path}:ro"]
+    given = dict(arguments or {})
+    if index := os.environ.get("PIP_INDEX_URL"):
+        given["PIP_INDEX_URL"] = index
+    for key, value in given.items():
+        command += ["--build-arg", f"{key}={value}"]
+    for key, value in (labels or {}).items():
+        command += ["--label", f"{key}={value}"]
+    if target:
+        command += ["--target", target]
+    subprocess.run(["buildah", *command, str(context)], env=os.environ | ENVIRONMENT, check=True)
+
+
+def archive(name: str, file: Path) -> bool:
+    """Write the image into ``file``, under its name. False when it is there already, of the same image."""
+    found = inspect(name)
+    if found is None:
+        raise LookupError(f"there is no image {name}")
+    stamp = file.with_suffix(".id")
+    if file.exists() and stamp.exists() and stamp.read_text() == found["FromImageID"]:
+        return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    run("push", "--quiet", name, f"docker-archive:{new}:{name}")
+    new.replace(file)
+    stamp.write_text(found["FromImageID"])
+    return True
+
+
+def commit(parts: Sequence[Sequence[str]], name: str, labels: Mapping[str, str], *, start: str = "scratch") -> None:
+    """An image without a Dockerfile. ``parts``: commands of buildah on the container, which is put in for ``{}``."""
+    container = run("from", start)
+    try:
+        for part in parts:
+            run(*(word.replace("{}", container) for word in part))
+        for key, value in labels.items():
+            run("config", "--label", f"{key}={value}", container)
+        run("commit", "--quiet", container, name)
+    finally:
+        run("rm", container)

@@ -1,0 +1,69 @@
+"""What images are built from: the tree as it stands, or that of a commit."""
+
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+ENGINE = "services/enginecore/penstock_enginecore"
+ORACLE = ("tests/fakes/engines/fake_executor.py", "tests/fakes/engines/oracle_service")
+"""What the oracle engine has besides the engine's own code."""
+DEMO_MODEL = "examples/demo_model/penstock-tiny"
+
+
+def chart_version() -> str:
+    """The chart's appVersion: the tag that it gives its images."""
+    chart = (ROOT / "charts" / "penstock" / "Chart.yaml").read_text(encoding="utf-8")
+    found = re.search(r"^appVersion: \"?([^\"\s]+)", chart, flags=re.MULTILINE)
+    assert found, "Chart.yaml has no appVersion"
+    return found[1]
+
+
+def revision(commit: str = "HEAD") -> str:
+    """The full id of a commit. CalledProcessError where there is none."""
+    return _git("rev-parse", "--verify", f"{commit}^{{commit}}").strip()
+
+
+@contextmanager
+def tree(commit: str) -> Iterator[Path]:
+    """A directory with the files of a commit, or this tree where none is named."""
+    if not commit:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-sources-") as directory:
+        archive = Path(directory) / "tree.tar"
+        _git("archive", f"--output={archive}", commit)
+        with tarfile.open(archive) as files:
+            files.extractall(Path(directory) / "tree", filter="data")
+        yield Path(directory) / "tree"
+
+
+@contextmanager
+def oracle_context(sources: Path) -> Iterator[Path]:
+    """A directory to build the oracle engine from: the engine of ``sources``, the executor of this tree."""
+    with tempfile.TemporaryDirectory(prefix="penstock-oracle-") as directory:
+        context = Path(directory)
+        _copy(sources / ENGINE, context / "code" / "penstock_enginecore")
+        for path in ORACLE:
+            _copy(ROOT / path, context / "code" / path)
+        _copy(sources / DEMO_MODEL, context / "demo-model")
+        _copy(sources / "constraints.txt", context / "constraints.txt")
+        yield context
+
+
+def _copy(source: Path, target: Path) -> None:
+    """With the times of files, which layers are recognized by; without what the interpreter and the compiler have made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "kernels_*.so"))
+    else:
+        shutil.copy2(source, target)
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -1,0 +1,56 @@
+"""The images that ``make cluster-images`` has built, one at a time."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.images import buildah
+from tests.cluster.images.build import Release
+from tests.cluster.images.sources import chart_version
+from tests.images.container import Image, why_not
+
+RELEASE = Release(chart_version(), commit="")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip everything, with the reason, where no image can be run."""
+    if reason := why_not():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def opened(service: str) -> Iterator[Image]:
+    """The image of a service; skips where it is not built."""
+    name = RELEASE.name(service)
+    if buildah.inspect(name) is None:
+        pytest.skip(f"{name} is not built: make cluster-images IMAGES={service}")
+    with Image(name) as image:
+        yield image
+
+
+@pytest.fixture(scope="session")
+def coordinator() -> Iterator[Image]:
+    yield from opened("coordinator")
+
+
+@pytest.fixture(scope="session")
+def frontend() -> Iterator[Image]:
+    yield from opened("frontend")
+
+
+@pytest.fixture(scope="session")
+def oracle_engine() -> Iterator[Image]:
+    yield from opened("oracle-engine")
+
+
+@pytest.fixture(scope="session")
+def enginecore() -> Iterator[Image]:
+    """The engine with torch, which is built only where it is asked for by name."""
+    yield from opened("enginecore")
+
+
+@pytest.fixture(params=["coordinator", "frontend", "enginecore"])
+def image(request: pytest.FixtureRequest) -> Image:
+    """Each of the project's images."""
+    found: Image = request.getfixturevalue(request.param)
+    return found
