@@ -106,3 +106,10 @@ def test_arguments_are_those_of_the_entry_point(component: str, tmp_path: Path):
     missing = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match="No such file"):
         from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)])
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_services_listen_on_every_address_of_their_pod_whatever_its_family(component: str, tmp_path: Path):
+    config = load(release(HUB), component, tmp_path)
+    listeners = [config.server, config.http if component == "frontend" else config.metrics]
+    assert [listener.host for listener in listeners] == ["::", "::"]

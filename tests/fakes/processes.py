@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock_common.addresses import with_port
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
@@ -22,15 +23,16 @@ START_TIMEOUT = PATIENCE
 class Service:
     """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
 
-    def __init__(self, module: str, *, metrics_flag: str = "", **flags: object) -> None:
+    def __init__(self, module: str, *, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object) -> None:
         """``flags``: dotted config keys, written with two underscores for the dot. ``metrics_flag``: the one that says where
-        ``/metrics`` is; it gets a free port, ``metrics_port``.
+        ``/metrics`` is; it gets a free port, ``metrics_port``. ``host``: an address of the loopback interface.
         """
+        self.host = host
         self.module = module
         self.port = free_port()
         self.metrics_port = 0
         named = {key.replace("__", ".").replace("_", "-"): value for key, value in flags.items()}
-        named |= {"server.host": "127.0.0.1", "server.port": self.port, "log.level": "warning"}
+        named |= {"server.host": host, "server.port": self.port, "log.level": "warning"}
         if metrics_flag:
             self.metrics_port = named[metrics_flag] = free_port()
         self._arguments = [f"--{key}={value}" for key, value in named.items()]
@@ -45,7 +47,7 @@ class Service:
     @property
     def address(self) -> str:
         """host:port of the gRPC server."""
-        return f"127.0.0.1:{self.port}"
+        return with_port(self.host, self.port)
 
     @property
     def pid(self) -> int:

@@ -1,7 +1,6 @@
 """``/metrics`` of a service without an HTTP server of its own."""
 
 import contextlib
-import socket
 import socketserver
 import ssl
 import threading
@@ -10,9 +9,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from penstock_common.addresses import with_port
 from penstock_common.config.sections import MetricsConfig
 from penstock_common.errors import ConfigError
-from penstock_common.listening import warn_of_plaintext
+from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
 from penstock_common.security.tls import server_context
 
@@ -42,7 +42,7 @@ class MetricsServer:
         self._server.tls = context
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
-        get_logger().info("metrics", address=f"{config.host}:{self._server.server_port}")
+        get_logger().info("metrics", address=with_port(config.host, self._server.server_port))
 
     def stop(self) -> None:
         """Close the port. Idempotent."""
@@ -67,8 +67,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     tls: ssl.SSLContext | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        super().__init__(address, handler)
+        self.address_family, resolved = resolve(*address)
+        super().__init__(resolved, handler)
+
+    def server_bind(self) -> None:
+        """Bind, on ``::`` to both families."""
+        take_both_families(self.socket)
+        super().server_bind()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve one connection."""

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+from penstock_common.addresses import with_port
 from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import get_logger
@@ -62,7 +63,7 @@ class Coordinator:
         liveness = Liveness(self._rpc, lambda: [self._ticking], clock=time.monotonic)
         self._living = asyncio.create_task(liveness.run(), name="liveness")
         await self._rpc.set_serving(True)
-        get_logger().info("coordinator is listening", address=f"{self._config.server.host}:{self.port}")
+        get_logger().info("coordinator is listening", address=with_port(self._config.server.host, self.port))
         return self.port
 
     async def stop(self) -> None:

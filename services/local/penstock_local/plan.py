@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_common import checkpoint
+from penstock_common.addresses import with_port
 from penstock_common.checkpoint import looks_like_a_path
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.memory import Memory
@@ -123,7 +124,7 @@ def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Se
         # All know the same engines: one tells of their load.
         config["http"] |= {"reuse_port": True, "engine_metrics": i == 0}
         config["metrics"] = {"host": LOOPBACK, "port": options.metrics_ports[i]}
-        address = f"{options.client_host}:{health_port}"
+        address = with_port(options.client_host, health_port)
         specs.append(_frontend(f"frontend-{i}", with_settings(options, "frontend", config), address, plain_health=True))
     return specs
 

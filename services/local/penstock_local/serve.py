@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
+from penstock_common.addresses import with_port
 from penstock_common.cores import usable_cores
 from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
@@ -67,7 +68,7 @@ async def _with_all_engines(client: InferenceClient, options: ServeOptions) -> M
 def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> str:
     """What a user needs to know when everything is up."""
     host = "localhost" if options.client_host == LOOPBACK else options.client_host
-    address = f"{host}:{options.grpc_port}"
+    address = with_port(host, options.grpc_port)
     elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
     engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
@@ -76,7 +77,7 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
   {title}
 
     gRPC    {address}   {SERVICE}
-    HTTP    http://{host}:{options.http_port}   a page to try it, OpenAI API at /v1, /health, /metrics
+    HTTP    http://{with_port(host, options.http_port)}   a page to try it, OpenAI API at /v1, /health, /metrics
 {_operators_lines(options)}
     model   {model.name}, {engines}, up to {model.max_model_len} tokens
 
@@ -107,9 +108,10 @@ def _first_calls(options: ServeOptions, model: ModelInfo, host: str, elsewhere: 
         return [f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', f"penstock chat{elsewhere}"]
     if "embed" in model.capabilities:
         body = f'{{"model": "{model.name}", "input": "Once upon a time"}}'
-        return [f"curl http://{host}:{options.http_port}/v1/embeddings -H 'content-type: application/json' -d '{body}'"]
+        url = f"http://{with_port(host, options.http_port)}/v1/embeddings"
+        return [f"curl {url} -H 'content-type: application/json' -d '{body}'"]
     if "score" in model.capabilities:
         method, body = "Score", '{"query": {"text": "Who sleeps?"}, "documents": [{"text": "The cat sleeps."}]}'
     else:
         method, body = "Classify", '{"inputs": [{"text": "Once upon a time"}]}'
-    return [f"grpcurl -plaintext -d '{body}' {host}:{options.grpc_port} {SERVICE}/{method}"]
+    return [f"grpcurl -plaintext -d '{body}' {with_port(host, options.grpc_port)} {SERVICE}/{method}"]

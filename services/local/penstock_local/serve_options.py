@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock_common.addresses import with_port
 from penstock_common.config.checks import check_flags, require
 from penstock_common.config.sizes import ByteSize
 from penstock_common.errors import ConfigError
@@ -126,9 +127,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def client_address(self) -> str:
         """Where a client on this machine reaches the gRPC API."""
-        return f"{self.client_host}:{self.grpc_port}"
+        return with_port(self.client_host, self.grpc_port)
 
     @property
     def client_host(self) -> str:
         """The host that a client on this machine connects to."""
-        return LOOPBACK if self.host in ("0.0.0.0", "localhost") else self.host
+        return LOOPBACK if self.host in ("0.0.0.0", "::", "[::]", "localhost") else self.host

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from penstock_common.config.sections import TracingConfig
 from penstock_coordinator.config import CoordinatorConfig
 from tests.chart.rendering import BARE, HUB, load, release
@@ -21,7 +23,7 @@ def test_without_settings_the_coordinators_own_defaults_hold(tmp_path: Path):
     assert (config.lease_seconds, config.view_interval, config.server) == (
         own.lease_seconds,
         own.view_interval,
-        own.server,
+        msgspec.structs.replace(own.server, host="::"),
     )
     assert (config.metrics.port, config.tracing) == (-1, TracingConfig())
 

@@ -11,7 +11,7 @@ def test_rollouts_follow_the_values():
 def test_engines_register_under_the_address_of_their_pod():
     env = release(HUB).env("enginecore")
     assert env["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-    assert env["PENSTOCK_COORDINATOR__ADVERTISE"]["value"] == "$(POD_IP):50052"
+    assert env["PENSTOCK_COORDINATOR__ADVERTISE"]["value"] == "$(POD_IP)"
     assert env["PENSTOCK_ENGINE_ID"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     names = list(env)
     assert names.index("POD_IP") < names.index("PENSTOCK_COORDINATOR__ADVERTISE")  # a reference must come later

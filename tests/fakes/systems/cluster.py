@@ -42,11 +42,13 @@ class Cluster:
         frontends: int = 1,
         lease_seconds: float = 1,
         kv_cache_memory: str = "64MiB",
+        host: str = "127.0.0.1",
         frontend_flags: Mapping[str, object] | None = None,
         **engine_flags: object,
     ) -> None:
         self.coordinator = Service(
             "penstock_coordinator",
+            host=host,
             lease_seconds=lease_seconds,
             restart_grace=lease_seconds,
             metrics_flag="metrics.port",
@@ -54,6 +56,7 @@ class Cluster:
         self.engines = [
             Service(
                 "penstock_enginecore",
+                host=host,
                 metrics_flag="metrics.port",
                 model__path=model,
                 engine_id=f"engine-{number}",
@@ -69,12 +72,13 @@ class Cluster:
         self.frontends = [
             Service(
                 "penstock_frontend",
+                host=host,
                 metrics_flag="http.port",
                 model__path=model,
                 frontend_id=f"frontend-{number}",
                 coordinator__address=self.coordinator.address,
                 admin__port=0,
-                http__host="127.0.0.1",
+                http__host=host,
                 **(frontend_flags or {}),
             )
             for number in range(frontends)

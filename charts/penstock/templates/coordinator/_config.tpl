@@ -7,8 +7,8 @@
 {{- define "penstock.coordinator.config" -}}
 {{- with .root -}}
 {{- $own := dict
-      "server" (merge (dict "port" 50050) (include "penstock.tls.server" (dict "secret" .Values.coordinator.tls.secretName) | fromYaml))
-      "metrics" (dict "port" (ternary 9100 -1 .Values.metrics.enabled))
+      "server" (merge (dict "host" "::" "port" 50050) (include "penstock.tls.server" (dict "secret" .Values.coordinator.tls.secretName) | fromYaml))
+      "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "coordinator") | fromYaml) -}}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.coordinator.config)) $own | toYaml -}}

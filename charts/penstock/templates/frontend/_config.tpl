@@ -4,8 +4,8 @@
 {{- $own := dict
       "model" (include "penstock.model.config" . | fromYaml)
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
-      "server" (merge (dict "port" 50051) (include "penstock.tls.edge" . | fromYaml))
-      "http" (merge (dict "port" 8000 "engine_metrics" (not .Values.metrics.enabled)) (omit (include "penstock.tls.edge" . | fromYaml) "health_port"))
+      "server" (merge (dict "host" "::" "port" 50051) (include "penstock.tls.edge" . | fromYaml))
+      "http" (merge (dict "host" "::" "port" 8000 "engine_metrics" (not .Values.metrics.enabled)) (omit (include "penstock.tls.edge" . | fromYaml) "health_port"))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "frontend") | fromYaml)
       "drain_timeout" .Values.frontend.drainTimeoutSeconds -}}

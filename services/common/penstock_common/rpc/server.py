@@ -12,10 +12,11 @@ import grpc_reflection.v1alpha.reflection as reflection
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock_common.addresses import with_port
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
-from penstock_common.listening import warn_of_plaintext
+from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
@@ -150,7 +151,7 @@ class RpcServer:
     def _bind(
         self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None, *, shared: bool = False
     ) -> int:
-        address = f"{self._config.host}:{port}"
+        address = with_port(self._config.host, port)
         taken = f"cannot listen on {address}: {{}}; is another server running? Choose a free port"
         if (problem := _why_taken(self._config.host, port, shared=shared)) is not None:
             raise ConfigError(taken.format(problem))
@@ -169,10 +170,11 @@ def _why_taken(host: str, port: int, *, shared: bool) -> str | None:
     if port == 0:
         return None
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, address = resolve(host, port)
     except OSError as e:
         return str(e)
-    with contextlib.closing(socket.socket(family, kind, proto)) as probe:
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        take_both_families(probe)
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)

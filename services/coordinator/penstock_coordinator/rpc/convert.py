@@ -4,6 +4,7 @@ import math
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
+from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.sampling import refuse_set
@@ -108,6 +109,7 @@ def _check_name(field: str, value: str) -> None:
 
 
 def _check_address(field: str, value: str) -> None:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
-        raise InvalidArgument(f"{field} is {value!r}; it must be host:port", field=field)
+    try:
+        split(value)
+    except ValueError as e:
+        raise InvalidArgument(f"{field} is {value!r}; it {e}", field=field) from None

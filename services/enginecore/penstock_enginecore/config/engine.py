@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock_common.addresses import with_default_port
 from penstock_common.config.checks import check_fields
 from penstock_common.config.sections import (
     ClientTlsConfig,
@@ -23,6 +24,7 @@ from penstock_common.config.sections import (
     ServerConfig,
     TracingConfig,
 )
+from penstock_common.errors import ConfigError
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
@@ -38,8 +40,8 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     advertise: Annotated[
         str,
         Meta(
-            description="Address (host:port) under which frontends reach this engine; empty: the host's name and the server's "
-            "port."
+            description="Address under which frontends reach this engine: host:port, or a host alone, with the server's port; "
+            "empty: the host's name, likewise."
         ),
     ] = ""
     stats_interval: Annotated[float, Meta(ge=0.01, le=60, description="Seconds between two load reports.")] = 0.1
@@ -48,6 +50,11 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     def __post_init__(self) -> None:
         check_fields("coordinator", self)
+        if self.advertise:
+            try:
+                with_default_port(self.advertise, 1)
+            except ValueError as e:
+                raise ConfigError(f"coordinator.advertise is {self.advertise!r}; it {e}") from None
 
 
 class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

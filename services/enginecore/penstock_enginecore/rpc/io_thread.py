@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from penstock.enginecore.v1 import service_pb2_grpc
+from penstock_common.addresses import with_default_port, with_port
 from penstock_common.config.sections import PeersConfig
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry
@@ -101,7 +102,7 @@ class IoThread:
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         self.port = await self._server.start()
-        log.info("listening", address=f"{self._config.server.host}:{self.port}")
+        log.info("listening", address=with_port(self._config.server.host, self.port))
 
     async def _attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
         self._servicer.attach(busy_loop, ready)
@@ -117,7 +118,7 @@ class IoThread:
         registration = EngineRegistration(
             engine_id=ready.engine_id,
             incarnation=ready.incarnation,
-            address=config.advertise or f"{socket.getfqdn()}:{self.port}",
+            address=with_default_port(config.advertise or socket.getfqdn(), self.port),
             model=ready.model,
             pool=self._config.pool,
             max_num_seqs=ready.max_num_seqs,

@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from penstock_common.addresses import split
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
 from penstock_common.config.sections import (
     ClientTlsConfig,
@@ -215,8 +216,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         check_fields("", self)
         for address in self.engines:
-            if not address.rpartition(":")[2].isdecimal():
-                raise ConfigError(f"engines: {address!r} is not host:port")
+            try:
+                split(address)
+            except ValueError as e:
+                raise ConfigError(f"engines: {address!r} {e}") from None
         if self.metrics.port >= 0 and self.auth.metrics and not self.metrics.tls.ca:
             raise ConfigError(
                 f"auth.metrics is true and metrics.port is {self.metrics.port}, which asks for no credentials; "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock_common.addresses import split, with_default_port
 from penstock_common.rpc import stats
 from penstock_common.types.cluster import EngineRegistration
 from penstock_enginecore.config import CoordinatorClientConfig
@@ -67,7 +68,7 @@ def _coordinator_client(engine: OracleEngine, flags: argparse.Namespace) -> Coor
     registration = EngineRegistration(
         engine_id=engine.ready.engine_id,
         incarnation=engine.ready.incarnation,
-        address=flags.advertise or engine.address,
+        address=with_default_port(flags.advertise, split(engine.address)[1]) if flags.advertise else engine.address,
         model=engine.ready.model,
     )
     client = CoordinatorClient(

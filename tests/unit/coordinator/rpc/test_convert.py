@@ -38,6 +38,12 @@ def test_an_address_must_be_host_and_port(address):
         convert.registration(register(address=address))
 
 
+def test_an_ipv6_address_needs_brackets():
+    with pytest.raises(InvalidArgument, match="must have an IPv6 host in brackets") as refused:
+        convert.registration(register(address="fd00::7:50052"))
+    assert refused.value.field == "register.address"
+
+
 def test_an_ipv6_address_is_fine():
     assert convert.registration(register(address="[::1]:50052")).address == "[::1]:50052"
 

@@ -16,8 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from penstock_common.addresses import with_port
 from penstock_common.errors import ConfigError
-from penstock_common.listening import warn_of_plaintext
+from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
 from penstock_common.security.tls import server_context
 from penstock_frontend.api.http.connection import connections
@@ -92,7 +93,7 @@ class HttpServer:
         listener = _listen(self._config)
         self.port = listener.getsockname()[1]
         self.task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
-        get_logger().info("http", address=f"{self._config.host}:{self.port}")
+        get_logger().info("http", address=with_port(self._config.host, self.port))
         return self.port
 
     async def stop(self) -> None:
@@ -112,14 +113,15 @@ class _Server(uvicorn.Server):
 
 def _listen(config: HttpConfig) -> socket.socket:
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
+        family, address = resolve(config.host, config.port)
+        listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
         raise ConfigError(f"http.host is {config.host!r}: {e}") from None
     try:
         # Without being asked nothing shares a port: two servers on one would take turns at each other's clients.
         option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
         listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        take_both_families(listener)
         listener.bind(address)
         listener.setblocking(False)
     except OSError as e:
