@@ -16,6 +16,7 @@ AUTOSCALED = "autoscaled-gpu"
 BARE = "volume-bare"
 DEMO = "cpu-demo"
 POOLS = "pools"
+EXPOSED = "exposed"
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 

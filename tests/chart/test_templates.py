@@ -8,7 +8,7 @@ from charts import lint
 
 TEMPLATES = lint.CHART / "templates"
 TESTS = Path(__file__).parent
-RENDERED_BY = {"_config.tpl": "configmap.yaml"}
+RENDERED_BY = {"_config.tpl": "configmap.yaml", "_rules.tpl": "networkpolicies.yaml"}
 """Partial templates that are tested with the manifest they are for."""
 
 

@@ -1,10 +1,7 @@
 {{/* Everything about the values that a schema cannot say. */}}
 {{- define "penstock.check" -}}
 {{- include "penstock.check.grace" (dict "key" "frontend" "values" .Values.frontend) -}}
-{{- $secured := compact (list .Values.frontend.tls.secretName .Values.enginecore.tls.secretName .Values.coordinator.tls.secretName) }}
-{{- if and $secured (ne (len $secured) 3) }}
-{{- fail "tls.secretName must be set for frontend, enginecore and coordinator, or for none of them: they would not find each other" }}
-{{- end }}
+{{- include "penstock.edge.check" . -}}
 {{- range $pool, $values := include "penstock.pools" . | fromYaml }}
 {{- include "penstock.check.pool" (dict "root" $ "component" "enginecore" "pool" $pool "values" $values) -}}
 {{- end }}

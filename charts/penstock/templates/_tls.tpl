@@ -1,7 +1,41 @@
 {{/* TLS: what the config files say of it, and the Secrets in the pods. Certificates are mounted whole, not by subPath: only so do
      new ones reach the running services. */}}
+
+{{/* The Secret with what a component shows to the others; empty: there is no TLS between them. Takes root, component and values. */}}
+{{- define "penstock.tls.secret" -}}
+{{- if .values.tls.secretName -}}
+{{- .values.tls.secretName -}}
+{{- else if .root.Values.tls.certManager.issuerRef.name -}}
+{{- include "penstock.fullname" .root }}-{{ .component }}-tls
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with what frontends show to clients; empty: there is no TLS at the edge. */}}
+{{- define "penstock.edge.secret" -}}
+{{- with .Values.frontend.edge -}}
+{{- if .tlsSecretName -}}
+{{- .tlsSecretName -}}
+{{- else if .certManager.issuerRef.name -}}
+{{- include "penstock.fullname" $ }}-edge-tls
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What certificates of an issuer have in common. Takes tls.certManager or frontend.edge.certManager. */}}
+{{- define "penstock.certificate" -}}
+privateKey:
+  algorithm: ECDSA
+  size: 256
+  rotationPolicy: Always
+duration: {{ .duration }}
+renewBefore: {{ .renewBefore }}
+issuerRef:
+  {{- toYaml .issuerRef | nindent 2 }}
+{{- end -}}
+
+{{/* Of a listener that services connect to. Takes root, component and values. */}}
 {{- define "penstock.tls.server" -}}
-{{- if .secret -}}
+{{- if include "penstock.tls.secret" . -}}
 health_port: 50049
 tls:
   certificate: /etc/penstock-tls/tls.crt
@@ -12,7 +46,7 @@ tls:
 
 {{/* Of the connections to the coordinator. Its certificate is for the role, not for the release's name. */}}
 {{- define "penstock.tls.coordinator" -}}
-{{- if .Values.coordinator.tls.secretName -}}
+{{- if include "penstock.tls.secret" (dict "root" . "component" "coordinator" "values" .Values.coordinator) -}}
 tls:
   ca: /etc/penstock-tls/ca.crt
   certificate: /etc/penstock-tls/tls.crt
@@ -23,7 +57,7 @@ tls:
 
 {{/* Of what clients meet: they need no certificate. */}}
 {{- define "penstock.tls.edge" -}}
-{{- if .Values.frontend.edge.tlsSecretName -}}
+{{- if include "penstock.edge.secret" . -}}
 health_port: 50049
 tls:
   certificate: /etc/penstock-edge/tls.crt
@@ -31,24 +65,28 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* Where kubelet asks for health: it speaks no TLS. Takes component, values and port. */}}
+{{/* Where kubelet asks for health: it speaks no TLS. Takes root, component, values and port. */}}
 {{- define "penstock.probePort" -}}
-{{- $values := .values -}}
+{{- ternary 50049 .port (not (empty (include "penstock.grpcSecret" .))) -}}
+{{- end -}}
+
+{{/* The Secret of a component's gRPC port. Takes root, component and values. */}}
+{{- define "penstock.grpcSecret" -}}
 {{- if eq .component "frontend" -}}
-{{- ternary 50049 .port (not (empty $values.edge.tlsSecretName)) -}}
+{{- include "penstock.edge.secret" .root -}}
 {{- else -}}
-{{- ternary 50049 .port (not (empty $values.tls.secretName)) -}}
+{{- include "penstock.tls.secret" . -}}
 {{- end -}}
 {{- end -}}
 
 {{/* By mount path, the Secrets of a component. */}}
 {{- define "penstock.secrets" -}}
 {{- $values := .values -}}
-{{- with $values.tls.secretName }}
+{{- with include "penstock.tls.secret" . }}
 tls: {{ . }}
 {{- end }}
 {{- if eq .component "frontend" }}
-{{- with $values.edge.tlsSecretName }}
+{{- with include "penstock.edge.secret" .root }}
 edge: {{ . }}
 {{- end }}
 {{- with $values.edge.apiKeysSecretName }}
@@ -77,18 +115,13 @@ jwks: {{ . }}
 {{- end -}}
 
 {{/* How /metrics of a component is asked for: the frontends' HTTP port has the edge's certificate, the others' serve it alone, in
-     plain text. Takes component and values. */}}
+     plain text. Takes root and component. */}}
 {{- define "penstock.metricsScheme" -}}
-{{- if and (eq .component "frontend") .values.edge.tlsSecretName -}}https{{- else -}}http{{- end -}}
+{{- if and (eq .component "frontend") (include "penstock.edge.secret" .root) -}}https{{- else -}}http{{- end -}}
 {{- end -}}
 
 {{/* What proxies are to speak to the gRPC ports of a component: HTTP/2 in plain text, or TLS, inside which gRPC negotiates HTTP/2. Takes
-     component and values. */}}
+     root, component and values. */}}
 {{- define "penstock.grpcProtocol" -}}
-{{- $values := .values -}}
-{{- $secret := $values.tls.secretName -}}
-{{- if eq .component "frontend" -}}
-{{- $secret = $values.edge.tlsSecretName -}}
-{{- end -}}
-{{- ternary "https" "kubernetes.io/h2c" (not (empty $secret)) -}}
+{{- ternary "https" "kubernetes.io/h2c" (not (empty (include "penstock.grpcSecret" .))) -}}
 {{- end -}}

@@ -7,7 +7,7 @@
 {{- define "penstock.coordinator.config" -}}
 {{- with .root -}}
 {{- $own := dict
-      "server" (merge (dict "host" "::" "port" 50050) (include "penstock.tls.server" (dict "secret" .Values.coordinator.tls.secretName) | fromYaml))
+      "server" (merge (dict "host" "::" "port" 50050) (include "penstock.tls.server" $ | fromYaml))
       "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "coordinator") | fromYaml) -}}

@@ -13,7 +13,7 @@
 {{- $own := dict
       "model" $model
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
-      "server" (merge (dict "host" "::" "port" 50052) (include "penstock.tls.server" (dict "secret" $values.tls.secretName) | fromYaml))
+      "server" (merge (dict "host" "::" "port" 50052) (include "penstock.tls.server" $ | fromYaml))
       "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)

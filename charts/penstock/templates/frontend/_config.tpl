@@ -5,11 +5,11 @@
       "model" (include "penstock.model.config" . | fromYaml)
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
       "server" (merge (dict "host" "::" "port" 50051) (include "penstock.tls.edge" . | fromYaml))
-      "http" (merge (dict "host" "::" "port" 8000 "engine_metrics" (not .Values.metrics.enabled)) (omit (include "penstock.tls.edge" . | fromYaml) "health_port"))
+      "http" (merge (dict "host" "::" "port" 8000 "engine_metrics" (or .Values.frontend.inferencePool.enabled (not .Values.metrics.enabled))) (omit (include "penstock.tls.edge" . | fromYaml) "health_port"))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "frontend") | fromYaml)
       "drain_timeout" .Values.frontend.drainTimeoutSeconds -}}
-{{- with .Values.frontend.tls.secretName }}
+{{- if include "penstock.tls.secret" $ }}
 {{- $_ := set $own "engine_tls" (dict "ca" "/etc/penstock-tls/ca.crt" "certificate" "/etc/penstock-tls/tls.crt" "key" "/etc/penstock-tls/tls.key" "server_name" "penstock-enginecore") }}
 {{- end }}
 {{- $auth := dict }}

@@ -1,0 +1,77 @@
+{{/* Parts of the NetworkPolicies. Ports are those of the pods: policies are applied behind Services. */}}
+
+{{/* The pods of a component of this release as a peer; such a peer is in the policy's own namespace. Takes root and component. */}}
+{{- define "penstock.network.pods" -}}
+podSelector:
+  matchLabels:
+    {{- include "penstock.selectorLabels" . | nindent 4 }}
+{{- end -}}
+
+{{/* Whom the policy is for: nothing else than what it lists comes in or goes out. Takes root and component. */}}
+{{- define "penstock.network.selector" -}}
+{{ include "penstock.network.pods" . }}
+policyTypes:
+  - Ingress
+  - Egress
+{{- end -}}
+
+{{/* A list of TCP ports. */}}
+{{- define "penstock.network.ports" -}}
+{{- range $i, $port := . }}
+{{- if $i }}{{ "\n" }}{{ end }}
+{{- "- protocol: TCP" }}
+  port: {{ $port }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.network.dns" -}}
+{{- with .Values.networkPolicy.dns -}}
+- ports:
+    - protocol: UDP
+      port: {{ .port }}
+    - protocol: TCP
+      port: {{ .port }}
+  {{- with .to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where models and tokenizers are downloaded from. */}}
+{{- define "penstock.network.hub" -}}
+{{- if eq .Values.model.source "hub" -}}
+{{- with .Values.networkPolicy.hub -}}
+- ports:
+    {{- include "penstock.network.ports" (list .port) | nindent 4 }}
+  {{- with .to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The collector of traces, by the port of its address: names are nothing to a policy. */}}
+{{- define "penstock.network.tracing" -}}
+{{- with .Values.tracing.endpoint -}}
+- ports:
+    {{- include "penstock.network.ports" (list (regexReplaceAll "^.*:([0-9]+)/?$" . "${1}")) | nindent 4 }}
+  {{- with $.Values.networkPolicy.tracing }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What reads the metrics of engines and coordinator. */}}
+{{- define "penstock.network.metrics" -}}
+{{- if .Values.metrics.enabled -}}
+{{- with .Values.networkPolicy.metrics -}}
+- ports:
+    {{- include "penstock.network.ports" (list 9100) | nindent 4 }}
+  from:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+{{- end -}}

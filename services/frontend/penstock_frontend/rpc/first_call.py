@@ -1,0 +1,223 @@
+"""``python -m penstock_frontend.rpc.first_call``: one call over gRPC and one over HTTP, as a client makes them.
+
+The chart's ``helm test`` runs it in a pod of its own. It prints what it was answered; the exit code is 1 where a call failed.
+"""
+
+import argparse
+import asyncio
+import http.client
+import json
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+from cryptography import x509
+
+from penstock.common.v1 import sampling_pb2
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_common.addresses import split
+from penstock_common.config.sections import ClientTlsConfig
+from penstock_common.errors import WRONG_MODEL_KIND, PenstockError, RequestFailed
+from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.status import from_rpc_error
+
+_NEEDS_KEY = "frontends ask for a key or a token; the chart takes the Secret of one in test.keySecret.name"
+
+
+class CallError(PenstockError):
+    """A call failed. The message says which one, where, and with what."""
+
+
+class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What to call, and as whom. ``grpc`` and ``http`` are host:port."""
+
+    grpc: str
+    http: str
+    prompt: str
+    max_tokens: int
+    timeout: float
+    """Seconds for everything together."""
+    certificate: str = ""
+    """File of the certificate that the frontends show; empty: no TLS. It is trusted itself, whoever issued it, and its own first
+    name is asked for: the pods' addresses are seldom among its names.
+    """
+    key: str = ""
+    """API key or token; empty: none."""
+
+
+async def call(options: FirstCall) -> list[str]:
+    """Make the calls. Returns a line about each. Raises CallError, and ConfigError for a certificate that cannot be read."""
+    try:
+        async with asyncio.timeout(options.timeout):
+            name, kind, said = await _over_grpc(options)
+            return [said, await asyncio.to_thread(_over_http, options, name, kind)]
+    except TimeoutError:
+        certificate = ", and is this their certificate?" if options.certificate else "?"
+        raise CallError(f"no answer within {options.timeout:g} s; are engines ready{certificate}") from None
+
+
+async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
+    """The model's name, what it does, and a line about the call."""
+    metadata = [("authorization", f"Bearer {options.key}")] if options.key else []
+    async with make_channel(options.grpc, credentials=_credentials(options)) as channel:
+        stub = service_pb2_grpc.InferenceServiceStub(channel)
+        try:
+            listed: Any = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata, wait_for_ready=True)
+            (model,) = listed.models
+            if not model.capabilities:  # no engine is up; a call is held, and has one started where none is kept
+                await _until_an_engine_is_up(stub, options, metadata)
+                listed = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
+                (model,) = listed.models
+            kind = next((kind for kind in _CALLS if kind in model.capabilities), "generate")
+            answer = await _CALLS[kind](stub, options, metadata)
+        except grpc.aio.AioRpcError as e:
+            raise _failed("gRPC", options.grpc, from_rpc_error(e)) from None
+    return model.name, kind, f"gRPC {options.grpc}: {model.name} {answer}"
+
+
+async def _until_an_engine_is_up(stub: Any, options: FirstCall, metadata: Any) -> None:
+    """Have a call wait for one. Where engines embed it is refused when one has come."""
+    try:
+        await _generate(stub, options, metadata)
+    except grpc.aio.AioRpcError as e:
+        if from_rpc_error(e).reason != WRONG_MODEL_KIND:
+            raise
+
+
+async def _generate(stub: Any, options: FirstCall, metadata: Any) -> str:
+    params = sampling_pb2.SamplingParams(max_tokens=options.max_tokens)
+    request = pb.GenerateRequest(text=options.prompt, sampling_params=params)
+    text = "".join([piece.text async for piece in stub.Generate(request, metadata=metadata)])
+    return f"generated {text!r}"
+
+
+async def _embed(stub: Any, options: FirstCall, metadata: Any) -> str:
+    request = pb.EmbedRequest(inputs=[pb.PoolingInput(text=options.prompt)])
+    response = await stub.Embed(request, metadata=metadata)
+    return f"embedded into {list(response.embeddings[0].shape)} numbers"
+
+
+async def _score(stub: Any, options: FirstCall, metadata: Any) -> str:
+    text = pb.PoolingInput(text=options.prompt)
+    response = await stub.Score(pb.ScoreRequest(query=text, documents=[text]), metadata=metadata)
+    return f"scored {list(response.scores)}"
+
+
+async def _classify(stub: Any, options: FirstCall, metadata: Any) -> str:
+    request = pb.ClassifyRequest(inputs=[pb.PoolingInput(text=options.prompt)])
+    response = await stub.Classify(request, metadata=metadata)
+    return f"classified {len(response.results)} input(s)"
+
+
+_CALLS = {"generate": _generate, "embed": _embed, "score": _score, "classify": _classify}
+
+
+def _over_http(options: FirstCall, model: str, kind: str) -> str:
+    """A line about the call. What neither generates nor embeds has no API over HTTP: its model is listed."""
+    if kind == "generate":
+        body = {"model": model, "prompt": options.prompt, "max_tokens": options.max_tokens}
+        answer = _request(options, "POST", "/v1/completions", body)
+        return f"HTTP {options.http}: {model} generated {answer['choices'][0]['text']!r}"
+    if kind == "embed":
+        answer = _request(options, "POST", "/v1/embeddings", {"model": model, "input": options.prompt})
+        return f"HTTP {options.http}: {model} embedded into [{len(answer['data'][0]['embedding'])}] numbers"
+    answer = _request(options, "GET", "/v1/models", None)
+    return f"HTTP {options.http}: lists {answer['data'][0]['id']}"
+
+
+def _request(options: FirstCall, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    host, port = split(options.http)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {options.key}"} if options.key else {})
+    connection = http.client.HTTPConnection(host, port, timeout=options.timeout)
+    if options.certificate:
+        connection = _Pinned(host, port, timeout=options.timeout, certificate=options.certificate)
+    try:
+        connection.request(method, path, json.dumps(body) if body else None, headers)
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as e:
+        raise CallError(f"FAILED: HTTP {options.http}{path}: {e}") from None
+    finally:
+        connection.close()
+    if response.status == http.HTTPStatus.UNAUTHORIZED:
+        raise CallError(f"FAILED: HTTP {options.http}{path}: {response.status}: {_NEEDS_KEY}")
+    if response.status != http.HTTPStatus.OK:
+        raise CallError(f"FAILED: HTTP {options.http}{path}: {response.status} {text}")
+    return json.loads(text)
+
+
+class _Pinned(http.client.HTTPSConnection):
+    """HTTPS with a server that shows one certain certificate, under whatever name it is reached."""
+
+    def __init__(self, host: str, port: int, *, timeout: float, certificate: str) -> None:
+        self._own = ssl.create_default_context(cafile=certificate)
+        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+        self._name = _name_in(certificate)
+        super().__init__(host, port, timeout=timeout, context=self._own)
+
+    def connect(self) -> None:
+        """Connect, and ask for the name in the certificate."""
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._own.wrap_socket(self.sock, server_hostname=self._name)
+
+
+def _credentials(options: FirstCall) -> ClientCredentials:
+    if not options.certificate:
+        return NO_TLS
+    tls = ClientTlsConfig(ca=options.certificate, server_name=_name_in(options.certificate))
+    return ClientCredentials(tls, field="certificate")
+
+
+def _name_in(path: str) -> str:
+    """A name that the certificate is for. Raises CallError where it has none."""
+    try:
+        certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise CallError(f"{path}: the certificate has no subject alternative names: no client would take it") from None
+    except ValueError as e:
+        raise CallError(f"{path}: {e}") from None
+    for name in names.get_values_for_type(x509.DNSName):
+        return name.replace("*", "test")
+    raise CallError(f"{path}: the certificate is for no DNS name")
+
+
+def _failed(protocol: str, address: str, error: RequestFailed) -> CallError:
+    hint = f"; {_NEEDS_KEY}" if error.code == "UNAUTHENTICATED" else ""
+    return CallError(f"FAILED: {protocol} {address}: {error.code}: {error.message}{hint}")
+
+
+def parse(arguments: Sequence[str] | None = None) -> FirstCall:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(prog="first_call", description="One call over gRPC and one over HTTP.")
+    parser.add_argument("--grpc", required=True, help="host:port of the gRPC API")
+    parser.add_argument("--http", required=True, help="host:port of the HTTP API")
+    parser.add_argument("--prompt", default="Once upon a time", help="text to go on from, or to embed")
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to generate")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for everything together")
+    parser.add_argument("--certificate", default="", help="file of the certificate that the frontends show")
+    parser.add_argument("--key-file", default="", help="file with an API key or a token")
+    found = vars(parser.parse_args(arguments))
+    file = found.pop("key_file")
+    return FirstCall(**found, key=Path(file).read_text(encoding="utf-8").strip() if file else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Call, and print what came of it. Returns the exit code."""
+    try:
+        lines = asyncio.run(call(parse(arguments)))
+    except (PenstockError, OSError) as e:
+        sys.stdout.write(f"{e}\n")
+        return 1
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

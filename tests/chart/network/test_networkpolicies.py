@@ -1,0 +1,158 @@
+"""network/networkpolicies.yaml and _rules.tpl: who reaches whom, on which port, and that nobody else is let in or out."""
+
+from typing import Any
+
+import pytest
+
+from charts.lint import ChartError
+from tests.chart.rendering import BARE, DEMO, EXPOSED, HUB, POOLS, SERVICES, Release, release
+
+ON = "networkPolicy.enabled=true"
+RELEASE = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": "demo"}
+
+
+def pods(component: str) -> dict[str, Any]:
+    return {"podSelector": {"matchLabels": {**RELEASE, "app.kubernetes.io/component": component}}}
+
+
+def namespace(name: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
+def spec(rendered: Release, component: str) -> dict[str, Any]:
+    return rendered.one("NetworkPolicy", component)["spec"]
+
+
+def rules(rendered: Release, component: str, way: str) -> dict[tuple[int, ...], list[Any] | None]:
+    """Peers by ports, TCP alone; None: any peer."""
+    whom = {"ingress": "from", "egress": "to"}[way]
+    found = {}
+    for rule in spec(rendered, component)[way]:
+        ports = tuple(port["port"] for port in rule["ports"] if port["protocol"] == "TCP")
+        assert ports not in found
+        found[ports] = rule.get(whom)
+    return found
+
+
+def test_without_the_value_there_are_none():
+    assert not release(HUB).all("NetworkPolicy")
+
+
+@pytest.mark.parametrize("component", [*SERVICES, "test"])
+def test_each_component_has_one_that_denies_what_it_does_not_list(component: str):
+    rendered = spec(release(HUB, ON), component)
+    assert {"podSelector": rendered["podSelector"]} == pods(component)
+    assert rendered["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_every_pod_of_the_release_is_selected_by_exactly_one():
+    rendered = release(POOLS, ON)
+    selectors = [policy["spec"]["podSelector"]["matchLabels"].items() for policy in rendered.all("NetworkPolicy")]
+    for component in rendered.components():
+        labels = rendered.pod(component)["metadata"]["labels"].items()
+        assert len([selector for selector in selectors if selector <= labels]) == 1
+
+
+def test_peers_are_pods_of_the_same_release_and_namespace():
+    for policy in release(HUB, ON).all("NetworkPolicy"):
+        for rule in [*policy["spec"]["ingress"], *policy["spec"]["egress"]]:
+            for peer in [*rule.get("from", []), *rule.get("to", [])]:
+                if "podSelector" in peer:
+                    assert RELEASE.items() <= peer["podSelector"]["matchLabels"].items()
+                    assert "namespaceSelector" not in peer
+
+
+def test_frontends_are_reached_by_anybody_on_their_two_ports():
+    assert rules(release(HUB, ON), "frontend", "ingress") == {(50051, 8000): None, (8000,): [namespace("monitoring")]}
+
+
+def test_frontends_are_reached_by_the_clients_that_are_named_and_by_the_test():
+    allowed = rules(release(EXPOSED), "frontend", "ingress")
+    assert allowed == {
+        (50051, 8000): [namespace("gateways"), pods("test")],
+        (8000,): [namespace("monitoring")],
+    }
+
+
+def test_engines_are_reached_by_frontends_and_what_reads_their_metrics():
+    assert rules(release(HUB, ON), "enginecore", "ingress") == {
+        (50052,): [pods("frontend")],
+        (9100,): [namespace("monitoring")],
+    }
+
+
+def test_the_coordinator_is_reached_by_engines_and_frontends_and_what_reads_its_metrics():
+    assert rules(release(HUB, ON), "coordinator", "ingress") == {
+        (50050,): [pods("frontend"), pods("enginecore")],
+        (9100,): [namespace("monitoring")],
+    }
+
+
+def test_the_test_is_reached_by_nobody_and_reaches_frontends():
+    assert spec(release(HUB, ON), "test")["ingress"] == []
+    assert rules(release(HUB, ON), "test", "egress") == {
+        (53,): [namespace("kube-system")],
+        (50051, 8000): [pods("frontend")],
+    }
+    assert not [p for p in release(HUB, ON, "test.enabled=false").all("NetworkPolicy") if "test" in str(p)]
+
+
+@pytest.mark.parametrize(
+    ("component", "reached"),
+    [
+        ("frontend", {(50052,): [pods("enginecore")], (50050,): [pods("coordinator")]}),
+        ("enginecore", {(50050,): [pods("coordinator")]}),
+        ("coordinator", {}),
+    ],
+)
+def test_services_reach_each_other_and_names_and_nothing_else(component: str, reached: dict[tuple[int, ...], Any]):
+    assert rules(release(DEMO, ON), component, "egress") == {(53,): [namespace("kube-system")], **reached}
+
+
+def test_names_are_looked_up_over_udp_too():
+    (dns, *_) = spec(release(HUB, ON), "coordinator")["egress"]
+    assert dns["ports"] == [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_models_are_downloaded_from_public_addresses_by_those_that_need_them(component: str):
+    found = rules(release(HUB, ON), component, "egress").get((443,))
+    if component == "coordinator":
+        assert found is None
+    else:
+        assert found is not None
+        assert [peer["ipBlock"]["cidr"] for peer in found] == ["0.0.0.0/0", "::/0"]
+        assert "10.0.0.0/8" in found[0]["ipBlock"]["except"]
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_traces_go_to_the_port_of_the_collectors_address(component: str):
+    assert rules(release(EXPOSED), component, "egress")[(4318,)] == [namespace("monitoring")]
+    anywhere = release(HUB, ON, "tracing.endpoint=collector:4317")
+    assert rules(anywhere, component, "egress")[(4317,)] is None
+
+
+def test_without_metrics_their_port_is_closed():
+    for component in ("enginecore", "coordinator"):
+        assert (9100,) not in rules(release(BARE, ON), component, "ingress")
+
+
+def test_what_reads_metrics_may_be_named_or_be_nobody():
+    own = release(HUB, ON, "networkPolicy.metrics[0].podSelector.matchLabels.app=prometheus")
+    assert rules(own, "enginecore", "ingress")[(9100,)] == [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+    assert list(rules(release(HUB, ON, "networkPolicy.metrics=null"), "enginecore", "ingress")) == [(50052,)]
+
+
+def test_rules_may_be_added():
+    extra = spec(release(EXPOSED), "enginecore")["ingress"][-1]
+    assert extra["from"] == [{"podSelector": {"matchLabels": {"example.com/router": "own"}}}]
+    with pytest.raises(ChartError, match="Additional property port is not allowed"):
+        release(HUB, "networkPolicy.extra.enginecore.ingress[0].port=1")
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_every_port_that_is_opened_is_one_of_the_containers(component: str):
+    rendered = release(HUB, ON)
+    ports = {port["containerPort"] for port in rendered.container(component)["ports"]}
+    opened = {port for group in rules(rendered, component, "ingress") for port in group}
+    assert opened == ports
