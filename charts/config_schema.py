@@ -37,6 +37,7 @@ SET_BY_CHART = (
         "auth.api_keys",
         "auth.jwt.jwks",
     }
+    | {"scaling.pools"}
     | _below("server.tls", TlsConfig)
     | _below("http.tls", TlsConfig)
     | _below("coordinator.tls", ClientTlsConfig)

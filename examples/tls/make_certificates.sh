@@ -18,7 +18,7 @@ certificate() { # NAME AUTHORITY SUBJECT_ALTERNATIVE_NAMES
 }
 
 authority ca
-for name in penstock-frontend penstock-enginecore penstock-coordinator penstock-operator; do
+for name in penstock-frontend penstock-enginecore penstock-coordinator penstock-operator penstock-scaler; do
   certificate "$name" ca "DNS:$name"
 done
 authority edge-ca

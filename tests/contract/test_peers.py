@@ -2,7 +2,9 @@
 
 from penstock.coordinator.v1 import service_pb2 as coordinator_pb
 from penstock.enginecore.v1 import service_pb2 as engine_pb
+from penstock.keda import externalscaler_pb2 as scaler_pb
 from penstock_common.config.sections import PeersConfig
+from penstock_coordinator.rpc.external_scaler import allowed as scalers
 from penstock_coordinator.rpc.servicer import allowed as coordinators
 from penstock_enginecore.rpc.io_thread import _allowed as engines
 
@@ -14,4 +16,5 @@ def methods(service: object) -> set[str]:
 def test_no_method_is_forgotten() -> None:
     peers = PeersConfig()
     assert coordinators(peers).keys() == methods(coordinator_pb.DESCRIPTOR.services_by_name["CoordinatorService"])
+    assert scalers(peers).keys() == methods(scaler_pb.DESCRIPTOR.services_by_name["ExternalScaler"])
     assert engines(peers).keys() == methods(engine_pb.DESCRIPTOR.services_by_name["EngineCoreService"])

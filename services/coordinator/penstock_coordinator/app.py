@@ -17,8 +17,11 @@ from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
-from penstock_coordinator.metrics import CoordinatorMetrics
+from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector
+from penstock_coordinator.rpc import external_scaler
+from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, allowed
+from penstock_coordinator.scaling.signals import ScalingSignals
 
 STREAMS_TIMEOUT = 2.0
 """Seconds in which the streams end by themselves, with a status, before the server stops."""
@@ -44,16 +47,21 @@ class Coordinator:
         count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock)
         self._metrics_server = MetricsServer(self._config.metrics, self.registry)
-        guards = [PeerGuard(allowed(self._config.peers))] if self._config.server.tls.ca else []
+        self._signals = ScalingSignals(self._config.scaling)
+        self.registry.register(PoolCollector(self._signals, self._config.scaling))
+        peers = self._config.peers
+        guards = [PeerGuard(allowed(peers) | external_scaler.allowed(peers))] if self._config.server.tls.ca else []
         self._rpc = RpcServer(
             self._config.server,
-            service_names=[SERVICE_NAME],
+            service_names=[SERVICE_NAME, external_scaler.SERVICE_NAME],
             interceptors=guards,
             observer=self._calls,
             keepalive=SERVICES,
         )
         self._servicer = CoordinatorServicer(self._cluster)
         self._servicer.add_to_server(self._rpc.server)
+        self._scaler = ExternalScalerServicer(self._signals, self._config.scaling, self._clock)
+        self._scaler.add_to_server(self._rpc.server)
         try:
             self.port = await self._rpc.start()
         except ConfigError:
@@ -73,6 +81,7 @@ class Coordinator:
         await asyncio.gather(self._living, self._ticking, return_exceptions=True)
         await self._rpc.set_serving(False)
         self._servicer.stop()
+        self._scaler.stop()
         await self._rpc.calls_ended(STREAMS_TIMEOUT)
         await self._rpc.stop(STOP_GRACE)
         self._metrics_server.stop()
@@ -84,7 +93,10 @@ class Coordinator:
         interval = min(self._config.view_interval, self._config.lease_seconds / 10)
         while True:
             self._cluster.tick()
-            self._metrics.update(self._cluster.view(), self._cluster.frontends)
+            view, frontends = self._cluster.view(), self._cluster.frontends
+            self._metrics.update(view, frontends)
+            if self._cluster.known:
+                self._signals.take(view, frontends.num_held_requests, self._clock())
             await asyncio.sleep(interval)
 
 

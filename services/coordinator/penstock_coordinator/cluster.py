@@ -26,8 +26,14 @@ class Cluster:
         self.membership = Membership(lease_seconds=config.lease_seconds, now=now)
         self.views: Broadcast[ClusterView] = Broadcast()
         self.now = clock
-        self._limiter = ViewLimiter(interval=config.view_interval, first_at=now + config.first_view_after)
+        self._known_at = now + config.first_view_after
+        self._limiter = ViewLimiter(interval=config.view_interval, first_at=self._known_at)
         self._sessions = itertools.count(1)
+
+    @property
+    def known(self) -> bool:
+        """Whether engines and frontends that knew a coordinator before this one have had the time to come back."""
+        return self.now() >= self._known_at
 
     def new_session(self) -> int:
         """A number that no other stream has."""

@@ -12,6 +12,38 @@ from msgspec import Meta
 
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
+from penstock_common.types.cluster import DEFAULT_POOL
+
+
+class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What autoscalers are told of the pools of engines. Targets and times are those of ScaledObjects that name none."""
+
+    pools: Annotated[
+        tuple[str, ...], Meta(description="Names of the pools that there are, also while they have no engine.")
+    ] = (DEFAULT_POOL,)
+    target_load: Annotated[
+        float,
+        Meta(
+            ge=0.01,
+            le=100,
+            description="Requests running and waiting that an engine shall have on average, over those that it runs at once.",
+        ),
+    ] = 0.8
+    target_kv_usage: Annotated[
+        float,
+        Meta(ge=0.01, le=1, description="Fraction of its KV cache that an engine shall use on average."),
+    ] = 0.8
+    slots: Annotated[
+        int,
+        Meta(ge=1, le=65_536, description="Requests that an engine runs at once, for pools that have none to ask."),
+    ] = 256
+    idle_seconds: Annotated[
+        float,
+        Meta(ge=0, le=86_400, description="Seconds behind its last request in which a pool still counts as in use."),
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        check_fields("scaling", self)
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +77,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ]
         | None
     ) = None
+    scaling: ScalingConfig = ScalingConfig()
     server: ServerConfig = ServerConfig(port=50050)
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -1,11 +1,17 @@
 """What the coordinator counts for Prometheus."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from penstock_common.types.cluster import ClusterView, EngineState
+from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.frontends import Frontends
+from penstock_coordinator.scaling.signals import ScalingSignals
+from penstock_coordinator.scaling.wanted import Targets, load_with_held, wanted_replicas
 
 
 class CoordinatorMetrics:
@@ -25,3 +31,35 @@ class CoordinatorMetrics:
             self._engines.labels(state.name.lower()).set(by_state[state])
         self._frontends.set(len(frontends))
         self._held.set(frontends.num_held_requests)
+
+
+class PoolCollector(Collector):
+    """What autoscalers are told, for those that read Prometheus: no series before it is known, and none where it is not."""
+
+    def __init__(self, signals: ScalingSignals, config: ScalingConfig) -> None:
+        self._signals = signals
+        self._targets = Targets(load=config.target_load, kv_cache_usage=config.target_kv_usage, slots=config.slots)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """A family for each number, with a series for each pool."""
+        families = {
+            "engines": "Engines of a pool.",
+            "load": "Load of a pool, in engines, with the requests that frontends hold.",
+            "kv_cache_usage": "Used fractions of the KV caches of a pool, summed.",
+            "wanted_replicas": "Engines with which a pool is as loaded as it shall be.",
+        }
+        found = {
+            name: GaugeMetricFamily(f"penstock_coordinator_pool_{name}", text, labels=["pool"])
+            for name, text in families.items()
+        }
+        for name, pool in self._signals.pools.items():
+            values = {
+                "engines": pool.num_engines,
+                "load": load_with_held(pool, self._targets),
+                "kv_cache_usage": pool.kv_cache_usage,
+                "wanted_replicas": wanted_replicas(pool, self._targets),
+            }
+            for key, value in values.items():
+                if value is not None:
+                    found[key].add_metric([name], value)
+        yield from found.values()

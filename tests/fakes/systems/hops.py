@@ -20,6 +20,8 @@ from penstock.enginecore.v1 import messages_pb2 as engine_pb
 from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
+from penstock.keda import externalscaler_pb2 as scaler_pb
+from penstock.keda import externalscaler_pb2_grpc as scaler_rpc
 from penstock_common.config.sections import ServerConfig
 from penstock_frontend.config import HttpConfig
 from tests.fakes.engines.engine_harness import make_config
@@ -132,6 +134,12 @@ async def engine_to_coordinator(sites: Sites) -> AsyncIterator[Hop]:
         yield Hop("penstock-enginecore", _grpc(port, _engine_session), alive)
 
 
+@contextlib.asynccontextmanager
+async def scaler_to_coordinator(sites: Sites) -> AsyncIterator[Hop]:
+    async with _coordinator(sites) as (port, alive):
+        yield Hop("penstock-scaler", _grpc(port, _metric_spec), alive)
+
+
 HOPS: dict[str, Callable[[Sites], contextlib.AbstractAsyncContextManager[Hop]]] = {
     "client to frontend": client_to_frontend,
     "client to frontend over HTTP": client_to_frontend_http,
@@ -139,6 +147,7 @@ HOPS: dict[str, Callable[[Sites], contextlib.AbstractAsyncContextManager[Hop]]] 
     "frontend to engine": frontend_to_engine,
     "frontend to coordinator": frontend_to_coordinator,
     "engine to coordinator": engine_to_coordinator,
+    "scaler to coordinator": scaler_to_coordinator,
 }
 
 
@@ -233,6 +242,10 @@ async def _frontend_session(channel: grpc.aio.Channel) -> None:
 
 async def _engine_session(channel: grpc.aio.Channel) -> None:
     await _greet(coordinator_rpc.CoordinatorServiceStub(channel).EngineSession(), register("stranger"))
+
+
+async def _metric_spec(channel: grpc.aio.Channel) -> None:
+    await scaler_rpc.ExternalScalerStub(channel).GetMetricSpec(scaler_pb.ScaledObjectRef())
 
 
 async def _greet(call: Any, message: Any) -> None:

@@ -85,6 +85,9 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     operators: Annotated[tuple[str, ...], Meta(description="Names in certificates of operators.")] = (
         "penstock-operator",
     )
+    scalers: Annotated[
+        tuple[str, ...], Meta(description="Names in certificates of autoscalers, which ask the coordinator alone.")
+    ] = ("penstock-scaler",)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,130 @@
+"""externalscaler.ExternalScaler: tells KEDA how loaded the pools are, and which are in use."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import grpc
+
+from penstock.keda import externalscaler_pb2 as pb
+from penstock.keda import externalscaler_pb2_grpc
+from penstock_common.config.sections import PeersConfig
+from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_coordinator.cluster import Clock
+from penstock_coordinator.config import ScalingConfig
+from penstock_coordinator.scaling.metadata import ScalerMetadata, scaler_metadata
+from penstock_coordinator.scaling.signals import ScalingSignals
+from penstock_coordinator.scaling.wanted import load_with_held
+
+Context = grpc.aio.ServicerContext[object, object]
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"]
+SERVICE_NAME: str = _SERVICE.full_name
+LOAD = "load"
+KV_CACHE_USAGE = "kv_cache_usage"
+
+
+class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
+    """Answers from the signals. What is asked for is in the metadata of each call, so that nothing is kept of a ScaledObject.
+
+    Unary calls end as UNAVAILABLE while the cluster is not known, which leaves the number of engines as it is; streams wait.
+    """
+
+    def __init__(self, signals: ScalingSignals, config: ScalingConfig, clock: Clock) -> None:
+        """``clock`` gives the monotonic seconds that the signals are given."""
+        self._signals = signals
+        self._config = config
+        self._now = clock
+        self._stopping = asyncio.Event()
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Serve this on ``server``."""
+        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(self, server)
+
+    def stop(self) -> None:
+        """End the streams with OK: KEDA comes back within two seconds, and only up to a minute later behind an error."""
+        self._stopping.set()
+
+    async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
+        """The metrics of a pool, and what an engine shall have of each on average."""
+        return self._metric_spec(request)
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
+        """The sum over the engines of a pool."""
+        metadata = self._metadata(request.scaledObjectRef)
+        pool = self._signals.pool(metadata.pool)
+        if request.metricName == LOAD:
+            value = load_with_held(pool, metadata.targets)
+        elif request.metricName == KV_CACHE_USAGE:
+            value = pool.kv_cache_usage
+        else:
+            raise InvalidArgument(
+                f"metricName is {request.metricName[:100]!r}; known: {LOAD}, {KV_CACHE_USAGE}", field="metricName"
+            )
+        if value is None:
+            raise Unavailable(
+                f"an engine of pool {metadata.pool!r} does not say how many requests it runs at once: it is of an older release",
+                reason="LOAD_NOT_KNOWN",
+            )
+        return pb.GetMetricsResponse(
+            metricValues=[pb.MetricValue(metricName=request.metricName, metricValueFloat=value)]
+        )
+
+    async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
+        """Whether a pool is in use: its last engine must not go."""
+        metadata = self._metadata(request)
+        return pb.IsActiveResponse(result=self._active_for(metadata) > 0)
+
+    async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
+        """The same at once, and whenever it changes."""
+        metadata = self._metadata(request)
+        told: bool | None = None
+        version = 0
+        while not self._stopping.is_set():
+            left = math.inf
+            if self._signals.known:
+                left = self._active_for(metadata)
+                if (active := left > 0) is not told:
+                    told = active
+                    yield pb.IsActiveResponse(result=active)
+            version = await self._next_change(version, left or math.inf)
+
+    async def StreamMetricSpec(
+        self, request: pb.ScaledObjectRef, context: Context
+    ) -> AsyncIterator[pb.GetMetricSpecResponse]:
+        """The same, once: the targets are those of the metadata, and do not change while the stream lasts."""
+        yield self._metric_spec(request)
+        await self._stopping.wait()
+
+    def _metric_spec(self, request: pb.ScaledObjectRef) -> pb.GetMetricSpecResponse:
+        targets = self._metadata(request).targets
+        return pb.GetMetricSpecResponse(
+            metricSpecs=[
+                pb.MetricSpec(metricName=LOAD, targetSizeFloat=targets.load),
+                pb.MetricSpec(metricName=KV_CACHE_USAGE, targetSizeFloat=targets.kv_cache_usage),
+            ]
+        )
+
+    def _metadata(self, request: pb.ScaledObjectRef) -> ScalerMetadata:
+        return scaler_metadata(request.scalerMetadata, self._config)
+
+    def _active_for(self, metadata: ScalerMetadata) -> float:
+        return self._signals.active_for(metadata.pool, metadata.idle_seconds, self._now())
+
+    async def _next_change(self, version: int, seconds: float) -> int:
+        """Wait for newer signals, for ``seconds`` to pass or for the stop; returns the version of the signals seen."""
+        newer = asyncio.create_task(self._signals.changes.newer_than(version))
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            timeout = None if math.isinf(seconds) else seconds
+            await asyncio.wait({newer, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return newer.result()[0] if newer.done() else version
+        finally:
+            for task in (newer, stopped):
+                task.cancel()
+            await asyncio.gather(newer, stopped, return_exceptions=True)
+
+
+def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
+    """Who may call what, by the names in certificates."""
+    return {f"/{SERVICE_NAME}/{method.name}": peers.scalers for method in _SERVICE.methods}
