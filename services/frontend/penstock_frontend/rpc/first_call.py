@@ -9,6 +9,7 @@ import http.client
 import json
 import ssl
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,12 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
 
 async def call(options: FirstCall) -> list[str]:
     """Make the calls. Returns a line about each. Raises CallError, and ConfigError for a certificate that cannot be read."""
+    started = time.monotonic()
     try:
         async with asyncio.timeout(options.timeout):
             name, kind, said = await _over_grpc(options)
-            return [said, await asyncio.to_thread(_over_http, options, name, kind)]
+        left = options.timeout - (time.monotonic() - started)
+        return [said, await asyncio.to_thread(_over_http, options, name, kind, left)]
     except TimeoutError:
         certificate = ", and is this their certificate?" if options.certificate else "?"
         raise CallError(f"no answer within {options.timeout:g} s; are engines ready{certificate}") from None
@@ -118,25 +121,27 @@ async def _classify(stub: Any, options: FirstCall, metadata: Any) -> str:
 _CALLS = {"generate": _generate, "embed": _embed, "score": _score, "classify": _classify}
 
 
-def _over_http(options: FirstCall, model: str, kind: str) -> str:
-    """A line about the call. What neither generates nor embeds has no API over HTTP: its model is listed."""
+def _over_http(options: FirstCall, model: str, kind: str, left: float) -> str:
+    """A line about the call, which may take ``left`` seconds. What neither generates nor embeds has no API over HTTP: its model
+    is listed.
+    """
     if kind == "generate":
         body = {"model": model, "prompt": options.prompt, "max_tokens": options.max_tokens}
-        answer = _request(options, "POST", "/v1/completions", body)
+        answer = _request(options, left, "POST", "/v1/completions", body)
         return f"HTTP {options.http}: {model} generated {answer['choices'][0]['text']!r}"
     if kind == "embed":
-        answer = _request(options, "POST", "/v1/embeddings", {"model": model, "input": options.prompt})
+        answer = _request(options, left, "POST", "/v1/embeddings", {"model": model, "input": options.prompt})
         return f"HTTP {options.http}: {model} embedded into [{len(answer['data'][0]['embedding'])}] numbers"
-    answer = _request(options, "GET", "/v1/models", None)
+    answer = _request(options, left, "GET", "/v1/models", None)
     return f"HTTP {options.http}: lists {answer['data'][0]['id']}"
 
 
-def _request(options: FirstCall, method: str, path: str, body: dict[str, Any] | None) -> Any:
+def _request(options: FirstCall, left: float, method: str, path: str, body: dict[str, Any] | None) -> Any:
     host, port = split(options.http)
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {options.key}"} if options.key else {})
-    connection = http.client.HTTPConnection(host, port, timeout=options.timeout)
+    connection = http.client.HTTPConnection(host, port, timeout=left)
     if options.certificate:
-        connection = _Pinned(host, port, timeout=options.timeout, certificate=options.certificate)
+        connection = _Pinned(host, port, timeout=left, certificate=options.certificate)
     try:
         connection.request(method, path, json.dumps(body) if body else None, headers)
         response = connection.getresponse()
