@@ -4,6 +4,7 @@ Every value set under ``ci/`` and ``profiles/`` goes through ``helm lint --stric
 Kubernetes, and the manifests are validated against that version's schemas.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import kubernetes_validate
 import yaml
 
 CHART = Path(__file__).resolve().parent / "penstock"
-KUBE_VERSIONS = ("1.30", "1.33", "1.36")
-"""The oldest version that Chart.yaml admits, and newer ones."""
+KUBE_VERSIONS = ("1.30", "1.33", "1.36", "1.37")
+"""The oldest version that Chart.yaml admits, and newer ones up to the newest that is known."""
+
+_NEEDS = re.compile(r"# Needs Kubernetes (1\.\d+)")
 
 FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io")
 """API groups that other projects define: no version of Kubernetes has schemas of theirs."""
@@ -31,6 +34,20 @@ class ChartError(Exception):
 def value_sets() -> list[Path]:
     """The values files that are checked."""
     return sorted([*CHART.glob("ci/*.yaml"), *CHART.glob("profiles/*.yaml")])
+
+
+def kube_versions(values: Path) -> list[str]:
+    """The versions that a values file is checked for: those from the one on that its first line says it needs."""
+    needed = _NEEDS.match(values.read_text(encoding="utf-8"))
+    if needed is None:
+        return list(KUBE_VERSIONS)
+    return sorted(
+        {needed[1], *(version for version in KUBE_VERSIONS if _minor(version) > _minor(needed[1]))}, key=_minor
+    )
+
+
+def _minor(version: str) -> int:
+    return int(version.partition(".")[2])
 
 
 def helm(*arguments: str) -> str:
@@ -75,11 +92,12 @@ def check(values: Path) -> list[str]:
     """What is wrong with the chart under one values file."""
     problems = []
     try:
-        helm("lint", "--strict", "--quiet", str(CHART), f"--values={values}")
+        newest = KUBE_VERSIONS[-1]
+        helm("lint", "--strict", "--quiet", str(CHART), f"--values={values}", f"--kube-version={newest}")
         print("  helm lint --strict: ok")
     except ChartError as e:
         problems.append(f"helm lint: {e}")
-    for version in KUBE_VERSIONS:
+    for version in kube_versions(values):
         try:
             manifests = render(values, kube_version=version)
             for manifest in manifests:

@@ -17,6 +17,7 @@ BARE = "volume-bare"
 DEMO = "cpu-demo"
 POOLS = "pools"
 EXPOSED = "exposed"
+CLAIMED = "claimed-gpu"
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 
@@ -68,9 +69,10 @@ class Release:
 
 
 @functools.cache
-def release(name: str = HUB, *settings: str, kube_version: str = lint.KUBE_VERSIONS[0]) -> Release:
-    """The value set ``name`` with ``key=value`` settings on top. Raises ChartError."""
-    return Release(lint.render(VALUE_SETS[name], settings=settings, kube_version=kube_version))
+def release(name: str = HUB, *settings: str, kube_version: str = "") -> Release:
+    """The value set ``name`` with ``key=value`` settings on top, for the oldest Kubernetes that it needs. Raises ChartError."""
+    version = kube_version or lint.kube_versions(VALUE_SETS[name])[0]
+    return Release(lint.render(VALUE_SETS[name], settings=settings, kube_version=version))
 
 
 def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:

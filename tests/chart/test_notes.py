@@ -35,7 +35,7 @@ def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):
 
 def test_autoscaling_brings_the_rule_for_the_adapter(tmp_path: Path):
     text = notes(tmp_path, AUTOSCALED, "enginecore.autoscaling.metricName=waiting")
-    assert "2 to 16 engine(s) of 2 GPU(s) each" in text
+    assert "2 to 16 engine(s) of 1 GPU(s) each" in text
     assert "vllm:num_requests_waiting" in text
     assert "name: {as: waiting}" in text
     assert "metrics.enabled is false" not in text

@@ -12,9 +12,22 @@ every_value_set = pytest.mark.parametrize("name", sorted(VALUE_SETS))
 
 
 @every_value_set
-def test_manifests_are_what_the_oldest_supported_kubernetes_accepts(name: str):
-    for manifest in release(name).manifests:
-        lint.validate(manifest, lint.KUBE_VERSIONS[0])
+def test_manifests_are_what_the_oldest_and_the_newest_kubernetes_accept(name: str):
+    versions = lint.kube_versions(VALUE_SETS[name])
+    for version in (versions[0], versions[-1]):
+        for manifest in release(name, kube_version=version).manifests:
+            lint.validate(manifest, version)
+
+
+def test_a_value_set_is_checked_from_the_version_on_that_it_needs(tmp_path: Path):
+    values = tmp_path / "values.yaml"
+    for text, versions in (
+        ("# Needs Kubernetes 1.36: x", ["1.36", "1.37"]),
+        ("# Needs Kubernetes 1.35: x", ["1.35", "1.36", "1.37"]),
+        ("# Whatever.", list(lint.KUBE_VERSIONS)),
+    ):
+        values.write_text(text)
+        assert lint.kube_versions(values) == versions
 
 
 def test_the_lint_says_which_value_set_is_wrong(tmp_path: Path):

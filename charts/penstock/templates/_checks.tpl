@@ -1,16 +1,31 @@
 {{/* Everything about the values that a schema cannot say. */}}
 {{- define "penstock.check" -}}
-{{- include "penstock.check.grace" (dict "key" "frontend" "values" .Values.frontend) -}}
+{{- include "penstock.check.frontend" . -}}
 {{- include "penstock.edge.check" . -}}
 {{- range $pool, $values := include "penstock.pools" . | fromYaml }}
 {{- include "penstock.check.pool" (dict "root" $ "component" "enginecore" "pool" $pool "values" $values) -}}
 {{- end }}
 {{- end -}}
 
+{{- define "penstock.check.frontend" -}}
+{{- with .Values.frontend -}}
+{{- include "penstock.check.grace" (dict "key" "frontend" "values" .) -}}
+{{- include "penstock.check.rollingUpdate" (dict "key" "frontend" "values" .) -}}
+{{- if .autoscaling.enabled -}}
+{{- include "penstock.check.range" (dict "key" "frontend" "values" .) -}}
+{{- if not (dig "requests" "cpu" "" (default dict .resources)) -}}
+{{- fail "frontend.autoscaling needs frontend.resources.requests.cpu: the CPU that frontends use is compared with what they request" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* One pool of engines. */}}
 {{- define "penstock.check.pool" -}}
 {{- $key := include "penstock.pool.key" . -}}
 {{- include "penstock.check.grace" (dict "key" $key "values" .values) -}}
+{{- include "penstock.check.rollingUpdate" (dict "key" $key "values" .values) -}}
+{{- include "penstock.check.gpu" (merge (dict "key" $key) .) -}}
 {{- $name := printf "%s-headless" (include "penstock.name" .) -}}
 {{- if gt (len $name) 63 -}}
 {{- fail (printf "%s: the Service %s would have a name of %d characters, and 63 are allowed; give the pool or the release (fullnameOverride) a shorter one" $key $name (len $name)) -}}
@@ -18,13 +33,45 @@
 {{- if ne (empty .values.tls.secretName) (empty .root.Values.enginecore.tls.secretName) -}}
 {{- fail (printf "%s.tls.secretName: all engines have certificates, or none" $key) -}}
 {{- end -}}
-{{- with .values.autoscaling -}}
-{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
-{{- fail (printf "%s.autoscaling.minReplicas is %d; it must not exceed maxReplicas = %d" $key (int .minReplicas) (int .maxReplicas)) -}}
-{{- end -}}
-{{- if and .enabled (eq $.pool "default") (gt (len $.root.Values.enginecore.pools) 1) -}}
+{{- if .values.autoscaling.enabled -}}
+{{- include "penstock.check.range" (dict "key" $key "values" .values) -}}
+{{- if and (eq .pool "default") (gt (len .root.Values.enginecore.pools) 1) -}}
 {{- fail (printf "%s.autoscaling: the Deployment of the pool default selects the engines of the other pools too, which an autoscaler would count; give the pool another name (README.md, Pools)" $key) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* An engine computes on one device: it has no settings for more. Takes $self and key. */}}
+{{- define "penstock.check.gpu" -}}
+{{- $gpu := .values.gpu -}}
+{{- if gt (int $gpu.count) 1 -}}
+{{- fail (printf "%s.gpu.count is %d; an engine computes on 1 GPU, and the others would be taken and lie idle: for %d GPUs set replicas to %d" .key (int $gpu.count) (int $gpu.count) (int $gpu.count)) -}}
+{{- end -}}
+{{- $resources := default dict .values.resources -}}
+{{- range list "requests" "limits" -}}
+{{- if hasKey (get $resources . | default dict) $gpu.resourceName -}}
+{{- fail (printf "%s.resources.%s: %s is asked for by gpu.count" $.key . $gpu.resourceName) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (include "penstock.gpu.claimed" .) (semverCompare "<1.34.0-0" .root.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "%s.gpu.dra needs Kubernetes 1.34 or later (resource.k8s.io/v1); this is %s" .key .root.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes the values of a service that an autoscaler scales, and their key. */}}
+{{- define "penstock.check.range" -}}
+{{- with .values.autoscaling -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- fail (printf "%s.autoscaling.minReplicas is %d; it must not exceed maxReplicas = %d" $.key (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes the values of a service with a rollout, and their key. */}}
+{{- define "penstock.check.rollingUpdate" -}}
+{{- $none := list "0" "0%" -}}
+{{- if and (has (toString .values.rollingUpdate.maxSurge) $none) (has (toString .values.rollingUpdate.maxUnavailable) $none) -}}
+{{- fail (printf "%s.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could be replaced" .key) -}}
 {{- end -}}
 {{- end -}}
 

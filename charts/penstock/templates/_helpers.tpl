@@ -118,7 +118,9 @@ priorityClassName: {{ . }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $values.tolerations }}
+{{- $tolerations := default list $values.tolerations }}
+{{- if eq .component "enginecore" }}{{ $tolerations = concat $tolerations (include "penstock.gpu.tolerations" . | fromYamlArray) }}{{ end }}
+{{- with $tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, release
+from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, HUB, release
 
 
 def test_gpus_are_added_to_requests_and_limits_alike():
     resources = release(AUTOSCALED).container("enginecore")["resources"]
     assert resources == {
-        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 2},
-        "limits": {"memory": "32Gi", "nvidia.com/gpu": 2},
+        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 1},
+        "limits": {"memory": "32Gi", "nvidia.com/gpu": 1},
     }
     pod = release(AUTOSCALED).pod_spec("enginecore")
     assert pod["runtimeClassName"] == "nvidia"
@@ -19,11 +19,15 @@ def test_gpus_are_added_to_requests_and_limits_alike():
 
 
 def test_another_vendors_resource_can_be_named():
-    resources = release(HUB, r"enginecore.gpu.resourceName=nvidia\.com/mig-1g\.10gb").container("enginecore")[
-        "resources"
-    ]
-    assert resources["limits"]["nvidia.com/mig-1g.10gb"] == 1
+    resources = release(HUB, r"enginecore.gpu.resourceName=amd\.com/gpu").container("enginecore")["resources"]
+    assert resources["limits"]["amd.com/gpu"] == 1
     assert "nvidia.com/gpu" not in resources["limits"]
+
+
+def test_a_claimed_gpu_is_not_asked_of_the_device_plugin_too():
+    resources = release(CLAIMED).container("enginecore-large")["resources"]
+    assert resources["claims"] == [{"name": "gpu"}]
+    assert not [key for part in ("requests", "limits") for key in resources[part] if "nvidia" in key]
 
 
 @pytest.mark.parametrize("name", [DEMO, BARE])

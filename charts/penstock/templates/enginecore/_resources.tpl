@@ -1,12 +1,12 @@
-{{/* The container's resources with its GPUs, which must be in the requests as in the limits. Takes values. */}}
+{{/* The container's resources with its GPUs, which must be in the requests as in the limits, or are claimed. Takes $self. */}}
 {{- define "penstock.enginecore.resources" -}}
 {{- $resources := deepCopy (default dict .values.resources) -}}
-{{- with .values.gpu -}}
-{{- if .count -}}
-{{- $gpus := dict .resourceName .count -}}
+{{- if include "penstock.gpu.claimed" . -}}
+{{- $_ := set $resources "claims" (list (dict "name" "gpu")) -}}
+{{- else if .values.gpu.count -}}
+{{- $gpus := dict .values.gpu.resourceName .values.gpu.count -}}
 {{- range list "requests" "limits" -}}
 {{- $_ := set $resources . (merge (deepCopy $gpus) (get $resources . | default dict)) -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $resources -}}

@@ -1,0 +1,44 @@
+{{/* How many pods there are, how they are replaced, and how many may be away. All take $self. */}}
+
+{{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". Then the number that the Deployment has
+     now is kept, because a number that is left out becomes 1. Without a cluster to look at (helm template) it is left out. */}}
+{{- define "penstock.replicas" -}}
+{{- if not .autoscaled -}}
+replicas: {{ .values.replicas }}
+{{- else -}}
+{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace (include "penstock.name" .) -}}
+replicas: {{ .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What is not set is chosen: a new pod first, then one less, so that a single engine is never away. Engines with GPUs go the other way
+     round from two on: a pod too many would wait for a GPU that nobody frees. */}}
+{{- define "penstock.rollingUpdate" -}}
+{{- $given := .values.rollingUpdate -}}
+{{- $surge := 1 -}}
+{{- if eq .component "enginecore" -}}
+{{- $fewest := .values.replicas -}}
+{{- if .autoscaled }}{{ $fewest = .values.autoscaling.minReplicas }}{{ end -}}
+{{- if and .values.gpu.count (ge (int $fewest) 2) }}{{ $surge = 0 }}{{ end -}}
+{{- end -}}
+{{- if ne (toString $given.maxSurge) "" }}{{ $surge = $given.maxSurge }}{{ end -}}
+{{- $unavailable := ternary 1 0 (has (toString $surge) (list "0" "0%")) -}}
+{{- if ne (toString $given.maxUnavailable) "" }}{{ $unavailable = $given.maxUnavailable }}{{ end -}}
+maxSurge: {{ $surge }}
+maxUnavailable: {{ $unavailable }}
+{{- end -}}
+
+{{/* Pods that are not ready serve nobody, so that they never keep a node from being drained. */}}
+{{- define "penstock.podDisruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "penstock.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: {{ .values.podDisruptionBudget.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "penstock.podSelector" . | nindent 6 }}
+{{- end -}}

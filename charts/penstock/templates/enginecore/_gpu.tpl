@@ -1,0 +1,41 @@
+{{/* The GPUs of a pool's engines: a resource of a device plugin, or a claim of dynamic resource allocation. All take $self. */}}
+
+{{- define "penstock.gpu.claimed" -}}
+{{- if and .values.gpu.count .values.gpu.dra.deviceClassName -}}true{{- end -}}
+{{- end -}}
+
+{{- define "penstock.gpu.claim" -}}
+devices:
+  requests:
+    - name: gpu
+      exactly:
+        deviceClassName: {{ .values.gpu.dra.deviceClassName }}
+        allocationMode: ExactCount
+        count: {{ .values.gpu.count }}
+        {{- with .values.gpu.dra.selectors }}
+        selectors:
+          {{- range . }}
+          - cel:
+              expression: {{ . | quote }}
+          {{- end }}
+        {{- end }}
+{{- end -}}
+
+{{- define "penstock.gpu.claimTemplate" -}}
+{{ include "penstock.name" . }}-{{ include "penstock.gpu.claim" . | sha256sum | trunc 8 }}
+{{- end -}}
+
+{{/* Nodes with GPUs are tainted by the resource's name, slices of a GPU (MIG) with that of whole ones. A toleration of the values' own of
+     the same taint stands instead. */}}
+{{- define "penstock.gpu.tolerations" -}}
+{{- if .values.gpu.count -}}
+{{- $taints := list .values.gpu.resourceName -}}
+{{- if hasPrefix "nvidia.com/mig-" .values.gpu.resourceName }}{{ $taints = append $taints "nvidia.com/gpu" }}{{ end -}}
+{{- range .values.tolerations }}{{ $taints = without $taints .key }}{{ end -}}
+{{- range $taints }}
+- key: {{ . }}
+  operator: Exists
+  effect: NoSchedule
+{{- end }}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,68 @@
+"""enginecore/_gpu.tpl: GPUs of a device plugin or of a claim, and the nodes that have them."""
+
+import pytest
+
+from charts.lint import ChartError
+from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, HUB, POOLS, release
+
+GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+
+
+def test_the_taint_of_the_resource_is_tolerated_where_gpus_are_asked_for():
+    assert release(HUB).pod_spec("enginecore")["tolerations"] == [GPU_TAINT]
+    own = {"key": "example.com/serving", "operator": "Exists"}
+    assert release(POOLS).pod_spec("enginecore")["tolerations"] == [own, GPU_TAINT]
+    for name in (DEMO, BARE):
+        assert "tolerations" not in release(name).pod_spec("enginecore")
+
+
+def test_a_toleration_of_ones_own_for_the_same_taint_stands_instead():
+    assert release(AUTOSCALED).pod_spec("enginecore")["tolerations"] == [GPU_TAINT]
+    value = ("operator=Equal", "key=nvidia.com/gpu", "value=h100", "effect=NoSchedule")
+    settings = (f"enginecore.tolerations[0].{part}" for part in value)
+    (toleration,) = release(HUB, *settings).pod_spec("enginecore")["tolerations"]
+    assert (toleration["operator"], toleration["value"]) == ("Equal", "h100")
+
+
+def test_slices_lie_on_nodes_that_are_tainted_by_the_name_of_whole_gpus():
+    tolerated = [toleration["key"] for toleration in release(CLAIMED).pod_spec("enginecore-slices")["tolerations"]]
+    assert tolerated == ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu"]
+    assert release(CLAIMED).container("enginecore-slices")["resources"]["limits"]["nvidia.com/mig-1g.10gb"] == 1
+
+
+def test_a_claim_is_made_for_each_pod_from_the_pools_template():
+    rendered = release(CLAIMED)
+    pod = rendered.pod_spec("enginecore-large")
+    (template,) = rendered.all("ResourceClaimTemplate")
+    assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}]
+    assert pod["tolerations"] == [GPU_TAINT]
+    assert "resourceClaims" not in rendered.pod_spec("enginecore-slices")
+    assert rendered.config("enginecore-large")["model"]["device"] == "cuda"
+
+
+def test_more_gpus_than_an_engine_computes_on_are_refused():
+    with pytest.raises(
+        ChartError, match=r"enginecore.gpu.count is 8; an engine computes on 1 GPU.*: for 8 GPUs set replicas to 8"
+    ):
+        release(HUB, "enginecore.gpu.count=8")
+    with pytest.raises(ChartError, match=r"enginecore.pools.a.gpu.count is 2;"):
+        release(HUB, "enginecore.pools.a.gpu.count=2")
+
+
+@pytest.mark.parametrize("part", ["requests", "limits"])
+def test_gpus_are_asked_for_in_one_place(part: str):
+    with pytest.raises(ChartError, match=rf"enginecore.resources.{part}: nvidia.com/gpu is asked for by gpu.count"):
+        release(HUB, rf"enginecore.resources.{part}.nvidia\.com/gpu=1")
+
+
+def test_claims_need_a_kubernetes_that_has_them():
+    with pytest.raises(
+        ChartError, match=r"enginecore.pools.large.gpu.dra needs Kubernetes 1.34 or later .*; this is v1.33"
+    ):
+        release(CLAIMED, kube_version="1.33")
+
+
+@pytest.mark.parametrize("name", ["gpu", "nvidia.com/", "Nvidia.com/gpu", "nvidia.com/gpu/x"])
+def test_a_resource_without_a_domain_is_refused(name: str):
+    with pytest.raises(ChartError, match=r"enginecore.gpu.resourceName: Does not match pattern"):
+        release(HUB, f"enginecore.gpu.resourceName={name}")

@@ -1,0 +1,26 @@
+"""enginecore/pdb.yaml: how many engines of a pool a drain of nodes may take at once."""
+
+from tests.chart.rendering import AUTOSCALED, BARE, HUB, POOLS, release
+
+
+def test_one_engine_of_a_pool_at_a_time_may_be_evicted():
+    for name, component in ((HUB, "enginecore"), (POOLS, "enginecore-spot"), (AUTOSCALED, "enginecore")):
+        spec = release(name).one("PodDisruptionBudget", component)["spec"]
+        assert spec["maxUnavailable"] == 1
+        assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_no_engine_has_two_of_them_since_then_it_could_never_be_evicted():
+    rendered = release(POOLS)
+    engines = [c for c in rendered.components() if c.startswith("enginecore")]
+    selectors = [rendered.one("PodDisruptionBudget", c)["spec"]["selector"]["matchLabels"] for c in engines]
+    for component in engines:
+        labels = rendered.pod(component)["metadata"]["labels"]
+        assert sum(selector.items() <= labels.items() for selector in selectors) == 1
+
+
+def test_it_can_be_left_out_of_one_pool():
+    assert not release(BARE).all("PodDisruptionBudget")
+    rendered = release(POOLS, "enginecore.pools.spot.podDisruptionBudget.enabled=false")
+    names = [pdb["metadata"]["name"] for pdb in rendered.all("PodDisruptionBudget")]
+    assert sorted(names) == ["demo-penstock-enginecore", "demo-penstock-enginecore-h200", "demo-penstock-frontend"]
