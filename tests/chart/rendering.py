@@ -18,6 +18,8 @@ DEMO = "cpu-demo"
 POOLS = "pools"
 EXPOSED = "exposed"
 CLAIMED = "claimed-gpu"
+OCI = "oci"
+FETCHED = "fetched"
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 
@@ -51,6 +53,10 @@ class Release:
     def container(self, component: str) -> dict[str, Any]:
         (container,) = self.pod_spec(component)["containers"]
         return container
+
+    def before(self, component: str) -> dict[str, dict[str, Any]]:
+        """The containers that start before the service's own."""
+        return {container["name"]: container for container in self.pod_spec(component).get("initContainers", [])}
 
     def env(self, component: str) -> dict[str, dict[str, Any]]:
         return {entry["name"]: entry for entry in self.container(component)["env"]}

@@ -2,12 +2,11 @@
 
 import pytest
 
-from charts.lint import ChartError
 from penstock.coordinator.v1 import service_pb2 as coordinator_api
 from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
 from penstock_common.rpc.server import LIVENESS, STARTUP
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, SERVICES, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, FETCHED, HUB, SERVICES, release
 
 DRAINING = ("frontend", "enginecore")
 API = {
@@ -128,18 +127,27 @@ def test_a_fixed_user_can_be_left_to_the_cluster():
     }
 
 
-def test_extra_environment_is_added():
-    assert release(AUTOSCALED).env("frontend")["HTTPS_PROXY"]["value"] == "http://proxy.example:3128"
-    assert "valueFrom" in release(AUTOSCALED).env("enginecore")["NCCL_DEBUG"]
+def test_common_labels_and_annotations_are_on_every_object_and_pod():
+    rendered = release(FETCHED)
+    pods = [deployment["spec"]["template"] for deployment in rendered.all("Deployment")]
+    for part in (*rendered.manifests, *pods):
+        assert part["metadata"]["labels"]["example.com/team"] == "llm", part
+        assert part["metadata"]["annotations"]["example.com/contact"] == "llm@example.com", part
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("PENSTOCK_LOG__LEVEL", "settings of the service belong in enginecore.config"),
-        ("HF_HOME", "is set by the chart"),
-    ],
-)
-def test_extra_environment_cannot_override_what_the_chart_sets(name: str, message: str):
-    with pytest.raises(ChartError, match=rf"enginecore.extraEnv: {name}.*{message}"):
-        release(HUB, f"enginecore.extraEnv[0].name={name}", "enginecore.extraEnv[0].value=x")
+def test_what_is_said_of_one_component_stands_above_what_is_said_of_all():
+    tiers = {c: release(FETCHED).pod(c)["metadata"]["labels"]["example.com/tier"] for c in SERVICES}
+    assert tiers == {"frontend": "edge", "enginecore": "all", "coordinator": "all"}
+    settings = (r"commonAnnotations.prometheus\.io/port=no", r"frontend.podAnnotations.prometheus\.io/path=/m")
+    annotations = release(HUB, *settings).pod("frontend")["metadata"]["annotations"]
+    assert (annotations["prometheus.io/port"], annotations["prometheus.io/path"]) == ("8000", "/m")
+
+
+def test_nothing_is_added_to_objects_that_nobody_asked_for():
+    rendered = release(HUB)
+    assert not [m["metadata"]["name"] for m in rendered.manifests if "annotations" in m["metadata"]]
+
+
+def test_labels_of_ones_own_select_nothing():
+    for deployment in release(FETCHED).all("Deployment"):
+        assert not [key for key in deployment["spec"]["selector"]["matchLabels"] if key.startswith("example.com/")]

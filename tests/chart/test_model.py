@@ -3,7 +3,7 @@
 import pytest
 
 from charts.lint import ChartError
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, FETCHED, HUB, OCI, release
 
 READERS = ("frontend", "enginecore")
 CACHE = "/var/cache/penstock"
@@ -63,11 +63,86 @@ def test_the_coordinator_knows_nothing_of_the_model():
 
 
 def test_downloads_go_to_a_volume_of_the_pod_or_to_a_shared_one():
-    assert release(HUB).volumes("enginecore")["cache"]["emptyDir"] == {"sizeLimit": "100Gi"}
+    assert release(HUB).volumes("enginecore")["cache"]["emptyDir"] == {}
+    assert release(HUB, "enginecore.modelCache.sizeLimit=7Gi").volumes("enginecore")["cache"]["emptyDir"] == {
+        "sizeLimit": "7Gi"
+    }
     assert release(AUTOSCALED).volumes("enginecore")["cache"] == {
         "name": "cache",
         "persistentVolumeClaim": {"claimName": "model-cache"},
     }
+
+
+def test_room_on_the_node_is_requested_where_the_model_is_downloaded_to_it():
+    def requested(name: str, *settings: str) -> str | None:
+        return (
+            release(name, *settings).container("enginecore")["resources"].get("requests", {}).get("ephemeral-storage")
+        )
+
+    assert requested(HUB) == "20Gi"
+    assert requested(HUB, "enginecore.modelCache.size=160Gi") == "160Gi"
+    assert requested(HUB, "enginecore.modelCache.size=") is None
+    assert requested(HUB, "enginecore.resources.requests.ephemeral-storage=1Gi") == "1Gi"
+    assert requested(FETCHED) == "160Gi"
+    assert [requested(name) for name in (AUTOSCALED, BARE, DEMO, OCI)] == [None] * 4
+
+
+def test_what_is_written_at_run_time_is_written_to_a_volume():
+    """The root file system is read-only."""
+    env = release(HUB).env("enginecore")
+    caches = {name for name in env if name.endswith(("_CACHE_DIR", "_CACHE_HOME", "_CACHE_PATH", "HF_HOME"))}
+    assert caches == {"HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"}
+    assert all(env[name]["value"].startswith(CACHE) for name in caches)
+    assert len({env[name]["value"] for name in caches}) == 4  # what is compiled lies apart from what is downloaded
+    assert env["HOME"]["value"] == "/tmp"
+    assert not {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH"} & release(HUB).env("frontend").keys()
+
+
+@pytest.mark.parametrize("component", READERS)
+def test_a_model_in_an_image_of_its_own_is_mounted(component: str):
+    rendered = release(OCI)
+    assert rendered.volumes(component)["model"]["image"] == {
+        "reference": f"registry.example/models/llama-8b@sha256:{'0' * 63}2",
+        "pullPolicy": "IfNotPresent",
+    }
+    assert rendered.mounts(component)[VOLUME]["readOnly"] is True
+    assert rendered.config(component)["model"]["path"] == f"{VOLUME}/llama/8b"
+    assert rendered.env(component)["HF_HUB_OFFLINE"]["value"] == "1"
+    assert rendered.pod_spec(component)["imagePullSecrets"] == [{"name": "registry-key"}]
+
+
+def test_volumes_from_images_need_a_kubernetes_that_has_them():
+    with pytest.raises(ChartError, match=r"model.source oci needs Kubernetes 1.35 or later .*; this is v1.34"):
+        release(OCI, kube_version="1.34")
+
+
+@pytest.mark.parametrize("component", READERS)
+def test_a_model_on_the_nodes_is_mounted_read_only(component: str):
+    rendered = release(HUB, "model.source=hostPath", "model.hostPath.path=/srv/models/llama", "model.servedName=chat")
+    assert rendered.volumes(component)["model"]["hostPath"] == {"path": "/srv/models/llama", "type": "Directory"}
+    assert rendered.mounts(component)[VOLUME]["readOnly"] is True
+    assert rendered.config(component)["model"]["path"] == VOLUME
+
+
+@pytest.mark.parametrize("component", READERS)
+def test_init_containers_write_the_model_and_the_service_reads_it(component: str):
+    rendered = release(FETCHED)
+    fetch = rendered.before(component)["fetch"]
+    assert {"name": "MODEL_DIR", "value": VOLUME} in fetch["env"]
+    assert {"name": "COMPONENT", "value": component} in fetch["env"]
+    assert {"name": "AWS_REGION", "value": "eu-central-1"} in fetch["env"]
+    mounts = {mount["mountPath"]: mount for mount in fetch["volumeMounts"]}
+    assert mounts.keys() == {VOLUME, "/tmp", "/etc/ssl/trusted"}
+    assert "readOnly" not in mounts[VOLUME]
+    assert rendered.volumes(component)["model"]["emptyDir"] == {}
+    assert rendered.mounts(component)[VOLUME]["readOnly"] is True
+    assert rendered.config(component)["model"]["path"] == f"{VOLUME}/llama/8b"
+
+
+def test_only_what_reads_the_model_fetches_it():
+    assert list(release(FETCHED).before("coordinator")) == ["logs", "wait"]
+    for name in (HUB, BARE, OCI):
+        assert release(name).before("enginecore") == {}
 
 
 @pytest.mark.parametrize(
@@ -76,8 +151,16 @@ def test_downloads_go_to_a_volume_of_the_pod_or_to_a_shared_one():
         (("model.hub.id=",), "model.hub.id is required, .*profiles/cpu-demo-values.yaml"),
         (("model.source=pvc",), "model.pvc.claimName is required when model.source is pvc"),
         (("model.source=image",), "model.image.path is required when model.source is image"),
+        (("model.source=oci",), "model.oci.reference is required when model.source is oci"),
+        (("model.source=hostPath",), "model.hostPath.path is required when model.source is hostPath"),
+        (("model.source=init",), "model.init.containers is required when model.source is init"),
+        (("model.hostPath.path=models",), "model.hostPath.path: Does not match pattern"),
+        (("model.oci.pullPolicy=Sometimes",), "model.oci.pullPolicy must be one of"),
+        (("model.oci.path=/abs",), "model.oci.path: Does not match pattern"),
+        (("model.init.containers[0].name=x",), "model.init.containers.0: image is required"),
+        (("enginecore.modelCache.size=20GB",), "enginecore.modelCache.size: Does not match pattern"),
     ],
 )
 def test_a_source_without_its_model_is_refused(settings: tuple[str, ...], message: str):
     with pytest.raises(ChartError, match=message):
-        release(HUB, *settings)
+        release(HUB, *settings, kube_version="1.36")

@@ -99,17 +99,43 @@ def test_no_secret_is_written_into_a_manifest(name: str):
 def test_pods_have_the_least_rights(name: str):
     rendered = release(name)
     for component in rendered.components():
-        pod = rendered.pod_spec(component)
-        assert pod["automountServiceAccountToken"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-        assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+        assert rendered.pod_spec(component)["automountServiceAccountToken"] is False
         assert rendered.container(component)["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
+
+
+RESTRICTED_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "image",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+
+
+@every_value_set
+def test_pods_are_admitted_under_the_restricted_pod_security_standard(name: str):
+    rendered = release(name)
+    for component in rendered.components():
+        pod = rendered.pod_spec(component)
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"].get("runAsUser") != 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {key for volume in pod["volumes"] for key in volume if key != "name"} <= RESTRICTED_VOLUMES
+        for container in [*pod["containers"], *rendered.before(component).values()]:
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert not {"privileged", "procMount", "runAsNonRoot", "seccompProfile"} & own.keys()
+            assert not [port for port in container.get("ports", []) if "hostPort" in port]
 
 
 @every_value_set
@@ -124,6 +150,8 @@ def test_every_mount_has_its_volume_and_every_volume_its_mount(name: str):
     for component in rendered.components():
         mounted = [mount["name"] for mount in rendered.container(component)["volumeMounts"]]
         assert sorted(mounted) == sorted(rendered.volumes(component))
+        for container in rendered.before(component).values():
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= rendered.volumes(component).keys()
         assert len(rendered.mounts(component)) == len(mounted)
         assert rendered.mounts(component)["/tmp"] == {"name": "tmp", "mountPath": "/tmp"}
         assert "emptyDir" in rendered.volumes(component)["tmp"]

@@ -34,7 +34,10 @@ def objects(part: dict, path: str = "values") -> Iterator[tuple[str, dict]]:
         ("enginecore.replicas=two", r"enginecore.replicas: Invalid type. Expected: integer, given: string"),
         ("enginecore.replicas=-1", "enginecore.replicas: Must be greater than or equal to 0"),
         ("metrics.enabled=1", "metrics.enabled: Invalid type. Expected: boolean, given: integer"),
-        ("model.source=s3", 'model.source must be one of the following: "hub", "pvc", "image"'),
+        (
+            "model.source=s3",
+            'model.source must be one of the following: "hub", "pvc", "oci", "hostPath", "init", "image"',
+        ),
         ("model.pvc.path=/abs", "model.pvc.path: Does not match pattern"),
         ("enginecore.config.model.dtype=fp8", "enginecore.config.model.dtype must be one of"),
         ("enginecore.config.cache.memory_utilization=90", "memory_utilization: Must be less than or equal to 1"),

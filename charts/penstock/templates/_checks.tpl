@@ -2,6 +2,12 @@
 {{- define "penstock.check" -}}
 {{- include "penstock.check.frontend" . -}}
 {{- include "penstock.edge.check" . -}}
+{{- if and (eq .Values.model.source "oci") (semverCompare "<1.35.0-0" .Capabilities.KubeVersion.Version) }}
+{{- fail (printf "model.source oci needs Kubernetes 1.35 or later (volumes from images); this is %s" .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- if and .Values.serviceAccount.create .Values.serviceAccountName }}
+{{- fail "serviceAccount.create and serviceAccountName exclude each other: the pods have one account" }}
+{{- end }}
 {{- range $pool, $values := include "penstock.pools" . | fromYaml }}
 {{- include "penstock.check.pool" (dict "root" $ "component" "enginecore" "pool" $pool "values" $values) -}}
 {{- end }}
@@ -22,7 +28,7 @@
 
 {{/* One pool of engines. */}}
 {{- define "penstock.check.pool" -}}
-{{- $key := include "penstock.pool.key" . -}}
+{{- $key := include "penstock.key" . -}}
 {{- include "penstock.check.grace" (dict "key" $key "values" .values) -}}
 {{- include "penstock.check.rollingUpdate" (dict "key" $key "values" .values) -}}
 {{- include "penstock.check.gpu" (merge (dict "key" $key) .) -}}

@@ -45,12 +45,20 @@ app.kubernetes.io/part-of: penstock
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
+{{/* Of an object of $self, which may have "suffix" for its name and "annotations" of its own. */}}
 {{- define "penstock.metadata" -}}
-name: {{ include "penstock.name" . }}
+name: {{ include "penstock.name" . }}{{ .suffix }}
 labels:
   {{- include "penstock.labels" . | nindent 2 }}
+{{- with merge (deepCopy (default dict .annotations)) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "penstock.image" -}}
@@ -70,25 +78,15 @@ labels:
 
 {{/* Labels and annotations of a pod; "metricsPort" is 0 where none is served. The config's checksum is among them, so that a changed config replaces the pod. */}}
 {{- define "penstock.podMetadata" -}}
-{{- $values := .values -}}
+{{- $annotations := dict "checksum/config" (include (printf "penstock.%s.config" .component) . | sha256sum) -}}
+{{- if and .metricsPort .root.Values.metrics.scrapeAnnotations -}}
+{{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString .metricsPort) "prometheus.io/path" "/metrics") -}}
+{{- if eq (include "penstock.metricsScheme" .) "https" }}{{ $_ := set $annotations "prometheus.io/scheme" "https" }}{{ end -}}
+{{- end -}}
 labels:
-  {{- include "penstock.labels" . | nindent 2 }}
-  {{- with $values.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- mergeOverwrite (include "penstock.labels" . | fromYaml) (default dict .values.podLabels) | toYaml | nindent 2 }}
 annotations:
-  checksum/config: {{ include (printf "penstock.%s.config" .component) . | sha256sum }}
-  {{- if and .metricsPort .root.Values.metrics.scrapeAnnotations }}
-  prometheus.io/scrape: "true"
-  prometheus.io/port: {{ .metricsPort | quote }}
-  prometheus.io/path: /metrics
-  {{- if eq (include "penstock.metricsScheme" .) "https" }}
-  prometheus.io/scheme: https
-  {{- end }}
-  {{- end }}
-  {{- with $values.podAnnotations }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- mergeOverwrite (deepCopy .root.Values.commonAnnotations) $annotations (default dict .values.podAnnotations) | toYaml | nindent 2 }}
 {{- end -}}
 
 {{/* Who the pod runs as and where. Service links are off: they would put PENSTOCK_* variables into the environment, which
@@ -97,7 +95,7 @@ annotations:
 {{- $values := .values -}}
 enableServiceLinks: false
 automountServiceAccountToken: false
-{{- with .root.Values.serviceAccountName }}
+{{- with include "penstock.serviceAccountName" .root }}
 serviceAccountName: {{ . }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
@@ -128,6 +126,11 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* The account of the pods; empty: the namespace's own. */}}
+{{- define "penstock.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}{{ include "penstock.fullname" . }}{{- else -}}{{ .Values.serviceAccountName }}{{- end -}}
 {{- end -}}
 
 {{- define "penstock.topologySpread" -}}
@@ -197,22 +200,6 @@ lifecycle:
   preStop:
     sleep:
       seconds: {{ $values.preStopSleepSeconds }}
-{{- end }}
-{{- end -}}
-
-{{- define "penstock.extraEnv" -}}
-{{- $key := .component -}}
-{{- if .pool }}{{ $key = include "penstock.pool.key" . }}{{ end -}}
-{{- $own := list "HOME" "POD_IP" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" -}}
-{{- with .values.extraEnv }}
-{{- range . }}
-{{- if hasPrefix "PENSTOCK_" .name }}
-{{- fail (printf "%s.extraEnv: %s: settings of the service belong in %s.config" $key .name $key) }}
-{{- else if has .name $own }}
-{{- fail (printf "%s.extraEnv: %s is set by the chart" $key .name) }}
-{{- end }}
-{{- end }}
-{{- toYaml . }}
 {{- end }}
 {{- end -}}
 

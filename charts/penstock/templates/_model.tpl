@@ -1,13 +1,22 @@
 {{/* Where the services find the model: a directory, or a Hugging Face id. */}}
 {{- define "penstock.model.path" -}}
 {{- $model := .Values.model -}}
+{{- $mounted := "/var/lib/penstock/model" -}}
 {{- if eq $model.source "hub" -}}
 {{- required "model.hub.id is required, e.g. --set model.hub.id=OWNER/NAME; to try the chart without a GPU, install it with -f profiles/cpu-demo-values.yaml" $model.hub.id -}}
-{{- else if eq $model.source "pvc" -}}
-{{- $_ := required "model.pvc.claimName is required when model.source is pvc" $model.pvc.claimName -}}
-{{- printf "/var/lib/penstock/model/%s" (trimAll "/" $model.pvc.path) | trimSuffix "/" -}}
-{{- else -}}
+{{- else if eq $model.source "image" -}}
 {{- required "model.image.path is required when model.source is image" $model.image.path -}}
+{{- else if eq $model.source "hostPath" -}}
+{{- $_ := required "model.hostPath.path is required when model.source is hostPath" $model.hostPath.path -}}
+{{- $mounted -}}
+{{- else -}}
+{{- $needed := dict "pvc" "claimName" "oci" "reference" "init" "containers" -}}
+{{- $key := get $needed $model.source -}}
+{{- $own := get $model $model.source -}}
+{{- if not (get $own $key) -}}
+{{- fail (printf "model.%s.%s is required when model.source is %s" $model.source $key $model.source) -}}
+{{- end -}}
+{{- printf "%s/%s" $mounted (trimAll "/" $own.path) | trimSuffix "/" -}}
 {{- end -}}
 {{- end -}}
 
@@ -22,22 +31,38 @@ revision: {{ .Values.model.hub.revision | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* The root file system is read-only, so caches go to /tmp and to the cache volume. */}}
+{{/* The root file system is read-only, so that what is written has a directory here: for downloads, and for what is compiled for the
+     hardware, which is slow to make again. Takes $self. */}}
 {{- define "penstock.model.env" -}}
+{{- $model := .root.Values.model -}}
 - name: HOME
   value: /tmp
+- name: XDG_CACHE_HOME
+  value: /var/cache/penstock
 - name: HF_HOME
   value: /var/cache/penstock
-{{- if ne .Values.model.source "hub" }}
+{{- if eq .component "enginecore" }}
+- name: TORCHINDUCTOR_CACHE_DIR
+  value: /var/cache/penstock/torchinductor
+- name: TRITON_CACHE_DIR
+  value: /var/cache/penstock/triton
+- name: CUDA_CACHE_PATH
+  value: /var/cache/penstock/cuda
+{{- end }}
+{{- if ne $model.source "hub" }}
 - name: HF_HUB_OFFLINE
   value: "1"
-{{- else if .Values.model.hub.tokenSecret.name }}
+{{- else if $model.hub.tokenSecret.name }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ .Values.model.hub.tokenSecret.name }}
-      key: {{ .Values.model.hub.tokenSecret.key }}
+      name: {{ $model.hub.tokenSecret.name }}
+      key: {{ $model.hub.tokenSecret.key }}
 {{- end }}
+{{- end -}}
+
+{{- define "penstock.model.mounted" -}}
+{{- if not (has .Values.model.source (list "hub" "image")) -}}true{{- end -}}
 {{- end -}}
 
 {{- define "penstock.model.volumeMounts" -}}
@@ -45,7 +70,7 @@ revision: {{ .Values.model.hub.revision | quote }}
   mountPath: /tmp
 - name: cache
   mountPath: /var/cache/penstock
-{{- if eq .Values.model.source "pvc" }}
+{{- if include "penstock.model.mounted" . }}
 - name: model
   mountPath: /var/lib/penstock/model
   readOnly: true
@@ -55,10 +80,30 @@ revision: {{ .Values.model.hub.revision | quote }}
 {{- define "penstock.model.volumes" -}}
 - name: tmp
   emptyDir: {}
-{{- if eq .Values.model.source "pvc" }}
+{{- with .Values.model }}
+{{- if include "penstock.model.mounted" $ }}
 - name: model
+  {{- if eq .source "pvc" }}
   persistentVolumeClaim:
-    claimName: {{ .Values.model.pvc.claimName }}
+    claimName: {{ .pvc.claimName }}
     readOnly: true
+  {{- else if eq .source "oci" }}
+  image:
+    reference: {{ .oci.reference | quote }}
+    pullPolicy: {{ .oci.pullPolicy }}
+  {{- else if eq .source "hostPath" }}
+  hostPath:
+    path: {{ .hostPath.path | quote }}
+    type: Directory
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether an engine's pod downloads the model to its own node. Takes $self. */}}
+{{- define "penstock.model.downloaded" -}}
+{{- $source := .root.Values.model.source -}}
+{{- if or (eq $source "init") (and (eq $source "hub") (not .values.modelCache.claimName)) -}}true{{- end -}}
 {{- end -}}

@@ -33,10 +33,3 @@ def test_metrics_have_a_port_where_they_are_served():
     ports = [port["name"] for port in release(HUB).container("enginecore")["ports"]]
     assert ports == ["grpc", "metrics"]
     assert [port["name"] for port in release(BARE).container("enginecore")["ports"]] == ["grpc"]
-
-
-def test_downloads_have_the_room_that_the_values_give_them():
-    assert release(HUB, "enginecore.modelCache.sizeLimit=7Gi").volumes("enginecore")["cache"]["emptyDir"] == {
-        "sizeLimit": "7Gi"
-    }
-    assert "emptyDir" not in release(AUTOSCALED).volumes("enginecore")["cache"]

@@ -21,8 +21,8 @@ devices:
         {{- end }}
 {{- end -}}
 
-{{- define "penstock.gpu.claimTemplate" -}}
-{{ include "penstock.name" . }}-{{ include "penstock.gpu.claim" . | sha256sum | trunc 8 }}
+{{- define "penstock.gpu.claimSuffix" -}}
+-{{ include "penstock.gpu.claim" . | sha256sum | trunc 8 }}
 {{- end -}}
 
 {{/* Nodes with GPUs are tainted by the resource's name, slices of a GPU (MIG) with that of whole ones. A toleration of the values' own of

@@ -19,7 +19,8 @@
 {{- toYaml $pools -}}
 {{- end -}}
 
-{{/* What a pool is called in messages about its values. Takes pool and root. */}}
-{{- define "penstock.pool.key" -}}
-{{- if .root.Values.enginecore.pools -}}enginecore.pools.{{ .pool }}{{- else -}}enginecore{{- end -}}
+{{/* What the values of a component, or of a pool, are called in messages about them. Takes $self. */}}
+{{- define "penstock.key" -}}
+{{- .component -}}
+{{- if and .pool .root.Values.enginecore.pools -}}.pools.{{ .pool }}{{- end -}}
 {{- end -}}

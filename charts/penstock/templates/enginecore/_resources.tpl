@@ -1,4 +1,5 @@
-{{/* The container's resources with its GPUs, which must be in the requests as in the limits, or are claimed. Takes $self. */}}
+{{/* The container's resources with its GPUs, which must be in the requests as in the limits, or are claimed, and with room on the node for a model
+     that is downloaded there. Takes $self. */}}
 {{- define "penstock.enginecore.resources" -}}
 {{- $resources := deepCopy (default dict .values.resources) -}}
 {{- if include "penstock.gpu.claimed" . -}}
@@ -8,6 +9,9 @@
 {{- range list "requests" "limits" -}}
 {{- $_ := set $resources . (merge (deepCopy $gpus) (get $resources . | default dict)) -}}
 {{- end -}}
+{{- end -}}
+{{- if and .values.modelCache.size (include "penstock.model.downloaded" .) -}}
+{{- $_ := set $resources "requests" (merge (get $resources "requests" | default dict) (dict "ephemeral-storage" .values.modelCache.size)) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
