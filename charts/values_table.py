@@ -21,7 +21,9 @@ def resolve(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """``part``, or the definition of ``schema`` that it refers to."""
     if "$ref" not in part:
         return part
-    definition: dict[str, Any] = schema["definitions"][part["$ref"].rsplit("/", 1)[-1]]
+    definition = schema
+    for key in part["$ref"].removeprefix("#/").split("/"):
+        definition = definition[key]
     return definition
 
 

@@ -64,9 +64,10 @@ def test_every_service_is_alive_whether_or_not_it_accepts_requests(component: st
 
 
 @pytest.mark.parametrize("component", DRAINING)
-def test_loading_a_model_may_take_as_long_as_the_startup_probe_allows(component: str):
+def test_a_rollout_waits_for_an_engine_that_drains_and_for_one_that_loads(component: str):
     settings = ("enginecore.probes.startup.periodSeconds=10", "enginecore.probes.startup.failureThreshold=720")
-    assert release(HUB, *settings).one("Deployment", component)["spec"]["progressDeadlineSeconds"] > 7200
+    settings = (*settings, "enginecore.terminationGracePeriodSeconds=600")
+    assert release(HUB, *settings).one("Deployment", component)["spec"]["progressDeadlineSeconds"] > 7200 + 600
 
 
 @pytest.mark.parametrize("component", SERVICES)

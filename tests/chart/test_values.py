@@ -81,6 +81,34 @@ def test_every_object_is_closed_or_is_one_of_kubernetes():
             assert part["additionalProperties"] is False, path
 
 
+def places(schema: dict, part: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where the schema has an object of its own keys, with a pool called ``a``."""
+    part = values_table.resolve(schema, part)
+    if part.get("properties"):
+        yield path
+    for key, child in part.get("properties", {}).items():
+        if key == "pools":
+            yield from places(schema, child["additionalProperties"], (*path, key, "a"))
+        else:
+            yield from places(schema, child, (*path, key))
+
+
+def test_a_typo_is_refused_in_every_place():
+    schema = read_schema()
+    checked = jsonschema.Draft7Validator(schema)
+    found = list(places(schema, schema))
+    assert ("enginecore", "pools", "a", "probes", "startup") in found
+    assert ("enginecore", "pools", "a", "config", "scheduler") in found
+    for path in found:
+        values = values_table.default_values()
+        here = values
+        for key in path:
+            here = here.setdefault(key, {})
+        assert checked.is_valid(values), path
+        here["tpyo"] = 1
+        assert not checked.is_valid(values), path
+
+
 def test_every_default_has_a_place_in_the_schema_and_every_plain_value_a_default():
     schema, values = read_schema(), yaml.safe_load((lint.CHART / "values.yaml").read_text())
     for path in values_table.leaves(schema, schema):

@@ -182,12 +182,12 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Seconds before a rollout counts as stuck: engines may take all of their start-up time, and no frontend is ready before
-     an engine is. Takes those values of which it is. */}}
+{{/* Seconds before a rollout counts as stuck: an engine may wait for the GPU of one that drains, and take all of its start-up time, and
+     no frontend is ready before an engine is. Takes the values of all engines that are waited for. */}}
 {{- define "penstock.progressDeadlineSeconds" -}}
 {{- $seconds := 0 -}}
 {{- range . -}}
-{{- $seconds = max $seconds (add (mul .probes.startup.periodSeconds .probes.startup.failureThreshold) 300) -}}
+{{- $seconds = max $seconds (add .terminationGracePeriodSeconds (mul .probes.startup.periodSeconds .probes.startup.failureThreshold) 300) -}}
 {{- end -}}
 {{- $seconds -}}
 {{- end -}}

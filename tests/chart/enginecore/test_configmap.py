@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock_enginecore.config import EngineCoreConfig
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, load, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POOLS, load, release
 
 
 def test_values_reach_the_engine(tmp_path: Path):
@@ -18,6 +18,13 @@ def test_values_reach_the_engine(tmp_path: Path):
     assert config.engine_id == "from-the-cluster"
     assert config.coordinator.advertise == "$(POD_IP)"  # the port is the server's
     assert config.log.format == "json"
+
+
+def test_engines_know_their_pool(tmp_path: Path):
+    for component, pool in (("enginecore", "default"), ("enginecore-spot", "spot")):
+        config = load(release(POOLS), component, tmp_path)
+        assert isinstance(config, EngineCoreConfig)
+        assert config.pool == pool == release(POOLS).pod(component)["metadata"]["labels"]["penstock.io/pool"]
 
 
 def test_the_demo_is_small(tmp_path: Path):

@@ -92,7 +92,7 @@ def test_frontends_wait_for_the_slowest_pool():
     deadlines = {
         c: release(POOLS).one("Deployment", c)["spec"]["progressDeadlineSeconds"] for c in (*ENGINES, "frontend")
     }
-    assert deadlines == {"enginecore": 900, "enginecore-spot": 900, "enginecore-h200": 4800, "frontend": 4800}
+    assert deadlines == {"enginecore": 1080, "enginecore-spot": 1080, "enginecore-h200": 4980, "frontend": 4980}
 
 
 @pytest.mark.parametrize(

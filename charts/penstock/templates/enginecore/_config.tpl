@@ -7,10 +7,12 @@
      Takes $self. */}}
 {{- define "penstock.enginecore.config" -}}
 {{- $values := .values -}}
+{{- $pool := .pool -}}
 {{- $model := include "penstock.model.config" .root | fromYaml -}}
 {{- $_ := set $model "device" (include "penstock.enginecore.device" .) -}}
 {{- with .root -}}
 {{- $own := dict
+      "pool" $pool
       "model" $model
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
       "server" (merge (dict "host" "::" "port" 50052) (include "penstock.tls.server" $ | fromYaml))
