@@ -24,11 +24,20 @@ _NEEDS = re.compile(r"# Needs Kubernetes (1\.\d+)")
 FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io")
 """API groups that other projects define: no version of Kubernetes has schemas of theirs."""
 
-_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 
 class ChartError(Exception):
     """The chart, or a value set, is wrong. The message is helm's or the validator's."""
+
+
+class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that stands twice: the last one would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise ChartError(f"a manifest has {', '.join(sorted(twice))} twice in one place")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def value_sets() -> list[Path]:

@@ -6,7 +6,7 @@ from penstock.coordinator.v1 import service_pb2 as coordinator_api
 from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
 from penstock_common.rpc.server import LIVENESS, STARTUP
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, FETCHED, HUB, SERVICES, release
+from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, EXPOSED, FETCHED, HUB, SERVICES, release
 
 DRAINING = ("frontend", "enginecore")
 API = {
@@ -128,8 +128,10 @@ def test_a_fixed_user_can_be_left_to_the_cluster():
     }
 
 
-def test_common_labels_and_annotations_are_on_every_object_and_pod():
-    rendered = release(FETCHED)
+@pytest.mark.parametrize("name", [FETCHED, EXPOSED, AUTOSCALED, CLAIMED])
+def test_common_labels_and_annotations_are_on_every_object_and_pod(name: str):
+    common = (r"commonLabels.example\.com/team=llm", r"commonAnnotations.example\.com/contact=llm@example.com")
+    rendered = release(name, *common)
     pods = [deployment["spec"]["template"] for deployment in rendered.all("Deployment")]
     for part in (*rendered.manifests, *pods):
         assert part["metadata"]["labels"]["example.com/team"] == "llm", part
@@ -145,8 +147,8 @@ def test_what_is_said_of_one_component_stands_above_what_is_said_of_all():
 
 
 def test_nothing_is_added_to_objects_that_nobody_asked_for():
-    rendered = release(HUB)
-    assert not [m["metadata"]["name"] for m in rendered.manifests if "annotations" in m["metadata"]]
+    annotations = {key for m in release(HUB).manifests for key in m["metadata"].get("annotations", {})}
+    assert not [key for key in annotations if not key.startswith("helm.sh/hook")]
 
 
 def test_labels_of_ones_own_select_nothing():

@@ -44,6 +44,15 @@ def test_a_wrong_field_in_a_manifest_is_found():
         lint.validate(service, lint.KUBE_VERSIONS[0])
 
 
+def test_a_key_that_stands_twice_is_found(tmp_path: Path):
+    template = tmp_path / "templates" / "twice.yaml"
+    template.parent.mkdir()
+    template.write_text("kind: Twice\nmetadata:\n  name: a\n  name: b\n")
+    (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: twice\nversion: 0.1.0\n")
+    with pytest.raises(lint.ChartError, match="a manifest has name twice in one place"):
+        lint.render(chart=tmp_path)
+
+
 @every_value_set
 def test_services_select_the_pods_of_their_component_or_pool_alone(name: str):
     rendered = release(name)

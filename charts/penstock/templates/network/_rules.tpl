@@ -40,7 +40,7 @@ policyTypes:
 
 {{/* Where models and tokenizers are downloaded from. */}}
 {{- define "penstock.network.hub" -}}
-{{- if eq .Values.model.source "hub" -}}
+{{- if has .Values.model.source (list "hub" "init") -}}
 {{- with .Values.networkPolicy.hub -}}
 - ports:
     {{- include "penstock.network.ports" (list .port) | nindent 4 }}
