@@ -7,7 +7,7 @@ import uuid
 
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import get_logger
-from penstock_common.observability.metrics import count_tasks
+from penstock_common.observability.metrics import count_tasks, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.liveness import Liveness
@@ -67,6 +67,9 @@ class Frontend:
         self._servers = Servers(
             config, assembly, kv_events=kv_events, coordinator=self._coordinator, tracer=self._tracer
         )
+        if self._coordinator is not None:
+            coordinator = self._coordinator
+            tell_connected(self._metrics.registry, lambda: coordinator.connected)
         self._coordinator_task: asyncio.Task[None] | None = None
         self._living: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None

@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import platform
 import threading
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
@@ -23,6 +24,12 @@ def service_registry(service: str) -> CollectorRegistry:
     threads = Gauge("penstock:threads", "Threads that Python knows of", registry=registry)
     threads.set_function(threading.active_count)
     return registry
+
+
+def tell_connected(registry: CollectorRegistry, connected: Callable[[], bool]) -> None:
+    """Also tell whether the coordinator is there, as ``connected`` says when it is asked, which may be on another thread."""
+    gauge = Gauge("penstock:coordinator_connected", "1 while the coordinator is there", registry=registry)
+    gauge.set_function(connected)
 
 
 def count_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:

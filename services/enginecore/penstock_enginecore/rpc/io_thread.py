@@ -12,7 +12,7 @@ from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.addresses import with_default_port, with_port
 from penstock_common.config.sections import PeersConfig
 from penstock_common.observability.logging import get_logger
-from penstock_common.observability.metrics import count_tasks, service_registry
+from penstock_common.observability.metrics import count_tasks, service_registry, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
@@ -110,8 +110,9 @@ class IoThread:
         await self._server.set_serving(True)
         self._tasks.append(asyncio.create_task(self._watch(busy_loop)))
         if self._config.coordinator.address:
-            self._coordinator = self._coordinator_client(busy_loop, ready)
-            self._tasks.append(asyncio.create_task(self._coordinator.run()))
+            self._coordinator = coordinator = self._coordinator_client(busy_loop, ready)
+            tell_connected(self.registry, lambda: coordinator.connected)
+            self._tasks.append(asyncio.create_task(coordinator.run()))
 
     def _coordinator_client(self, busy_loop: BusyLoop, ready: EngineReady) -> CoordinatorClient:
         config = self._config.coordinator

@@ -5,7 +5,7 @@ import threading
 
 from prometheus_client import CollectorRegistry
 
-from penstock_common.observability.metrics import count_tasks, service_registry
+from penstock_common.observability.metrics import count_tasks, service_registry, tell_connected
 
 
 async def test_tasks_of_the_loop_are_counted_from_any_thread_and_leave_the_count_when_they_end() -> None:
@@ -36,3 +36,11 @@ def test_threads_are_counted() -> None:
     end.set()
     thread.join()
     assert registry.get_sample_value("penstock:threads") == before
+
+
+def test_whether_the_coordinator_is_there_is_told_as_it_is_when_asked() -> None:
+    registry, there = CollectorRegistry(), [False]
+    tell_connected(registry, lambda: there[0])
+    assert registry.get_sample_value("penstock:coordinator_connected") == 0
+    there[0] = True
+    assert registry.get_sample_value("penstock:coordinator_connected") == 1
