@@ -140,6 +140,10 @@ typecheck: setup ## mypy strict
 settings: setup ## Write docs/settings.md and the chart's schema and README anew, after a change of a setting
 	@$(BIN)/python -m charts.settings
 
+.PHONY: dashboard
+dashboard: setup ## Write the chart's dashboard anew, after a change of its panels
+	@$(BIN)/python -m charts.monitoring.dashboard
+
 .PHONY: chart-lint
 chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
 	@$(BIN)/python charts/lint.py

@@ -21,7 +21,7 @@ KUBE_VERSIONS = ("1.30", "1.33", "1.36", "1.37")
 
 _NEEDS = re.compile(r"# Needs Kubernetes (1\.\d+)")
 
-FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io")
+FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io", "monitoring.coreos.com")
 """API groups that other projects define: no version of Kubernetes has schemas of theirs."""
 
 

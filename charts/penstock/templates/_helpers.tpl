@@ -79,7 +79,7 @@ annotations:
 {{/* Labels and annotations of a pod; "metricsPort" is 0 where none is served. The config's checksum is among them, so that a changed config replaces the pod. */}}
 {{- define "penstock.podMetadata" -}}
 {{- $annotations := dict "checksum/config" (include (printf "penstock.%s.config" .component) . | sha256sum) -}}
-{{- if and .metricsPort .root.Values.metrics.scrapeAnnotations -}}
+{{- if and .metricsPort .root.Values.metrics.scrapeAnnotations (not .root.Values.metrics.podMonitor.enabled) -}}
 {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString .metricsPort) "prometheus.io/path" "/metrics") -}}
 {{- if eq (include "penstock.metricsScheme" .) "https" }}{{ $_ := set $annotations "prometheus.io/scheme" "https" }}{{ end -}}
 {{- end -}}

@@ -1,0 +1,271 @@
+"""What the dashboard shows, row by row, for who is on call: from what clients notice to what causes it."""
+
+import msgspec
+
+_RELEASE = 'namespace="$namespace",release="$release"'
+_ENGINES = f'{_RELEASE},component="enginecore",pool=~"$pool"'
+_POOLS = f'{_RELEASE},pool=~"$pool"'
+"""Of what the coordinator says of pools."""
+_OVER = "[$__rate_interval]"
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """A graph. ``queries``: PromQL by the name of its lines, in Grafana's ``{{label}}`` notation. ``unit``: one of Grafana's."""
+
+    title: str
+    unit: str
+    description: str
+    queries: dict[str, str]
+    stacked: bool = False
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Panels side by side under a title."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _quantiles(histogram: str) -> dict[str, str]:
+    buckets = f"sum by (le) (rate({histogram}_bucket{{{_RELEASE}}}{_OVER}))"
+    return {f"p{share * 100:.0f}": f"histogram_quantile({share}, {buckets})" for share in (0.5, 0.95, 0.99)}
+
+
+def _rate(counter: str, labels: str = _RELEASE, by: str = "") -> str:
+    return f"sum {f'by ({by}) ' if by else ''}(rate({counter}{{{labels}}}{_OVER}))"
+
+
+def _of_pools(gauge: str, how: str = "avg") -> str:
+    return f"{how} by (pool) ({gauge}{{{_ENGINES}}})"
+
+
+TRAFFIC = Row(
+    "Traffic",
+    (
+        Panel(
+            "Requests",
+            "reqps",
+            "Requests that ended normally, by the reason why they ended.",
+            {"{{finished_reason}}": _rate("vllm:request_success_total", by="finished_reason")},
+            stacked=True,
+        ),
+        Panel(
+            "Tokens",
+            "short",
+            "Tokens per second: of prompts, of them those found in the prefix cache, and of outputs.",
+            {
+                "prompts": _rate("vllm:prompt_tokens_total"),
+                "from the cache": _rate("vllm:prefix_cache_hits_total", _ENGINES),
+                "outputs": _rate("vllm:generation_tokens_total"),
+            },
+        ),
+        Panel(
+            "In flight",
+            "short",
+            "Calls that frontends serve at once, and requests that they hold because no engine takes them.",
+            {
+                "{{pod}}": f"penstock:requests_in_flight{{{_RELEASE}}}",
+                "held by {{pod}}": f"penstock:requests_held{{{_RELEASE}}}",
+            },
+        ),
+    ),
+)
+
+LATENCY = Row(
+    "Latency",
+    (
+        Panel(
+            "To the first token",
+            "s",
+            "From arrival to the first token.",
+            _quantiles("vllm:time_to_first_token_seconds"),
+        ),
+        Panel(
+            "Between tokens",
+            "s",
+            "From one output of a sequence to the next.",
+            _quantiles("vllm:inter_token_latency_seconds"),
+        ),
+        Panel(
+            "In the queue",
+            "s",
+            "From the engine's queue until first scheduled: grows when engines are full.",
+            _quantiles("vllm:request_queue_time_seconds"),
+        ),
+        Panel(
+            "Whole requests",
+            "s",
+            "From arrival to the last token.",
+            _quantiles("vllm:e2e_request_latency_seconds"),
+        ),
+    ),
+)
+
+ERRORS = Row(
+    "Errors",
+    (
+        Panel(
+            "Failed",
+            "reqps",
+            "Calls that failed. UNAVAILABLE and INTERNAL are ours, RESOURCE_EXHAUSTED is too much load, the rest the clients'.",
+            {"{{code}}": _rate("penstock:requests_failed_total", by="code")},
+            stacked=True,
+        ),
+        Panel(
+            "Refused",
+            "reqps",
+            "Requests that were not accepted, by reason.",
+            {"{{reason}}": _rate("penstock:requests_refused_total", by="reason")},
+            stacked=True,
+        ),
+        Panel(
+            "Moved and NaN",
+            "short",
+            "Sequences that left their engine and went on on another one; logits that were NaN. Per second.",
+            {
+                "moved": _rate("penstock:requests_moved_total"),
+                "NaN of {{pod}}": _rate("penstock:nan_logits_total", _ENGINES, by="pod"),
+            },
+        ),
+    ),
+)
+
+ENGINES = Row(
+    "Engines",
+    (
+        Panel(
+            "Load",
+            "percentunit",
+            "Requests running and waiting over the slots of the pool's engines: above 1 there is a queue.",
+            {"{{pool}}": _of_pools("penstock:load"), "fullest of {{pool}}": _of_pools("penstock:load", "max")},
+        ),
+        Panel(
+            "KV cache",
+            "percentunit",
+            "Used fraction. Near 1, requests wait or are preempted.",
+            {
+                "{{pool}}": _of_pools("vllm:kv_cache_usage_perc"),
+                "fullest of {{pool}}": _of_pools("vllm:kv_cache_usage_perc", "max"),
+            },
+        ),
+        Panel(
+            "Running and waiting",
+            "short",
+            "Requests with KV blocks, and those in the engines' queues.",
+            {
+                "running in {{pool}}": _of_pools("vllm:num_requests_running", "sum"),
+                "waiting in {{pool}}": _of_pools("vllm:num_requests_waiting", "sum"),
+            },
+        ),
+        Panel(
+            "Steps",
+            "short",
+            "Steps per second. 0 while requests run: the engine is stuck.",
+            {"{{pod}}": _rate("penstock:engine_steps_total", _ENGINES, by="pod")},
+        ),
+        Panel(
+            "Tokens of a step",
+            "short",
+            "Tokens computed by a step, on average.",
+            {
+                "{{pool}}": f"{_rate('vllm:iteration_tokens_total_sum', _ENGINES, by='pool')}"
+                f" / {_rate('vllm:iteration_tokens_total_count', _ENGINES, by='pool')}"
+            },
+        ),
+        Panel(
+            "Preemptions",
+            "short",
+            "Requests per second that lost their KV blocks to another: work that is done again.",
+            {"{{pool}}": _rate("vllm:num_preemptions_total", _ENGINES, by="pool")},
+        ),
+    ),
+)
+
+COORDINATOR = Row(
+    "Coordinator",
+    (
+        Panel(
+            "Engines by state",
+            "short",
+            "What the coordinator knows of engines. Only those that serve get new requests.",
+            {"{{state}}": f"sum by (state) (penstock_coordinator_engines{{{_RELEASE}}})"},
+            stacked=True,
+        ),
+        Panel(
+            "Connected",
+            "short",
+            "Frontends that the coordinator has a stream with, frontends that run, and pods without a connection to it.",
+            {
+                "frontends connected": f"sum(penstock_coordinator_frontends{{{_RELEASE}}})",
+                "frontends running": f'sum(up{{{_RELEASE},component="frontend"}})',
+                "without a coordinator": f"count(penstock:coordinator_connected{{{_RELEASE}}} == 0) or vector(0)",
+            },
+        ),
+        Panel(
+            "Variants and versions",
+            "short",
+            "More than one: engines compute differently, or releases are mixed, as in a rollout.",
+            {
+                "variants": f"max(penstock:engine_variants{{{_RELEASE}}})",
+                "versions": f"count(count by (version) (penstock:build_info{{{_RELEASE}}}))",
+            },
+        ),
+    ),
+)
+
+AUTOSCALING = Row(
+    "Autoscaling",
+    (
+        Panel(
+            "Engines wanted",
+            "short",
+            "Engines that a pool has, and those with which it is as loaded as it shall be. More wanted than there are:"
+            " nothing scales, or it is at its maximum, or pods wait for a GPU.",
+            {
+                "{{pool}} has": f"penstock_coordinator_pool_engines{{{_POOLS}}}",
+                "{{pool}} wants": f"penstock_coordinator_pool_wanted_replicas{{{_POOLS}}}",
+            },
+        ),
+        Panel(
+            "What they are wanted for",
+            "short",
+            "Load, with what frontends hold, and KV usage, each in engines.",
+            {
+                "load of {{pool}}": f"penstock_coordinator_pool_load{{{_POOLS}}}",
+                "KV cache of {{pool}}": f"penstock_coordinator_pool_kv_cache_usage{{{_POOLS}}}",
+            },
+        ),
+        Panel(
+            "Held",
+            "short",
+            "Requests that frontends hold, as the coordinator has heard: what wakes engines where there are none.",
+            {"held": f"sum(penstock_coordinator_held_requests{{{_RELEASE}}})"},
+        ),
+    ),
+)
+
+PROCESSES = Row(
+    "Processes",
+    (
+        Panel(
+            "CPU",
+            "short",
+            "Cores in use. A frontend uses one at most for its event loop.",
+            {"{{pod}}": _rate("process_cpu_seconds_total", by="pod")},
+        ),
+        Panel(
+            "Memory",
+            "bytes",
+            "Resident set.",
+            {"{{pod}}": f"sum by (pod) (process_resident_memory_bytes{{{_RELEASE}}})"},
+        ),
+        Panel(
+            "Starts",
+            "short",
+            "Starts within an hour: engines that end and come back.",
+            {"{{pod}}": f"sum by (pod) (changes(process_start_time_seconds{{{_RELEASE}}}[1h]))"},
+        ),
+    ),
+)
+
+ROWS = (TRAFFIC, LATENCY, ERRORS, ENGINES, COORDINATOR, AUTOSCALING, PROCESSES)

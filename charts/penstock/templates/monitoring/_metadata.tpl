@@ -1,0 +1,11 @@
+{{/* Metadata of an object of monitoring, whose values have labels and perhaps annotations. Takes $self with the object's "name" and these
+     "values". */}}
+{{- define "penstock.monitoring.metadata" -}}
+name: {{ .name }}
+labels:
+  {{- merge (include "penstock.labels" . | fromYaml) .values.labels | toYaml | nindent 2 }}
+{{- with merge (deepCopy (default dict .values.annotations)) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
