@@ -144,6 +144,10 @@ settings: setup ## Write docs/settings.md and the chart's schema and README anew
 dashboard: setup ## Write the chart's dashboard anew, after a change of its panels
 	@$(BIN)/python -m charts.monitoring.dashboard
 
+.PHONY: rules-test
+rules-test: setup ## The chart's alerts on series, and with faults that are made, by a real Prometheus (make cluster-tools)
+	@$(PYTEST) tests/monitoring -q
+
 .PHONY: chart-lint
 chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
 	@$(BIN)/python charts/lint.py

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -36,6 +37,8 @@ class Service:
         if metrics_flag:
             self.metrics_port = named[metrics_flag] = free_port()
         self._arguments = [f"--{key}={value}" for key, value in named.items()]
+        self.environment: dict[str, str] = {}
+        """Variables on top of the test's own, for the next start."""
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
         self._process: asyncio.subprocess.Process | None = None
@@ -68,7 +71,13 @@ class Service:
         """Start the process and return at once."""
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self.module, *self._arguments, stdout=output, stderr=output
+                sys.executable,
+                "-m",
+                self.module,
+                *self._arguments,
+                stdout=output,
+                stderr=output,
+                env=os.environ | self.environment,
             )
         return self
 

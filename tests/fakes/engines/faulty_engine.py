@@ -1,0 +1,81 @@
+"""``python -m tests.fakes.engines.faulty_engine --config ...``: an engine process that is real but for its executor, and goes
+wrong on demand. It needs no torch.
+
+``FAULTY_ENGINE`` in the environment names a file with ``Faults`` as JSON, which is read at every step. ``FAULTY_VERSION``, if it
+is set, is the version that the process says it is of.
+"""
+
+import os
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from penstock_common.config.command_line import from_command_line
+from penstock_common.observability import metrics
+from penstock_enginecore.app import run
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from tests.fakes.engines.fake_executor import FakeExecutor
+from tests.fakes.models.small_tokenizers import byte_level
+
+MAX_LEN = 1024
+KV_CACHE_MEMORY = 2**15
+"""Bytes: 64 blocks of 16 tokens, fewer than four of the longest sequences need."""
+
+
+class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``hold``: the step does not end before this is reset. ``nan``: the logits of every row are NaN. ``step_seconds``: how long
+    a step takes.
+    """
+
+    hold: bool = False
+    nan: bool = False
+    step_seconds: float = 0.01
+
+
+class FaultyExecutor(FakeExecutor):
+    """Known tokens, at the pace and with the faults that the file tells of."""
+
+    def __init__(self, config: EngineCoreConfig, file: Path) -> None:
+        super().__init__(
+            vocab_size=byte_level().get_vocab_size(),
+            model_max_len=MAX_LEN,
+            block_size=config.cache.block_size,
+            available_memory=KV_CACHE_MEMORY,
+            check_kv=False,
+        )
+        self._file = file
+
+    @property
+    def faults(self) -> Faults:
+        """What the file says now."""
+        return msgspec.json.decode(self._file.read_bytes(), type=Faults)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        while self.faults.hold:
+            time.sleep(0.05)
+        time.sleep(self.faults.step_seconds)
+        super().execute_model(scheduler_output)
+        self.steps.clear()
+
+    def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
+        future = super().sample_tokens(grammar)
+        if self.faults.nan:
+            result = future.result()
+            result.num_nans_in_logits = dict.fromkeys(result.request_ids, 1)
+        return future
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    if version := os.environ.get("FAULTY_VERSION"):
+        metrics.service_version = lambda: version
+    config = from_command_line(EngineCoreConfig, prog="faulty-engine", description=__doc__ or "")
+    run(config, lambda config: FaultyExecutor(config, Path(os.environ["FAULTY_ENGINE"])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Every metric and label that the chart's rules, its dashboard and the pages name is one that running services serve."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.fakes.frontends.frontend_server import collect, failure
+from tests.fakes.systems.small_system import System, started
+
+queries = pytest.importorskip(
+    "tests.monitoring.queries", reason="promql-parser is not installed: make setup installs it", exc_type=ImportError
+)
+OF_PROMETHEUS = {"up": frozenset()}
+"""What Prometheus itself says of what it scrapes."""
+
+
+def served(registries: Iterable[CollectorRegistry]) -> dict[str, set[str]]:
+    """The labels that each metric has in some series."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for registry in registries:
+        for family in registry.collect():
+            for sample in family.samples:
+                found[sample.name] |= sample.labels.keys()
+    return found
+
+
+def problems(named: dict[str, str], there: dict[str, set[str]]) -> list[str]:
+    """What the queries name and nobody serves."""
+    found = []
+    for name, query in named.items():
+        uses = list(queries.uses(query))
+        metrics = [use.metric for use in uses if use.metric]
+        found += [f"{name}: nobody serves {metric}" for metric in metrics if metric not in there]
+        anywhere = set().union(*(there.get(metric, set()) for metric in metrics))
+        for metric, labels in uses:
+            known = (there.get(metric, set()) if metric else anywhere) | queries.TARGET_LABELS
+            found += [f"{name}: {metric or 'no metric'} has the label {label}" for label in labels - known]
+    return found
+
+
+async def used(system: System) -> None:
+    """Everything that is counted only once it happens: a request that ends, one that fails, one that is not accepted."""
+    await collect(system.generate())
+    await failure(system.generate(model="other"))
+    await system.frontend.frontend._llm.drain(0)
+    await failure(system.generate())
+
+
+@pytest.mark.parametrize("source", ["rules", "dashboard", "pages"])
+async def test_what_queries_name_is_served(model: Path, source: str) -> None:
+    named = {"rules": queries.of_rules, "dashboard": queries.of_dashboard, "pages": queries.of_pages}[source]()
+    async with started(model) as system:
+        await used(system)
+        there = served(registry for _, registry in system._registries)
+    there |= {metric: set(labels) for metric, labels in OF_PROMETHEUS.items()}
+    assert len(named) > 3
+    assert problems(named, there) == []
+
+
+def test_a_name_that_nobody_serves_is_found() -> None:
+    there = {"up": {"job"}, "some:metric": {"engine"}}
+    wrong = {
+        "a": 'sum by (engin) (some:metric{job="x"})',
+        "b": "rate(some_metric[5m])",
+        "c": 'up{job="x",pod="y"} == 1',
+    }
+    assert problems(wrong, there) == [
+        "a: some:metric has the label job",
+        "a: no metric has the label engin",
+        "b: nobody serves some_metric",
+    ]

@@ -1,0 +1,153 @@
+"""A small release as processes on this machine, scraped by a Prometheus: coordinator, engines that go wrong, frontend."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tests.fakes.engines.faulty_engine import Faults
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import Service
+from tests.monitoring import queries
+from tests.monitoring.prometheus import Prometheus, hurried
+
+ENGINES = 2
+SLOTS = 4
+"""Requests that an engine runs at once."""
+WAIT = 3
+"""Seconds that a request waits for an engine."""
+LIMIT = 40
+"""Requests that the frontend has at once."""
+THRESHOLDS = {"firstTokenSeconds": 5, "interTokenSeconds": 1.5}
+"""Above what a busy machine needs without a fault."""
+
+
+class Engine(Service):
+    """A process with a real engine over a fake executor."""
+
+    def __init__(self, number: int, model: Path, coordinator: str, faults: Path) -> None:
+        super().__init__(
+            "tests.fakes.engines.faulty_engine",
+            metrics_flag="metrics.port",
+            model__path=model,
+            model__served_model_name="demo",
+            engine_id=f"engine-{number}",
+            coordinator__address=coordinator,
+            metrics__host="127.0.0.1",
+            scheduler__max_num_seqs=SLOTS,
+            wedged_after=2,
+        )
+        self.add_flag("coordinator.advertise", self.address)
+        self._faults = faults / f"{number}.json"
+        self.environment["FAULTY_ENGINE"] = str(self._faults)
+        self.set()
+
+    def set(self, **faults: Any) -> None:
+        """From the next step on, these faults and no others."""
+        fresh = self._faults.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(Faults(**faults)))
+        fresh.replace(self._faults)
+
+
+class System:
+    """``async with System(model, folder)``: everything serves and is scraped when the block begins."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.coordinator = Service(
+            "penstock_coordinator", lease_seconds=1, restart_grace=1, metrics_flag="metrics.port"
+        )
+        self.engines = [Engine(number, model, self.coordinator.address, folder) for number in range(ENGINES)]
+        self.frontend = Service(
+            "penstock_frontend",
+            metrics_flag="http.port",
+            model__path=model,
+            model__served_model_name="demo",
+            frontend_id="frontend-0",
+            coordinator__address=self.coordinator.address,
+            admin__port=0,
+            http__host="127.0.0.1",
+            http__engine_metrics="false",
+            engine_wait_timeout=WAIT,
+            limits__max_requests=LIMIT,
+        )
+        rules = hurried(queries.rules(**THRESHOLDS))
+        self.prometheus = Prometheus(dict(self._targets()), rules)
+
+    @property
+    def services(self) -> list[Service]:
+        return [self.coordinator, *self.engines, self.frontend]
+
+    def _targets(self) -> list[tuple[str, dict[str, str]]]:
+        """Addresses of ``/metrics`` with the labels that the chart's PodMonitors give."""
+        of_release = {"namespace": queries.NAMESPACE, "release": queries.RELEASE}
+        labelled = [
+            (self.coordinator, {"pod": "coordinator-0", "component": "coordinator"}),
+            (self.frontend, {"pod": "frontend-0", "component": "frontend"}),
+        ]
+        labelled += [
+            (engine, {"pod": f"engine-{number}", "component": "enginecore", "pool": "default"})
+            for number, engine in enumerate(self.engines)
+        ]
+        return [(f"127.0.0.1:{service.metrics_port}", of_release | labels) for service, labels in labelled]
+
+    async def __aenter__(self) -> "System":
+        async with contextlib.AsyncExitStack() as stack:
+            for service in self.services:
+                await stack.enter_async_context(service)
+            await asyncio.gather(*(service.serving() for service in self.services))
+            self._client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.frontend.metrics_port}", timeout=PATIENCE)
+            )
+            await stack.enter_async_context(self.prometheus)
+            self._stack = stack.pop_all()
+        await self.until_whole()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        for engine in self.engines:
+            engine.set()
+        await self._stack.__aexit__(*error)
+
+    async def until_whole(self) -> None:
+        """Wait until every service runs, is scraped, and the engines serve."""
+        whole = f'sum(up) == {len(self.services)} and on () sum(penstock_coordinator_engines{{state="serving"}}) == {ENGINES}'
+        async with asyncio.timeout(PATIENCE):
+            while not await self.prometheus.query(whole):
+                await asyncio.sleep(0.2)
+
+    async def ask(self, max_tokens: int = 8, prompt: str = "hello") -> int:
+        """One request; the HTTP status of its answer."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        answer = await self._client.post("/v1/completions", content=json.dumps(body))
+        return answer.status_code
+
+    @contextlib.asynccontextmanager
+    async def asked(self, clients: int, **request: Any) -> AsyncIterator[None]:
+        """So many clients ask inside, each for the next answer when it has one, whatever it is."""
+
+        async def client() -> None:
+            while True:
+                with contextlib.suppress(httpx.TransportError):  # the frontend is killed, too
+                    await self.ask(**request)
+                await asyncio.sleep(0.05)
+
+        tasks = [asyncio.create_task(client()) for _ in range(clients)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def again(self, *services: Service) -> None:
+        """Start these again where they have ended, and wait until all is as it was."""
+        for service in services:
+            if not service.alive:
+                await service.start()
+        await asyncio.gather(*(service.serving() for service in services))
+        await self.until_whole()

@@ -1,0 +1,46 @@
+"""promtool's own unit tests of the rules: which alert fires on which series, and when."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.monitoring import queries
+from tests.monitoring.prometheus import program
+
+SERIES = Path(__file__).parent / "series"
+
+
+def rules_in(folder: Path) -> Path:
+    """The rules of a release, as the file that the tests of series name."""
+    groups = [{"name": name, "rules": found} for name, found in queries.rules().items()]
+    file = folder / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
+    return file
+
+
+def promtool(*arguments: object) -> str:
+    """What it prints. Fails the test where it complains."""
+    command = [str(program("promtool")), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    assert "SUCCESS" in promtool("check", "rules", "--lint=all", "--lint-fatal", rules_in(tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SERIES.glob("*.yaml")))
+def test_alerts_fire_on_series(name: str, tmp_path: Path) -> None:
+    rules_in(tmp_path)
+    copy = tmp_path / name
+    copy.write_text((SERIES / name).read_text(encoding="utf-8"), encoding="utf-8")
+    promtool("test", "rules", copy)
+
+
+def test_every_alert_has_series() -> None:
+    tested = set(re.findall(r'alertname="(\w+)"', (SERIES / "faults.yaml").read_text(encoding="utf-8")))
+    assert tested == {name for name in queries.of_rules() if ":" not in name}
