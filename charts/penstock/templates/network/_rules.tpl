@@ -40,7 +40,7 @@ policyTypes:
 
 {{/* Where models and tokenizers are downloaded from. */}}
 {{- define "penstock.network.hub" -}}
-{{- if eq .Values.model.source "hub" -}}
+{{- if has .Values.model.source (list "hub" "init") -}}
 {{- with .Values.networkPolicy.hub -}}
 - ports:
     {{- include "penstock.network.ports" (list .port) | nindent 4 }}
@@ -72,6 +72,41 @@ policyTypes:
     {{- include "penstock.network.ports" (list 9100) | nindent 4 }}
   from:
     {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Who scales pools of engines, as a list under "owners": hpa, keda. */}}
+{{- define "penstock.network.scaling" -}}
+{{- $owners := list -}}
+{{- range include "penstock.pools" . | fromYaml -}}
+{{- $owners = append $owners (get .autoscaling "mode" | default "none") -}}
+{{- end -}}
+{{- dict "owners" (without (uniq $owners) "none") | toYaml -}}
+{{- end -}}
+
+{{/* KEDA asks the coordinator by how much. */}}
+{{- define "penstock.network.keda" -}}
+{{- if has "keda" (include "penstock.network.scaling" . | fromYaml).owners -}}
+{{- with .Values.networkPolicy.keda -}}
+- ports:
+    {{- include "penstock.network.ports" (list 50050) | nindent 4 }}
+  from:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The API server, where the coordinator tells it which engine of a scaled pool is the idlest. */}}
+{{- define "penstock.network.apiServer" -}}
+{{- if (include "penstock.network.scaling" . | fromYaml).owners -}}
+{{- with .Values.networkPolicy.apiServer -}}
+- ports:
+    {{- include "penstock.network.ports" .ports | nindent 4 }}
+  {{- with .to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
