@@ -76,11 +76,11 @@ async def test_its_tokens_are_known_and_another_one_goes_on_with_them(chart_engi
 
 
 async def test_it_registers_under_the_pods_name_and_address(chart_engine: StartEngine) -> None:
-    async with running() as coordinator, chart_engine(address_of(coordinator)):
+    async with running() as coordinator, chart_engine(address_of(coordinator)) as engine:
         frontend = Frontend(address_of(coordinator))
         async with alive(frontend):
             view = await frontend.engines(POD)
-            assert view.engines[0].address == f"{POD_IP}:50052"
+            assert view.engines[0].address == f"{POD_IP}:{engine.port}"
 
 
 async def test_the_load_time_is_the_operators_choice_and_probes_wait_for_it(

@@ -7,6 +7,7 @@ Each is written into an archive that containerd imports, under the name that the
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +16,18 @@ from tests.cluster.images import base, buildah, sources
 OUT = sources.ROOT / "build" / "cluster" / "images"
 IMAGES = ("coordinator", "frontend", "oracle-engine", "tools", "enginecore")
 BY_DEFAULT = IMAGES[:-1]
-"""Without the engine with torch, which is the size of all others thirty times over where the package index has the CUDA build."""
+"""Without the engine with torch, for which gigabytes are downloaded."""
 TOOLS = "penstock.test/tools:1"
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Release:
-    """What is built: ``commit`` is empty for the tree as it stands."""
+    """What is built. ``commit``: empty for the tree as it stands. ``cuda``: whether the engine keeps CUDA's libraries."""
 
     version: str
-    commit: str
+    commit: str = ""
+    cuda: bool = False
 
     def name(self, image: str) -> str:
         """As containerd knows what the chart calls ``penstock/IMAGE:TAG``."""
@@ -63,6 +65,9 @@ def build(image: str, release: Release, tree: Path) -> None:
             arguments["FRONTEND_IMAGE"] = release.name("frontend")
             buildah.build(release.name(image), tree, file=HERE / "tools.Dockerfile", arguments=arguments)
         case _:
+            contexts = {}
+            if image == "enginecore" and not release.cuda:
+                contexts["enginecore-build"] = hollow(release, tree, arguments)
             buildah.build(
                 release.name(image),
                 tree,
@@ -70,7 +75,16 @@ def build(image: str, release: Release, tree: Path) -> None:
                 target=image,
                 arguments=arguments,
                 labels=release.labels,
+                contexts=contexts,
             )
+
+
+def hollow(release: Release, tree: Path, arguments: Mapping[str, str]) -> str:
+    """The stage ``enginecore-build`` with a torch that computes on CPUs alone; returns its name."""
+    built, name = (f"localhost/penstock-{stage}:{release.version}" for stage in ("enginecore-build", "hollow"))
+    buildah.build(built, tree, file=sources.ROOT / "Dockerfile", target="enginecore-build", arguments=arguments)
+    buildah.build(name, HERE, file=HERE / "hollow.Dockerfile", arguments={"BUILT_IMAGE": built})
+    return name
 
 
 def main() -> None:
@@ -81,6 +95,9 @@ def main() -> None:
         "--commit", default="", help="build the services as they were then, with this tree's Dockerfile"
     )
     parser.add_argument("--version", default="", help="tag of the images; the chart's appVersion without")
+    parser.add_argument(
+        "--cuda", action="store_true", help="leave CUDA's libraries in the engine's image, 5 GB of them"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="directory of the archives")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.images) - set(IMAGES)):
@@ -89,7 +106,7 @@ def main() -> None:
         parser.error("--commit needs a --version, or its images would take the names of this tree's")
     if reason := base.why_not():
         sys.exit(reason)
-    release = Release(arguments.version or sources.chart_version(), arguments.commit)
+    release = Release(arguments.version or sources.chart_version(), arguments.commit, arguments.cuda)
     with sources.tree(arguments.commit) as tree:
         for image in arguments.images or BY_DEFAULT:
             begun = time.monotonic()

@@ -54,10 +54,12 @@ def build(
     target: str = "",
     arguments: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
+    contexts: Mapping[str, str] | None = None,
 ) -> None:
     """Build ``context`` into the image ``name``, from the layers of earlier builds as far as they go.
 
-    ``target``: the stage; the last one without. The machine's way to a package index is mounted, ``PIP_INDEX_URL`` passed on.
+    ``target``: the stage; the last one without. ``contexts``: images that stand for stages that it copies from. The machine's way
+    to a package index is mounted, ``PIP_INDEX_URL`` passed on.
     """
     command = ["build", "--layers", "--file", str(file), "--tag", name]
     for path in FROM_THE_MACHINE:
@@ -70,6 +72,8 @@ def build(
         command += ["--build-arg", f"{key}={value}"]
     for key, value in (labels or {}).items():
         command += ["--label", f"{key}={value}"]
+    for stage, image in (contexts or {}).items():
+        command += ["--build-context", f"{stage}=container-image://{image}"]
     if target:
         command += ["--target", target]
     subprocess.run(["buildah", *command, str(context)], env=os.environ | ENVIRONMENT, check=True)
