@@ -13,7 +13,12 @@ from charts import lint
 from charts.lint import ChartError
 from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POOLS, VALUE_SETS, Release, release
 
-RUNNING = {"demo-penstock-frontend": 7, "demo-penstock-enginecore": 5}
+RUNNING = {
+    "demo-penstock-frontend": (7, "somebody"),
+    "demo-penstock-enginecore": (5, "somebody"),
+    "demo-penstock-enginecore-old": (4, "autoscaler"),
+}
+"""How many pods there are of each Deployment, and who has owned the number since it was made."""
 ANSWERS: dict[str, dict[str, Any]] = {
     "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
@@ -31,10 +36,10 @@ ANSWERS: dict[str, dict[str, Any]] = {
     f"/apis/apps/v1/namespaces/serving/deployments/{name}": {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": name},
+        "metadata": {"name": name, "annotations": {"penstock.io/replicas": owner}},
         "spec": {"replicas": replicas},
     }
-    for name, replicas in RUNNING.items()
+    for name, (replicas, owner) in RUNNING.items()
 }
 
 
@@ -73,6 +78,11 @@ def in_cluster(address: str, name: str, *settings: str) -> Release:
     return Release([manifest for manifest in yaml.safe_load_all(text) if manifest])
 
 
+def remembered(rendered: Release, component: str) -> bool:
+    annotations = rendered.one("Deployment", component)["metadata"].get("annotations", {})
+    return annotations.get("penstock.io/replicas") == "autoscaler"
+
+
 def replicas(rendered: Release, component: str) -> int | None:
     return rendered.one("Deployment", component)["spec"].get("replicas")
 
@@ -85,6 +95,15 @@ def test_an_autoscaler_keeps_the_number_that_there_is(api_server: str):
 def test_an_autoscaled_deployment_that_is_not_there_yet_has_no_number(api_server: str):
     rendered = in_cluster(api_server, HUB, "enginecore.pools.new.autoscaling.enabled=true")
     assert replicas(rendered, "enginecore-new") is None
+
+
+def test_a_number_that_was_an_autoscalers_from_the_start_is_left_to_it(api_server: str):
+    rendered = in_cluster(api_server, HUB, "enginecore.pools.old.autoscaling.enabled=true")
+    assert replicas(rendered, "enginecore-old") is None
+    assert remembered(rendered, "enginecore-old")
+    assert not remembered(in_cluster(api_server, AUTOSCALED), "frontend")
+    assert remembered(release(AUTOSCALED), "frontend")
+    assert not remembered(release(HUB), "frontend")
 
 
 def test_without_a_cluster_to_look_at_an_autoscaled_deployment_has_no_number():

@@ -1,15 +1,24 @@
 {{/* How many pods there are, how they are replaced, and how many may be away. All take $self. */}}
 
-{{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". Then the number that the Deployment has
-     now is kept, because a number that is left out becomes 1. Without a cluster to look at (helm template) it is left out. */}}
+{{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". What an autoscaler has owned from the start
+     has no number here. Where the release before had one it is kept as it is now, because a number that is taken out becomes 1. The
+     Deployment remembers by an annotation that there was none: a rollback then finds the same. */}}
 {{- define "penstock.replicas" -}}
 {{- if not .autoscaled -}}
 replicas: {{ .values.replicas }}
 {{- else -}}
 {{- with lookup "apps/v1" "Deployment" .root.Release.Namespace (include "penstock.name" .) -}}
+{{- if ne (dig "annotations" "penstock.io/replicas" "" .metadata) "autoscaler" -}}
 replicas: {{ .spec.replicas }}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Deployment's own metadata. */}}
+{{- define "penstock.deploymentMetadata" -}}
+{{- $annotations := ternary dict (dict "penstock.io/replicas" "autoscaler") (ne (include "penstock.replicas" .) "") -}}
+{{- include "penstock.metadata" (merge (dict "annotations" $annotations) .) -}}
 {{- end -}}
 
 {{/* What is not set is chosen: a new pod first, then one less, so that a single engine is never away. Engines with GPUs go the other way
