@@ -24,7 +24,7 @@ SHORTEST = 8
 def program(name: str) -> Path:
     """Prometheus' own program, where it is built. Skips the test elsewhere."""
     places = (PROGRAMS / name, PROGRAMS / "prometheus" / name)
-    found = next((place for place in places if place.exists()), None)
+    found = next((place for place in places if place.is_file()), None)
     if found is None:
         pytest.skip(f"{name} is not in build/cluster/bin: make cluster-tools builds it")
     return found
