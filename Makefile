@@ -110,6 +110,18 @@ matrix: setup ## Every failure of an engine at every step, with every kind of st
 	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=docs/failure-matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
 		status=$$?; cat docs/failure-matrix.md; exit $$status
 
+.PHONY: cluster-tools
+cluster-tools: setup ## Build Kubernetes and what the test cluster has beside it, from Go modules, into build/cluster
+	@$(BIN)/python -m tests.cluster.tools.build $(COMPONENTS)
+
+.PHONY: cluster-test
+cluster-test: setup ## The chart on a real control plane with three nodes; needs root and cluster-tools
+	@$(BIN)/python -m tests.cluster test $(CLUSTER_TESTS)
+
+.PHONY: cluster
+cluster: setup ## A test cluster until Ctrl-C, for a look around
+	@$(BIN)/python -m tests.cluster up
+
 .PHONY: lint
 lint: setup proto-break ## ruff, and buf where npm is there
 	@$(BIN)/ruff check

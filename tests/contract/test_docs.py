@@ -49,6 +49,7 @@ OTHER_PROGRAMS = frozenset(
         "export",
         "go",
         "helm",
+        "kubectl",
         "mvn",
         "node",
         "npm",

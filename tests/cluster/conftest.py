@@ -1,0 +1,60 @@
+"""One cluster for all tests of a run; ``make cluster-test`` makes the namespaces that it needs."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.namespaces import why_not
+from tests.cluster.release import Release
+from tests.cluster.system.cluster import Cluster
+from tests.cluster.tools.build import ROOT
+from tests.cluster.tools.components import NEWEST
+
+HELMS = {"3": Path(".venv/bin/helm").absolute(), "4": ROOT / "bin" / "helm-4" / "helm"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip all tests, with the reason, where there can be no cluster."""
+    if reason := why_not():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes, the last one tainted as GPU nodes are."""
+    directory = ROOT / "run"
+    images = sorted((ROOT / "images").glob("penstock-*.tar"))
+    cluster = Cluster(directory, minor=os.environ.get("PENSTOCK_CLUSTER_MINOR", NEWEST), images=images)
+    try:
+        print(f"cluster up in {cluster.start():.0f} s; its logs are in {directory}")
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(params=sorted(HELMS))
+def helm(request: pytest.FixtureRequest) -> str:
+    """Each helm that people install with."""
+    return str(HELMS[request.param])
+
+
+NewRelease = Callable[..., Release]
+
+
+@pytest.fixture
+def new_release(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[NewRelease]:
+    """Makes releases, which are gone after the test, their namespaces with them."""
+    made: list[Release] = []
+
+    def make(name: str = "demo", *, namespace: str = "", helm: str = str(HELMS["3"]), **options: Any) -> Release:
+        own = namespace or request.node.name.split("[")[0].removeprefix("test_").replace("_", "-")[:40].strip("-")
+        made.append(Release(cluster, helm, name, own, **options))
+        return made[-1]
+
+    yield make
+    for namespace in {release.namespace for release in made}:
+        cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=180s")

@@ -1,0 +1,86 @@
+"""A device plugin whose GPUs do not exist: ``python -m tests.cluster.gpus nvidia.com/gpu=4``, run on a node.
+
+It speaks the kubelet's own contract, ``deviceplugin/v1beta1``, whose stubs are made from the module it is published in. What a
+container gets is only an environment variable with the names of its devices.
+"""
+
+import importlib
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_tools import protoc
+
+from tests.cluster.tools.build import download
+from tests.cluster.tools.components import KUBERNETES, OLDEST
+
+PLUGINS = Path("/var/lib/kubelet/device-plugins")
+VARIABLE = "FAKE_GPUS"
+
+
+def stubs(directory: Path) -> tuple[Any, Any]:
+    """The modules of messages and services of the contract, generated into ``directory``."""
+    module = download("k8s.io/kubelet", KUBERNETES[OLDEST].replace("v1.", "v0.", 1))
+    source = module / "pkg/apis/deviceplugin/v1beta1"
+    status = protoc.main(
+        ["protoc", f"-I{source}", f"--python_out={directory}", f"--grpc_python_out={directory}", "api.proto"]
+    )
+    if status != 0:
+        raise SystemExit(f"protoc cannot compile {source}/api.proto: exit status {status}")
+    sys.path.insert(0, str(directory))
+    return importlib.import_module("api_pb2"), importlib.import_module("api_pb2_grpc")
+
+
+def plugin(pb: Any, rpc: Any, ids: list[str], over: threading.Event) -> Any:
+    """A servicer that offers devices with these ids, all of them healthy, until ``over``."""
+
+    class DevicePlugin(rpc.DevicePluginServicer):  # type: ignore[misc]
+        def GetDevicePluginOptions(self, request: Any, context: Any) -> Any:
+            return pb.DevicePluginOptions()
+
+        def ListAndWatch(self, request: Any, context: Any) -> Iterator[Any]:
+            yield pb.ListAndWatchResponse(devices=[pb.Device(ID=each, health="Healthy") for each in ids])
+            over.wait()
+
+        def Allocate(self, request: Any, context: Any) -> Any:
+            answers = [
+                pb.ContainerAllocateResponse(envs={VARIABLE: ",".join(each.devices_ids)})
+                for each in request.container_requests
+            ]
+            return pb.AllocateResponse(container_responses=answers)
+
+    return DevicePlugin()
+
+
+def main() -> None:
+    """Offer what the command line names."""
+    over = threading.Event()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, lambda *_: over.set())
+    with tempfile.TemporaryDirectory() as directory:
+        pb, rpc = stubs(Path(directory))
+        servers = []  # one that nobody holds is stopped
+        for argument in sys.argv[1:]:
+            resource, _, count = argument.partition("=")
+            name = resource.replace("/", "-")
+            server = grpc.server(ThreadPoolExecutor(8))
+            ids = [f"{name}-{number}" for number in range(int(count))]
+            rpc.add_DevicePluginServicer_to_server(plugin(pb, rpc, ids, over), server)
+            server.add_insecure_port(f"unix://{PLUGINS}/{name}.sock")
+            server.start()
+            servers.append(server)
+            with grpc.insecure_channel(f"unix://{PLUGINS}/kubelet.sock") as channel:
+                request = pb.RegisterRequest(version="v1beta1", endpoint=f"{name}.sock", resource_name=resource)
+                rpc.RegistrationStub(channel).Register(request, timeout=30, wait_for_ready=True)
+            print(f"{count} x {resource}", flush=True)
+        over.wait()
+
+
+if __name__ == "__main__":
+    main()

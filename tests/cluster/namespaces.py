@@ -1,0 +1,52 @@
+"""The namespaces that a test cluster lives in, and what it takes to have them."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from tests.cluster.tools.build import ROOT
+
+INSIDE = "PENSTOCK_CLUSTER_NAMESPACES"
+HOLDER = ROOT / "cluster.pid"
+NEEDED = {
+    "runc": "runc",
+    "nft": "nftables",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "conntrack": "conntrack",
+}
+
+
+def missing() -> str:
+    """What keeps this machine from running a cluster; empty where nothing does."""
+    if not sys.platform.startswith("linux"):
+        return "the test cluster needs Linux"
+    if os.geteuid() != 0:
+        return "the test cluster needs root, for network namespaces, overlayfs and containers"
+    if lacking := sorted(package for program, package in NEEDED.items() if shutil.which(program) is None):
+        return f"the test cluster needs these packages: {' '.join(lacking)}"
+    if "overlay" not in Path("/proc/filesystems").read_text():
+        return "the test cluster needs a kernel with overlayfs"
+    if not (ROOT / "bin" / "node" / "kubelet").exists():
+        return "the test cluster is not built: make cluster-tools cluster-images"
+    return ""
+
+
+def why_not() -> str:
+    """Why tests in a cluster cannot run in this process; empty where they can."""
+    return missing() or ("" if os.environ.get(INSIDE) else "the test cluster runs by itself: make cluster-test")
+
+
+def enter(module: str, arguments: list[str]) -> None:
+    """Go on as ``python -m module`` in network, mount and process namespaces of our own: what is started there ends with us."""
+    if os.environ.get(INSIDE):
+        return
+    if reason := missing():
+        sys.exit(reason)
+    os.environ[INSIDE] = "1"
+    ROOT.mkdir(parents=True, exist_ok=True)
+    HOLDER.write_text(str(os.getpid()))
+    unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    os.execvp(unshare[0], [*unshare, sys.executable, "-m", module, *arguments])

@@ -1,0 +1,108 @@
+"""A release of the chart: helm's commands, and what the cluster says of its pods."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.load import Target
+from tests.cluster.system.cluster import Cluster
+from tests.cluster.system.programs import NotUpError
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "penstock"
+
+
+class HelmError(Exception):
+    """Helm refused; the message is what it printed."""
+
+
+class Release:
+    """The release ``name`` in a namespace of its own. ``helm``: the program."""
+
+    def __init__(self, cluster: Cluster, helm: str, name: str, namespace: str, *, chart: Path = CHART) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.namespace = namespace
+        self.chart = chart
+        self._helm = helm
+
+    def helm(self, *arguments: str) -> str:
+        """What ``helm ARGUMENTS`` prints. HelmError when it fails."""
+        config = str(self.cluster.control_plane.admin)
+        done = subprocess.run(
+            [self._helm, *arguments, "--kubeconfig", config, "--namespace", self.namespace],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise HelmError(done.stderr.strip())
+        return done.stdout
+
+    def install(self, values: Mapping[str, Any], *flags: str) -> str:
+        """``helm install``; returns the notes."""
+        return self._with_values("install", values, "--create-namespace", *flags)
+
+    def upgrade(self, values: Mapping[str, Any], *flags: str) -> str:
+        """``helm upgrade``."""
+        return self._with_values("upgrade", values, *flags)
+
+    def uninstall(self) -> None:
+        """``helm uninstall``, to the end of every pod."""
+        self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
+
+    def kubectl(self, *arguments: str) -> str:
+        """``kubectl`` in the release's namespace."""
+        return self.cluster.kubectl("--namespace", self.namespace, *arguments)
+
+    def objects(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        """What there is of a kind, of this release."""
+        labels = ",".join(filter(None, [f"app.kubernetes.io/instance={self.name}", selector]))
+        items: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "--selector", labels, "-o", "json"))["items"]
+        return items
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        """The pods of a component that are not on their way out."""
+        found = self.objects("pods", f"app.kubernetes.io/component={component}")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def ready(self, component: str) -> list[str]:
+        """The names of the component's pods that are ready."""
+        return [pod["metadata"]["name"] for pod in self.pods(component) if _is_ready(pod)]
+
+    @property
+    def fullname(self) -> str:
+        """What the chart's objects are named after."""
+        return self.name if "penstock" in self.name else f"{self.name}-penstock"
+
+    def target(self, model: str) -> Target:
+        """Where clients reach it."""
+        service = self.fullname + "-frontend"
+        address = self.kubectl("get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
+        return Target(service=address, headless=f"{service}-headless.{self.namespace}.svc.cluster.local", model=model)
+
+    def describe(self) -> str:
+        """What a person would look at when it does not get ready."""
+        try:
+            events = self.kubectl("get", "events", "--sort-by=.lastTimestamp")
+            return self.kubectl("get", "pods", "-o", "wide") + "\n" + "\n".join(events.splitlines()[-30:])
+        except NotUpError as error:
+            return str(error)
+
+    def _with_values(self, command: str, values: Mapping[str, Any], *flags: str) -> str:
+        path = self.cluster.directory / f"{self.namespace}-{self.name}-values.yaml"
+        path.write_text(yaml.safe_dump(dict(values)))
+        try:
+            return self.helm(
+                command, self.name, str(self.chart), "--values", str(path), "--wait", "--timeout", "4m", *flags
+            )
+        except HelmError as error:
+            raise HelmError(f"{error}\n{self.describe()}") from error
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions", [])
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

@@ -1,0 +1,20 @@
+"""Who has which address. All of them live in network namespaces that the cluster makes, and nowhere else."""
+
+CLUSTER_DOMAIN = "cluster.local"
+SERVICES = "10.79.0.0/16"
+PODS = "10.78.0.0/16"
+
+# The bridge between the nodes ends here, beside the control plane.
+CONTROL_PLANE = "10.77.0.1"
+API_SERVICE = "10.79.0.1"
+DNS_SERVICE = "10.79.0.10"
+
+
+def node_address(number: int) -> str:
+    """The address of node ``number``, counted from 1."""
+    return f"10.77.0.{10 + number}"
+
+
+def pod_network(number: int) -> str:
+    """What node ``number`` gives its pods addresses from."""
+    return f"10.78.{number}.0/24"

@@ -1,0 +1,107 @@
+"""Programs that run for as long as the cluster does, in this network namespace or in a node's."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.cluster.tools.build import PROGRAMS
+
+PATIENCE = 120.0
+
+
+class NotUpError(Exception):
+    """A part of the cluster ended or does not get ready; the message has the end of its log."""
+
+
+def built(component: str, program: str) -> str:
+    """The path of a program that ``make cluster-tools`` builds. NotUpError when it has not."""
+    path = PROGRAMS / component / program
+    if not path.exists():
+        raise NotUpError(f"{path.name} is not built: make cluster-tools")
+    return str(path)
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    """What a command that ends soon prints. NotUpError when it fails, with what it says."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, input=stdin)
+    if done.returncode != 0:
+        raise NotUpError(
+            f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
+        )
+    return done.stdout
+
+
+def until(what: str, ready: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Wait until ``ready``. NotUpError after ``seconds``, naming ``what``."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise NotUpError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+class Program:
+    """A command with a log, which can be stopped and started again."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, *, enter: Sequence[str] = ()) -> None:
+        """``enter``: the command that runs ``command`` in a node; it makes one child and waits for it."""
+        self.name = name
+        self.log = log
+        self._command = [*enter, *command]
+        self._enters = bool(enter)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "Program":
+        """Start it and return at once."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def tail(self, lines: int = 20) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+
+    def ready(self, check: Callable[[], bool]) -> "Program":
+        """Wait for ``check``. NotUpError, with its log, when it ends before."""
+
+        def checked() -> bool:
+            if not self.alive:
+                raise NotUpError(f"{self.name} ended:\n{self.tail()}")
+            return check()
+
+        try:
+            until(self.name, checked)
+        except NotUpError as error:
+            raise NotUpError(f"{error}\n{self.tail()}") from error
+        return self
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
+        """Send it ``sign`` and wait for its end; kill it where it does not heed that."""
+        if self._process is None:
+            return
+        for each in [sign, signal.SIGKILL]:
+            if self._process.poll() is None:
+                os.kill(self._child(), each)
+                try:
+                    self._process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    continue
+        self._process = None
+
+    def _child(self) -> int:
+        """The command's own process: below the one that entered the node for it."""
+        assert self._process is not None
+        pid = self._process.pid
+        if not self._enters:
+            return pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else pid

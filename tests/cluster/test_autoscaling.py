@@ -1,0 +1,117 @@
+"""The real autoscalers over engines under real load: enough of them, none too many, and no call that notices."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import NewRelease
+from tests.cluster.load import Clients, Load, undisturbed
+from tests.cluster.release import Release
+from tests.cluster.system.autoscalers import install_adapter, install_keda, install_prometheus
+from tests.cluster.system.cluster import Cluster
+from tests.cluster.tools.build import ROOT
+from tests.cluster.values import MODEL, merged, oracle
+from tests.cluster.watch import Watch, turns
+
+SLOTS = 16
+MAX_TOKENS = 100
+PLOTS = ROOT / "plots"
+MANY, FEW = 21, 8
+"""Streams of each of three kinds of client: 63 fill four engines of 16 slots, 24 make one and a half, which is two at 0.8."""
+PATIENCE = 240.0
+
+
+@pytest.fixture(scope="module")
+def metrics(cluster: Cluster) -> Iterator[None]:
+    """A Prometheus that scrapes the pods, and the adapter that shows its series."""
+    install_prometheus(cluster)
+    install_adapter(cluster)
+    yield
+    cluster.kubectl("delete", "namespace", "monitoring", "--timeout=120s")
+
+
+@pytest.fixture(scope="module")
+def keda(cluster: Cluster) -> None:
+    """KEDA, which asks the coordinators themselves."""
+    install_keda(cluster)
+
+
+def scaled(mode: str, **changes: Any) -> dict[str, Any]:
+    """One to four engines of few slots, whose steps take 50 ms."""
+    own = {
+        "config": {"scheduler": {"max_num_seqs": SLOTS}},
+        "extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}],
+        "autoscaling": {"mode": mode, "minReplicas": 1, "maxReplicas": 4, "scaleDownStabilizationSeconds": 15},
+    }
+    return oracle({"enginecore": merged(own, changes)})
+
+
+async def until(what: str, true: Callable[[], bool]) -> None:
+    """Wait for it. AssertionError after ``PATIENCE``."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
+        await asyncio.sleep(0.5)
+
+
+async def rise_and_fall(release: Release, plot: str) -> None:
+    """63 streams, then 24: one engine, four, two. Every call is answered as without all that."""
+    async with Clients(release.target(MODEL)) as clients:
+        known = await undisturbed(clients, MAX_TOKENS)
+        with Watch(release, f"deployment/{release.fullname}-enginecore") as watch:
+            try:
+                await until("one engine", lambda: bool(watch.samples) and watch.samples[-1].wanted == 1)
+                async with Load(clients, known, streams=MANY, max_tokens=MAX_TOKENS) as load:
+                    watch.streams, risen = 3 * MANY, watch.now
+                    await until("four engines", lambda: watch.samples[-1].ready == 4)
+                    await asyncio.sleep(30)  # full slots, and nobody waits: nothing is taken away
+                    assert set(watch.changes(risen)[-1:]) == {4}
+                    load.resize(FEW)
+                    watch.streams, fallen = 3 * FEW, watch.now
+                    await until("two engines", lambda: watch.samples[-1].ready == 2)
+                    await asyncio.sleep(30)
+            finally:
+                watch.plot(PLOTS / plot)
+    assert load.wrong == []
+    assert turns([number for number in watch.changes(risen) if number]) <= 1
+    assert watch.changes(fallen)[-1] == 2
+
+
+@pytest.mark.usefixtures("metrics")
+async def test_the_hpa_follows_the_load(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(scaled("hpa"))
+    await rise_and_fall(release, "hpa.png")
+
+
+@pytest.mark.usefixtures("keda")
+async def test_keda_follows_the_load(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(scaled("keda"))
+    await rise_and_fall(release, "keda.png")
+
+
+@pytest.mark.usefixtures("keda")
+async def test_requests_sent_to_nothing_are_answered_once_each(new_release: NewRelease) -> None:
+    release = new_release()
+    autoscaling = {"minReplicas": 0, "idleSeconds": 10}
+    release.install(scaled("keda", autoscaling=merged(scaled("keda")["enginecore"]["autoscaling"], autoscaling)))
+    deployment = f"deployment/{release.fullname}-enginecore"
+    async with Clients(release.target(MODEL)) as clients:
+        known = await undisturbed(clients, MAX_TOKENS)
+        with Watch(release, deployment) as watch:
+            await until("no engine", lambda: watch.samples[-1].wanted == 0 and not release.pods("enginecore"))
+            began = time.monotonic()
+            prompts = list(known) + list(known)[:4]
+            calls = [asyncio.create_task(clients.send("plain", prompt, MAX_TOKENS)) for prompt in prompts]
+            [coordinator] = release.pods("coordinator")
+            release.kubectl("delete", "pod", coordinator["metadata"]["name"], "--grace-period=0", "--force")
+            answers = await asyncio.gather(*calls)
+            print(
+                f"{len(answers)} requests sent to nothing: the last one answered after {time.monotonic() - began:.1f} s"
+            )
+    assert [answer.error for answer in answers] == [""] * 10
+    assert all(answer.tokens == known[answer.prompt] for answer in answers)

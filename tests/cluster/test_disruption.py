@@ -1,0 +1,104 @@
+"""What happens to nodes and pods while clients call: every call is answered, with the tokens of an undisturbed run."""
+
+import asyncio
+
+import pytest
+
+from tests.cluster.conftest import NewRelease
+from tests.cluster.load import Clients, Load, undisturbed
+from tests.cluster.release import Release
+from tests.cluster.system.cluster import Cluster
+from tests.cluster.values import MODEL, merged, oracle
+
+MAX_TOKENS = 40
+STREAMS = 4
+SLOW = {"enginecore": {"extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}]}}
+
+
+class Scene:
+    """A release under load."""
+
+    def __init__(self, release: Release, values: dict[str, object]) -> None:
+        self.release = release
+        self.values = values
+
+
+@pytest.fixture
+async def scene(new_release: NewRelease) -> Scene:
+    """Two frontends and three engines, whose streams last two seconds."""
+    values = oracle(merged(SLOW, {"enginecore": {"replicas": 3}}))
+    release = new_release()
+    release.install(values)
+    return Scene(release, values)
+
+
+async def in_background(action: object, *arguments: object) -> None:
+    """Run what blocks beside the clients."""
+    await asyncio.get_running_loop().run_in_executor(None, action, *arguments)  # type: ignore[arg-type]
+
+
+async def under_load(scene: Scene, action: object, *arguments: object) -> Load:
+    """Do it while every kind of client calls, and return what they saw, some of it after it was over."""
+    async with Clients(scene.release.target(MODEL)) as clients:
+        known = await undisturbed(clients, MAX_TOKENS)
+        async with Load(clients, known, streams=STREAMS, max_tokens=MAX_TOKENS) as load:
+            await load.calls(12)
+            await in_background(action, *arguments)
+            await load.calls(24)
+    return load
+
+
+async def test_a_config_change_and_its_rollback(scene: Scene) -> None:
+    release = scene.release
+
+    def change() -> None:
+        release.upgrade(merged(scene.values, {"log": {"level": "debug"}}))
+        release.helm("rollback", release.name, "1", "--wait", "--timeout", "4m")
+
+    load = await under_load(scene, change)
+    assert load.wrong == []
+
+
+async def test_every_node_is_drained_in_turn(scene: Scene, cluster: Cluster) -> None:
+    def drain() -> None:
+        for node in cluster.nodes[:2]:
+            cluster.kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=180s")
+            cluster.kubectl("uncordon", node.name)
+
+    try:
+        load = await under_load(scene, drain)
+    finally:
+        for node in cluster.nodes:
+            cluster.kubectl("uncordon", node.name)
+    assert load.wrong == []
+
+
+async def test_the_coordinator_is_killed(scene: Scene) -> None:
+    def kill() -> None:
+        [pod] = scene.release.pods("coordinator")
+        scene.release.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+        scene.release.kubectl("rollout", "status", f"deployment/{scene.release.fullname}-coordinator", "--timeout=120s")
+
+    load = await under_load(scene, kill)
+    assert load.wrong == []
+
+
+async def test_an_engine_is_killed(scene: Scene) -> None:
+    def kill() -> None:
+        pod = scene.release.pods("enginecore")[0]
+        scene.release.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+        scene.release.kubectl("rollout", "status", f"deployment/{scene.release.fullname}-enginecore", "--timeout=120s")
+
+    load = await under_load(scene, kill)
+    assert load.wrong == []
+
+
+async def test_kubelets_are_restarted(scene: Scene, cluster: Cluster) -> None:
+    def restart() -> None:
+        for node in cluster.nodes:
+            node.kubelet.stop()
+            node.kubelet.start()
+        cluster.wait_for_nodes()
+
+    load = await under_load(scene, restart)
+    assert load.wrong == []

@@ -1,0 +1,67 @@
+"""Engines on nodes with GPUs, which a device plugin offers and nobody else may use."""
+
+import json
+
+import pytest
+
+from tests.cluster.conftest import NewRelease
+from tests.cluster.gpus import VARIABLE
+from tests.cluster.release import HelmError, Release
+from tests.cluster.system.cluster import GPU_NODE
+from tests.cluster.values import merged, oracle
+
+GPU_NODE_NAME = f"node-{GPU_NODE}"
+
+
+def with_gpus(**changes: object) -> dict[str, object]:
+    """Two engines with a GPU each: as many as there are."""
+    return oracle({"enginecore": merged({"gpu": {"count": 1}, "replicas": 2}, changes)})
+
+
+def nodes_of(release: Release, component: str) -> set[str]:
+    """Where its pods run."""
+    return {pod["spec"]["nodeName"] for pod in release.pods(component) if "nodeName" in pod["spec"]}
+
+
+def gpus_of(release: Release, resource: str = "nvidia.com/gpu") -> list[str]:
+    """The devices that each engine was given."""
+    names = [pod["metadata"]["name"] for pod in release.pods("enginecore")]
+    devices = [release.kubectl("exec", name, "--", "printenv", VARIABLE).strip() for name in names]
+    assert all(device.startswith(resource.replace("/", "-")) for device in devices)
+    return devices
+
+
+def test_engines_land_on_the_node_with_gpus_and_share_none(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(with_gpus())
+    assert nodes_of(release, "enginecore") == {GPU_NODE_NAME}
+    assert GPU_NODE_NAME not in nodes_of(release, "frontend") | nodes_of(release, "coordinator")
+    assert len(set(gpus_of(release))) == 2
+
+
+def test_an_engine_without_a_gpu_waits_with_the_reason(new_release: NewRelease) -> None:
+    release = new_release()
+    with pytest.raises(HelmError, match="Insufficient nvidia.com/gpu"):
+        release.install(with_gpus(replicas=3), "--timeout", "30s")
+    assert len(release.ready("enginecore")) == 2
+
+
+def test_a_rollout_needs_no_spare_gpu(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(with_gpus())
+    before = {pod["metadata"]["name"] for pod in release.pods("enginecore")}
+    release.upgrade(with_gpus(config={"scheduler": {"max_num_seqs": 7}}))
+    assert len(release.ready("enginecore")) == 2
+    assert before.isdisjoint(release.ready("enginecore"))
+
+
+def test_parts_of_gpus_are_asked_for_by_their_name(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(with_gpus(gpu={"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"}))
+    assert nodes_of(release, "enginecore") == {GPU_NODE_NAME}
+    assert len(set(gpus_of(release, "nvidia.com/mig-1g.10gb"))) == 2
+
+
+def test_the_node_offers_what_it_has(new_release: NewRelease) -> None:
+    node = json.loads(new_release().cluster.kubectl("get", "node", GPU_NODE_NAME, "-o", "json"))
+    assert node["status"]["allocatable"]["nvidia.com/gpu"] == "2"

@@ -1,0 +1,118 @@
+"""Build the programs of the test cluster: ``python -m tests.cluster.tools.build [COMPONENT ...]``.
+
+Each component gets a module of its own under ``build/cluster/src``, since the versions of k8s.io that they need differ. A
+component that is there at its version is not built again.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.cluster.tools.components import COMPONENTS, Component
+
+ROOT = Path(__file__).resolve().parents[3] / "build" / "cluster"
+SOURCES = ROOT / "src"
+PROGRAMS = ROOT / "bin"
+
+
+def download(module: str, version: str) -> Path:
+    """The directory in the module cache that holds ``module`` at ``version``."""
+    said = subprocess.run(
+        ["go", "mod", "download", "-json", f"{module}@{version}"], check=False, capture_output=True, text=True
+    )
+    try:
+        found = json.loads(said.stdout)
+    except json.JSONDecodeError as error:
+        raise SystemExit(f"{module}@{version} cannot be downloaded: {said.stderr.strip()}") from error
+    if "Dir" not in found:
+        raise SystemExit(f"{module}@{version} cannot be downloaded: {found.get('Error', 'no reason given')}")
+    return Path(found["Dir"])
+
+
+def required_staging(go_mod: str) -> list[str]:
+    """The modules that a ``go.mod`` of Kubernetes requires at v0.0.0, where its own tree replaces them."""
+    return sorted(set(re.findall(r"^\s+(k8s\.io/[\w.-]+) v0\.0\.0(?:\s|$)", go_mod, flags=re.MULTILINE)))
+
+
+def replacements(go_mod: str) -> list[str]:
+    """The ``replace`` lines of a ``go.mod``, without those that point into its own tree."""
+    block = "\n".join(re.findall(r"^replace \(\n(.*?)^\)", go_mod, flags=re.MULTILINE | re.DOTALL))
+    single = re.findall(r"^replace (.+=>.+)$", go_mod, flags=re.MULTILINE)
+    lines = [line.split("//")[0].strip() for line in [*block.splitlines(), *single]]
+    return [line for line in lines if "=>" in line and not line.split("=>")[1].strip().startswith(".")]
+
+
+def go_mod(name: str, component: Component) -> str:
+    """The text of the ``go.mod`` that ``component`` is built with."""
+    theirs = (download(component.module, component.version) / "go.mod").read_text()
+    go = re.search(r"^go (\S+)$", theirs, flags=re.MULTILINE)
+    assert go, f"{component.module}: no go version in its go.mod"
+    lines = [f"module penstock.test/{name}", "", f"go {go[1]}", ""]
+    lines += re.findall(r"^godebug .*$", theirs, flags=re.MULTILINE)
+    lines += [f"require {component.module} {component.version}"]
+    if component.staging:
+        parts = component.version.removeprefix("v").split(".")
+        lines += [f"replace {path} => {path} v0.{parts[1]}.{parts[2]}" for path in required_staging(theirs)]
+    if component.copies_replaces:
+        lines += [f"replace {line}" for line in replacements(theirs)]
+    lines += [f"tool {package}" for package in component.packages.values()]
+    return "\n".join(lines) + "\n"
+
+
+def built_from(component: Component) -> str:
+    """What tells whether a program has to be built again."""
+    return hashlib.sha256(repr(component).encode()).hexdigest()
+
+
+def build(name: str, component: Component, parallel: int) -> None:
+    """Build the programs of ``component`` into ``build/cluster/bin/NAME`` unless they are there."""
+    target = PROGRAMS / name
+    stamp = target / ".built"
+    if stamp.exists() and stamp.read_text() == built_from(component):
+        print(f"{name}: {component.version} is there")
+        return
+    begun = time.monotonic()
+    source = SOURCES / name
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
+    (source / "go.mod").write_text(go_mod(name, component))
+    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod -buildvcs=false", "GOWORK": "off"}
+    settings = " ".join(["-s", "-w", *(f"-X {key}={value}" for key, value in component.variables.items())])
+    command = [
+        "go",
+        "build",
+        f"-p={parallel}",
+        "-trimpath",
+        f"-ldflags={settings}",
+        f"-tags={','.join(component.tags)}",
+    ]
+    for program, package in component.packages.items():
+        subprocess.run([*command, "-o", str(target / program), package], cwd=source, env=environment, check=True)
+    stamp.write_text(built_from(component))
+    print(f"{name}: {component.version} built in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def main() -> None:
+    """Build what the command line names, or everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("components", nargs="*", metavar="COMPONENT", help=", ".join(COMPONENTS))
+    parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="packages compiled at once")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.components) - set(COMPONENTS)):
+        parser.error(f"{', '.join(unknown)}: there is only {', '.join(COMPONENTS)}")
+    if shutil.which("go") is None:
+        sys.exit("go is not installed: the test cluster is built from Go modules")
+    for name in arguments.components or COMPONENTS:
+        build(name, COMPONENTS[name], arguments.parallel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the test cluster is made of: Go programs, each built at a version of its own from the module it is published as."""
+
+from dataclasses import dataclass, field
+
+# The newest is the default; a control plane of each can be had. What runs on nodes is of the oldest: a kubelet may be up to
+# three minors behind its API server, and never ahead of it.
+KUBERNETES = {"1.37": "v1.37.2", "1.36": "v1.36.3", "1.35": "v1.35.4"}
+NEWEST = "1.37"
+OLDEST = "1.35"
+
+
+@dataclass(frozen=True)
+class Component:
+    """Programs that are built together, because they share a list of modules.
+
+    ``packages`` maps the name of a program to its import path, ``tags`` are Go build tags, ``variables`` are what the
+    linker sets (import path and name → value), ``replaced`` are modules that stand in for others, as ``PATH => PATH VERSION``,
+    and ``staging`` says that the module requires the parts of Kubernetes at v0.0.0, which only its own tree has.
+    """
+
+    module: str
+    version: str
+    packages: dict[str, str]
+    tags: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    staging: bool = False
+    copies_replaces: bool = False
+
+
+def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
+    """Programs of Kubernetes ``minor`` (a key of :data:`KUBERNETES`); helm refuses a server that does not tell its version."""
+    version = KUBERNETES[minor]
+    return Component(
+        module="k8s.io/kubernetes",
+        version=version,
+        packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in programs},
+        tags=("providerless",),
+        variables={
+            "k8s.io/component-base/version.gitVersion": version,
+            "k8s.io/component-base/version.gitMajor": minor.split(".")[0],
+            "k8s.io/component-base/version.gitMinor": minor.split(".")[1],
+            "k8s.io/component-base/version.gitTreeState": "clean",
+            "k8s.io/client-go/pkg/version.gitVersion": version,
+        },
+        staging=True,
+    )
+
+
+CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+NODE = ("kubelet", "kube-proxy")
+
+COMPONENTS: dict[str, Component] = {
+    **{f"kubernetes-{minor}": kubernetes(minor, CONTROL_PLANE) for minor in KUBERNETES},
+    "node": kubernetes(OLDEST, NODE),
+    "etcd": Component("go.etcd.io/etcd/server/v3", "v3.7.3", {"etcd": "go.etcd.io/etcd/server/v3"}),
+    "containerd": Component(
+        "github.com/containerd/containerd/v2",
+        "v2.4.2",
+        {
+            name: f"github.com/containerd/containerd/v2/cmd/{name}"
+            for name in ("containerd", "containerd-shim-runc-v2", "ctr")
+        },
+        tags=("no_btrfs", "no_zfs", "no_devmapper", "no_aufs"),
+    ),
+    "cni": Component(
+        "github.com/containernetworking/plugins",
+        "v1.9.1",
+        {
+            **{
+                name: f"github.com/containernetworking/plugins/plugins/main/{name}"
+                for name in ("bridge", "loopback", "ptp")
+            },
+            "host-local": "github.com/containernetworking/plugins/plugins/ipam/host-local",
+            "portmap": "github.com/containernetworking/plugins/plugins/meta/portmap",
+        },
+    ),
+    "coredns": Component(
+        "github.com/coredns/coredns", "v1.15.0", {"coredns": "github.com/coredns/coredns"}, copies_replaces=True
+    ),
+    "helm-4": Component(
+        "helm.sh/helm/v4",
+        "v4.3.1",
+        {"helm": "helm.sh/helm/v4/cmd/helm"},
+        variables={"helm.sh/helm/v4/internal/version.version": "v4.3.1"},
+    ),
+    "prometheus": Component(
+        "github.com/prometheus/prometheus",
+        "v0.316.0",
+        {name: f"github.com/prometheus/prometheus/cmd/{name}" for name in ("prometheus", "promtool")},
+    ),
+    "prometheus-adapter": Component(
+        "sigs.k8s.io/prometheus-adapter",
+        "v0.12.0",
+        {"prometheus-adapter": "sigs.k8s.io/prometheus-adapter/cmd/adapter"},
+        copies_replaces=True,
+    ),
+    "keda": Component(
+        "github.com/kedacore/keda/v2",
+        "v2.20.2",
+        {
+            "keda-operator": "github.com/kedacore/keda/v2/cmd/operator",
+            "keda-adapter": "github.com/kedacore/keda/v2/cmd/adapter",
+        },
+        copies_replaces=True,
+    ),
+}
