@@ -8,7 +8,7 @@ from penstock_common.config.kinds import Kind
 from penstock_common.config.sections import ClientTlsConfig, ServerConfig, TlsConfig
 from penstock_common.config.settings import Setting, sections_of, settings_of
 from penstock_common.config.sizes import PATTERN
-from penstock_coordinator.config import CoordinatorConfig
+from penstock_coordinator.config import CoordinatorConfig, KubernetesConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
 
@@ -38,6 +38,7 @@ SET_BY_CHART = (
         "auth.jwt.jwks",
     }
     | {"scaling.pools"}
+    | _below("kubernetes", KubernetesConfig) - {"kubernetes.max_replicas"}
     | _below("server.tls", TlsConfig)
     | _below("http.tls", TlsConfig)
     | _below("coordinator.tls", ClientTlsConfig)

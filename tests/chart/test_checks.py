@@ -16,7 +16,7 @@ def test_a_grace_period_that_would_cut_the_drain_short_is_refused():
 
 
 def test_an_empty_autoscaling_range_is_refused_in_every_pool():
-    settings = ("autoscaling.enabled=true", "autoscaling.minReplicas=17", "autoscaling.maxReplicas=16")
+    settings = ("autoscaling.mode=hpa", "autoscaling.minReplicas=17", "autoscaling.maxReplicas=16")
     for key in ("enginecore", "enginecore.pools.spot"):
         with pytest.raises(
             ChartError, match=rf"{key}.autoscaling.minReplicas is 17; it must not exceed maxReplicas = 16"
@@ -36,8 +36,8 @@ def test_certificates_are_for_the_engines_of_all_pools():
 
 def test_an_autoscaler_that_would_count_the_engines_of_other_pools_is_refused():
     with pytest.raises(ChartError, match=r"enginecore.pools.default.autoscaling: .* give the pool another name"):
-        release(POOLS, "enginecore.pools.default.autoscaling.enabled=true")
-    scaled = release(POOLS, "enginecore.pools.spot.autoscaling.enabled=true")
+        release(POOLS, "enginecore.pools.default.autoscaling.mode=hpa")
+    scaled = release(POOLS, "enginecore.pools.spot.autoscaling.mode=hpa")
     assert [hpa["metadata"]["name"] for hpa in scaled.all("HorizontalPodAutoscaler")] == [
         "demo-penstock-enginecore-spot"
     ]

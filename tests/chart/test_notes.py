@@ -33,16 +33,15 @@ def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):
     assert {"text", "sampling_params"} <= set(messages_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
 
 
-def test_autoscaling_brings_the_rule_for_the_adapter(tmp_path: Path):
-    text = notes(tmp_path, AUTOSCALED, "enginecore.autoscaling.metricName=waiting")
+def test_autoscaling_names_the_metrics_that_an_adapter_must_offer(tmp_path: Path):
+    text = notes(tmp_path, AUTOSCALED, "enginecore.autoscaling.hpa.loadMetric=busy")
     assert "2 to 16 engine(s) of 1 GPU(s) each" in text
-    assert "vllm:num_requests_waiting" in text
-    assert "name: {as: waiting}" in text
+    assert "reads the Pods metrics busy and vllm_kv_cache_usage_perc" in text
     assert "metrics.enabled is false" not in text
 
 
-def test_without_autoscaling_there_is_no_rule(tmp_path: Path):
-    assert "seriesQuery" not in notes(tmp_path, HUB)
+def test_without_autoscaling_there_is_nothing_of_metrics(tmp_path: Path):
+    assert "metrics" not in notes(tmp_path, HUB)
 
 
 @pytest.mark.parametrize(

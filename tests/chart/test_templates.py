@@ -8,7 +8,11 @@ from charts import lint
 
 TEMPLATES = lint.CHART / "templates"
 TESTS = Path(__file__).parent
-RENDERED_BY = {"_config.tpl": "configmap.yaml", "_rules.tpl": "networkpolicies.yaml"}
+RENDERED_BY = {
+    "_config.tpl": "configmap.yaml",
+    "_kubernetes.tpl": "rbac.yaml",
+    "_rules.tpl": "networkpolicies.yaml",
+}
 """Partial templates that are tested with the manifest they are for."""
 
 

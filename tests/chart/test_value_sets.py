@@ -108,7 +108,8 @@ def test_no_secret_is_written_into_a_manifest(name: str):
 def test_pods_have_the_least_rights(name: str):
     rendered = release(name)
     for component in rendered.components():
-        assert rendered.pod_spec(component)["automountServiceAccountToken"] is False
+        mounted = component == "coordinator" and bool(rendered.all("Role"))
+        assert rendered.pod_spec(component)["automountServiceAccountToken"] is mounted
         assert rendered.container(component)["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,

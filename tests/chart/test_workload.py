@@ -93,12 +93,12 @@ def test_an_autoscaler_keeps_the_number_that_there_is(api_server: str):
 
 
 def test_an_autoscaled_deployment_that_is_not_there_yet_has_no_number(api_server: str):
-    rendered = in_cluster(api_server, HUB, "enginecore.pools.new.autoscaling.enabled=true")
+    rendered = in_cluster(api_server, HUB, "enginecore.pools.new.autoscaling.mode=hpa")
     assert replicas(rendered, "enginecore-new") is None
 
 
 def test_a_number_that_was_an_autoscalers_from_the_start_is_left_to_it(api_server: str):
-    rendered = in_cluster(api_server, HUB, "enginecore.pools.old.autoscaling.enabled=true")
+    rendered = in_cluster(api_server, HUB, "enginecore.pools.old.autoscaling.mode=hpa")
     assert replicas(rendered, "enginecore-old") is None
     assert remembered(rendered, "enginecore-old")
     assert not remembered(in_cluster(api_server, AUTOSCALED), "frontend")
@@ -130,7 +130,7 @@ def test_engines_roll_without_a_spare_gpu_unless_there_is_but_one(replicas: int,
 
 
 def test_an_autoscaled_engine_rolls_as_the_fewest_do():
-    autoscaled = ("enginecore.autoscaling.enabled=true", "enginecore.replicas=8")
+    autoscaled = ("enginecore.autoscaling.mode=hpa", "enginecore.replicas=8")
     assert rollout(HUB, "enginecore", *autoscaled, "enginecore.autoscaling.minReplicas=1") == (1, 0)
     assert rollout(HUB, "enginecore", *autoscaled, "enginecore.autoscaling.minReplicas=2") == (0, 1)
 

@@ -21,7 +21,7 @@ IDS = [f"{config.__name__}-{setting.key}" for config, setting in SETTINGS]
 
 def is_free_text(setting: Setting) -> bool:
     """Any text is a value of these; what it names is looked up later."""
-    return setting.kind.type is str and not setting.kind.choices
+    return setting.kind.type is str and setting.kind.shape != "mapping" and not setting.kind.choices
 
 
 def refused(config: type[msgspec.Struct], key: str, value: str) -> str:

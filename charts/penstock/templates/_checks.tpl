@@ -39,12 +39,7 @@
 {{- if ne (empty .values.tls.secretName) (empty .root.Values.enginecore.tls.secretName) -}}
 {{- fail (printf "%s.tls.secretName: all engines have certificates, or none" $key) -}}
 {{- end -}}
-{{- if .values.autoscaling.enabled -}}
-{{- include "penstock.check.range" (dict "key" $key "values" .values) -}}
-{{- if and (eq .pool "default") (gt (len .root.Values.enginecore.pools) 1) -}}
-{{- fail (printf "%s.autoscaling: the Deployment of the pool default selects the engines of the other pools too, which an autoscaler would count; give the pool another name (README.md, Pools)" $key) -}}
-{{- end -}}
-{{- end -}}
+{{- include "penstock.check.autoscaling" (merge (dict "key" $key) .) -}}
 {{- end -}}
 
 {{/* An engine computes on one device: it has no settings for more. Takes $self and key. */}}

@@ -94,9 +94,14 @@ annotations:
 {{- define "penstock.podSpec" -}}
 {{- $values := .values -}}
 enableServiceLinks: false
+{{- if and (eq .component "coordinator") (include "penstock.coordinator.hasRights" .root) }}
+automountServiceAccountToken: true
+serviceAccountName: {{ include "penstock.name" . }}
+{{- else }}
 automountServiceAccountToken: false
 {{- with include "penstock.serviceAccountName" .root }}
 serviceAccountName: {{ . }}
+{{- end }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:

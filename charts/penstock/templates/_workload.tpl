@@ -8,7 +8,7 @@
 replicas: {{ .values.replicas }}
 {{- else -}}
 {{- with lookup "apps/v1" "Deployment" .root.Release.Namespace (include "penstock.name" .) -}}
-{{- if ne (dig "annotations" "penstock.io/replicas" "" .metadata) "autoscaler" -}}
+{{- if eq (include "penstock.keepsReplicas" (dict "live" .)) "true" -}}
 replicas: {{ .spec.replicas }}
 {{- end -}}
 {{- end -}}

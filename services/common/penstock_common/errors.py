@@ -9,6 +9,7 @@ PenstockError
      ├─ Unimplemented        a field or method is known but not served yet
      ├─ NotFound             no such model, request or method
      ├─ AlreadyExists        a name is taken
+     ├─ FailedPrecondition   not while things are as they are; nothing comes of trying again
      ├─ ResourceExhausted    a bounded queue is full; retry later
      ├─ Unavailable          no engine, or the engine went away; retry
      ├─ DeadlineExceeded     the request's deadline has passed
@@ -104,6 +105,13 @@ class AlreadyExists(RequestFailed):
     default_reason = "NAME_TAKEN"
 
 
+class FailedPrecondition(RequestFailed):
+    """The request is right and cannot be served as things are; somebody has to change them first."""
+
+    code = "FAILED_PRECONDITION"
+    default_reason = "FAILED_PRECONDITION"
+
+
 class ResourceExhausted(RequestFailed):
     """A bounded queue is full."""
 
@@ -159,6 +167,7 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
         Unimplemented,
         NotFound,
         AlreadyExists,
+        FailedPrecondition,
         ResourceExhausted,
         Unavailable,
         DeadlineExceeded,

@@ -17,6 +17,7 @@ from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
+from penstock_coordinator.kubernetes.link import KubernetesLink
 from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector
 from penstock_coordinator.rpc import external_scaler
 from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
@@ -58,7 +59,8 @@ class Coordinator:
             observer=self._calls,
             keepalive=SERVICES,
         )
-        self._servicer = CoordinatorServicer(self._cluster)
+        self._kubernetes = KubernetesLink(self._config.kubernetes, self.registry, self._clock)
+        self._servicer = CoordinatorServicer(self._cluster, self._kubernetes.replicas)
         self._servicer.add_to_server(self._rpc.server)
         self._scaler = ExternalScalerServicer(self._signals, self._config.scaling, self._clock)
         self._scaler.add_to_server(self._rpc.server)
@@ -66,9 +68,11 @@ class Coordinator:
             self.port = await self._rpc.start()
         except ConfigError:
             self._metrics_server.stop()
+            await self._kubernetes.stop()
             raise
         self._ticking = asyncio.create_task(self._tick(), name="tick")
-        liveness = Liveness(self._rpc, lambda: [self._ticking], clock=time.monotonic)
+        self._kubernetes.start(lambda: self._cluster.view() if self._cluster.known else None)
+        liveness = Liveness(self._rpc, lambda: [self._ticking, *self._kubernetes.tasks], clock=time.monotonic)
         self._living = asyncio.create_task(liveness.run(), name="liveness")
         await self._rpc.set_serving(True)
         get_logger().info("coordinator is listening", address=with_port(self._config.server.host, self.port))
@@ -79,6 +83,7 @@ class Coordinator:
         for task in (self._living, self._ticking):
             task.cancel()
         await asyncio.gather(self._living, self._ticking, return_exceptions=True)
+        await self._kubernetes.stop()
         await self._rpc.set_serving(False)
         self._servicer.stop()
         self._scaler.stop()

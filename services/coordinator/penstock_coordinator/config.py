@@ -46,6 +46,34 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_fields("scaling", self)
 
 
+class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the coordinator changes in the Kubernetes namespace that it runs in, with the account of its pod; nothing as it is."""
+
+    deletion_costs: Annotated[
+        bool,
+        Meta(
+            description="Write into the annotation controller.kubernetes.io/pod-deletion-cost of engines' pods, whose names "
+            "are their engine_id, what they have to do, so that the idlest go first."
+        ),
+    ] = False
+    deployments: Annotated[
+        dict[str, str], Meta(description="By pool, the Deployment whose number of pods Scale may change.")
+    ] = {}
+    owners: Annotated[
+        dict[str, str],
+        Meta(description="By pool, what the number of its engines belongs to, so that Scale is refused."),
+    ] = {}
+    max_replicas: Annotated[int, Meta(ge=1, le=10_000, description="Engines of a pool that Scale may ask for.")] = 100
+
+    def __post_init__(self) -> None:
+        check_fields("kubernetes", self)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to change."""
+        return self.deletion_costs or bool(self.deployments)
+
+
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the coordinator needs to know."""
 
@@ -78,6 +106,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         | None
     ) = None
     scaling: ScalingConfig = ScalingConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     server: ServerConfig = ServerConfig(port=50050)
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -174,3 +174,24 @@ def test_every_port_that_is_opened_is_one_of_the_containers(component: str):
     ports = {port["containerPort"] for port in rendered.container(component)["ports"]}
     opened = {port for group in rules(rendered, component, "ingress") for port in group}
     assert opened == ports
+
+
+def test_keda_reaches_the_coordinator_where_it_scales_engines():
+    def sources(*settings: str) -> list[object]:
+        rendered = release(HUB, "networkPolicy.enabled=true", *settings)
+        rules = rendered.one("NetworkPolicy", "coordinator")["spec"]["ingress"]
+        return [peer for rule in rules if rule["ports"][0]["port"] == 50050 for peer in rule["from"]]
+
+    keda = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}}
+    assert keda in sources("enginecore.autoscaling.mode=keda")
+    assert keda not in sources()
+
+
+def test_the_coordinator_reaches_the_api_server_where_it_has_rights():
+    def ports(*settings: str) -> list[int]:
+        rendered = release(HUB, "networkPolicy.enabled=true", *settings)
+        rules = rendered.one("NetworkPolicy", "coordinator")["spec"]["egress"]
+        return [port["port"] for rule in rules for port in rule["ports"]]
+
+    assert {443, 6443} <= set(ports("coordinator.kubernetes.scale=true"))
+    assert not {443, 6443} & set(ports())

@@ -71,3 +71,18 @@ def test_the_edge_has_an_issuer_and_names_of_its_own(tmp_path: Path):
     own = TlsConfig(certificate="/etc/penstock-edge/tls.crt", key="/etc/penstock-edge/tls.key")
     assert (config.server.tls, config.http.tls) == (own, own)
     assert not [c for c in release(HUB, ISSUER).all("Certificate") if c["metadata"]["name"].endswith("-edge")]
+
+
+def test_keda_has_a_certificate_and_knows_the_coordinator_by_its_address():
+    issuer = "tls.certManager.issuerRef.name=internal"
+    rendered = release(HUB, issuer, "enginecore.autoscaling.mode=keda")
+    scaler = rendered.one("Certificate", "scaler")["spec"]
+    assert scaler["dnsNames"] == ["penstock-scaler"]
+    [authentication] = rendered.all("TriggerAuthentication")
+    assert {ref["name"] for ref in authentication["spec"]["secretTargetRef"]} == {scaler["secretName"]}
+    [trigger] = rendered.one("ScaledObject", "enginecore")["spec"]["triggers"]
+    host = trigger["metadata"]["scalerAddress"].partition(":")[0]
+    assert rendered.one("Certificate", "coordinator")["spec"]["dnsNames"] == ["penstock-coordinator", host]
+    without = release(HUB, issuer)
+    assert without.one("Certificate", "coordinator")["spec"]["dnsNames"] == ["penstock-coordinator"]
+    assert [c for c in without.all("Certificate") if c["metadata"]["name"].endswith("-scaler")] == []

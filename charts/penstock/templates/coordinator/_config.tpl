@@ -10,6 +10,8 @@
       "server" (merge (dict "host" "::" "port" 50050) (include "penstock.tls.server" $ | fromYaml))
       "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))
       "log" .Values.log
+      "scaling" (dict "pools" (include "penstock.pools" . | fromYaml | keys | sortAlpha))
+      "kubernetes" (include "penstock.coordinator.kubernetes" . | fromYaml)
       "tracing" (include "penstock.tracing" (dict "root" . "component" "coordinator") | fromYaml) -}}
 {{- mustMergeOverwrite (deepCopy (default dict .Values.coordinator.config)) $own | toYaml -}}
 {{- end -}}

@@ -14,6 +14,7 @@
 {{- $own := dict
       "pool" $pool
       "model" $model
+      "pool" $pool
       "coordinator" (merge (dict "address" (include "penstock.coordinator.address" .)) (include "penstock.tls.coordinator" . | fromYaml))
       "server" (merge (dict "host" "::" "port" 50052) (include "penstock.tls.server" $ | fromYaml))
       "metrics" (dict "host" "::" "port" (ternary 9100 -1 .Values.metrics.enabled))

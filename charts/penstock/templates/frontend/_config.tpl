@@ -22,6 +22,13 @@
 {{- if $auth }}
 {{- $_ := set $own "auth" $auth }}
 {{- end }}
-{{- mustMergeOverwrite (deepCopy (default dict .Values.frontend.config)) $own | toYaml -}}
+{{- $usual := dict }}
+{{- range $pool, $values := include "penstock.pools" . | fromYaml }}
+{{- if and (ne $values.autoscaling.mode "none") (eq (int $values.autoscaling.minReplicas) 0) }}
+{{- $wait := max (default 0 $usual.engine_wait_timeout) (include "penstock.enginecore.startupSeconds" (dict "values" $values) | int) }}
+{{- $_ := set $usual "engine_wait_timeout" $wait }}
+{{- end }}
+{{- end }}
+{{- mustMergeOverwrite $usual (deepCopy (default dict .Values.frontend.config)) $own | toYaml -}}
 {{- end -}}
 {{- end -}}

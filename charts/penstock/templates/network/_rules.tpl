@@ -76,18 +76,9 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* Who scales pools of engines, as a list under "owners": hpa, keda. */}}
-{{- define "penstock.network.scaling" -}}
-{{- $owners := list -}}
-{{- range include "penstock.pools" . | fromYaml -}}
-{{- $owners = append $owners (get .autoscaling "mode" | default "none") -}}
-{{- end -}}
-{{- dict "owners" (without (uniq $owners) "none") | toYaml -}}
-{{- end -}}
-
 {{/* KEDA asks the coordinator by how much. */}}
 {{- define "penstock.network.keda" -}}
-{{- if has "keda" (include "penstock.network.scaling" . | fromYaml).owners -}}
+{{- if include "penstock.usesKeda" . -}}
 {{- with .Values.networkPolicy.keda -}}
 - ports:
     {{- include "penstock.network.ports" (list 50050) | nindent 4 }}
@@ -97,9 +88,9 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* The API server, where the coordinator tells it which engine of a scaled pool is the idlest. */}}
+{{/* The API server, where the coordinator may change anything there. */}}
 {{- define "penstock.network.apiServer" -}}
-{{- if (include "penstock.network.scaling" . | fromYaml).owners -}}
+{{- if include "penstock.coordinator.hasRights" . -}}
 {{- with .Values.networkPolicy.apiServer -}}
 - ports:
     {{- include "penstock.network.ports" .ports | nindent 4 }}

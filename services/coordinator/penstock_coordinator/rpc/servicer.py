@@ -10,11 +10,12 @@ import grpc
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.config.sections import PeersConfig
-from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
+from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
 from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.cluster import Cluster
+from penstock_coordinator.kubernetes.replicas import Replicas
 from penstock_coordinator.rpc import convert
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -26,8 +27,9 @@ SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     """Turns messages into events; the state is the cluster's. From ``stop`` on, streams end with UNAVAILABLE."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, replicas: Replicas) -> None:
         self._cluster = cluster
+        self._replicas = replicas
         self._stopping = asyncio.Event()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
@@ -78,8 +80,8 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Raises Unimplemented: scaling is not served yet."""
-        raise Unimplemented("CoordinatorService.Scale is not served yet")
+        """Change the number of engines of a pool. Raises as ``Replicas.scale``."""
+        return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, request.replicas))
 
     def _take(self, session: int, report: pb.EngineReport) -> bool:
         """One report of a registered engine; returns whether the engine has left."""

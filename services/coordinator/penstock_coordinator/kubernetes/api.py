@@ -1,0 +1,89 @@
+"""The API server, as far as the coordinator uses it."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from typing import Self
+
+import httpx2
+import lightkube
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.core.exceptions import ApiError
+from lightkube.core.exceptions import ConfigError as LightkubeConfigError
+from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.core_v1 import Pod
+from lightkube.types import PatchType
+
+from penstock_common.errors import ConfigError
+from penstock_coordinator.kubernetes.errors import KubernetesError
+from penstock_coordinator.kubernetes.rights import Right
+
+TIMEOUT = 5.0
+"""Seconds for an answer."""
+ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
+"""Lower ones go first when a ReplicaSet gets smaller."""
+
+
+class KubernetesApi:
+    """A client of the cluster that this process runs in, in the namespace of its pod."""
+
+    def __init__(self, config: KubeConfig) -> None:
+        self._client = lightkube.AsyncClient(
+            config=config,
+            timeout=httpx2.Timeout(TIMEOUT),
+            trust_env=False,
+            field_manager="penstock-coordinator",
+        )
+        self.namespace: str = self._client.namespace
+
+    @classmethod
+    def in_cluster(cls) -> Self:
+        """The account of this pod. Raises ConfigError where there is none."""
+        try:
+            return cls(KubeConfig.from_service_account())
+        except (LightkubeConfigError, KeyError) as e:
+            raise ConfigError(f"the service account of this pod cannot be read: {e}") from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def set_deletion_cost(self, pod: str, cost: int) -> None:
+        """Write the annotation of a pod. Raises KubernetesError."""
+        patch = {"metadata": {"annotations": {ANNOTATION: str(cost)}}}
+        async with _failures(Right.PATCH_PODS):
+            await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)
+
+    async def replicas(self, deployment: str) -> int:
+        """The number of pods that a Deployment is to have. Raises KubernetesError."""
+        async with _failures(Right.GET_SCALE):
+            scale = await self._client.get(Deployment.Scale, deployment)
+        return (scale.spec.replicas if scale.spec else None) or 0
+
+    async def set_replicas(self, deployment: str, replicas: int) -> None:
+        """Change it. Raises KubernetesError."""
+        async with _failures(Right.PATCH_SCALE):
+            await self._client.patch(
+                Deployment.Scale, deployment, {"spec": {"replicas": replicas}}, patch_type=PatchType.MERGE
+            )
+
+
+@contextlib.asynccontextmanager
+async def _failures(right: Right) -> AsyncIterator[None]:
+    """Whatever the client raises as KubernetesError. The whole exchange has ``TIMEOUT`` seconds, however slowly bytes come."""
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            yield
+    except (httpx2.TimeoutException, TimeoutError):
+        raise KubernetesError(right, "Timeout", f"the API server did not answer within {TIMEOUT:g} s") from None
+    except ApiError as e:
+        reason = e.status.reason or f"Status{e.response.status_code}"
+        raise KubernetesError(right, reason, e.status.message or reason) from None
+    except httpx2.HTTPStatusError as e:
+        code = e.response.status_code
+        raise KubernetesError(right, f"Status{code}", f"the API server answered with status {code}") from None
+    except (httpx2.HTTPError, ssl.SSLError, OSError) as e:
+        raise KubernetesError(right, "Unreachable", f"the API server cannot be reached: {e}") from None
+    except ValueError as e:
+        raise KubernetesError(right, "Malformed", f"the API server's answer cannot be read: {e}") from None

@@ -1,0 +1,74 @@
+"""Which engine is to go first when a pool gets smaller: the one that loses least."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock_common.types.cluster import ClusterView, EngineStatus
+
+_PARTS = 1024
+"""Of a full engine, which a cost counts."""
+_MOST = 2**30
+"""Costs are 32 bits."""
+_SLOTS = 256
+"""Of an engine that does not say how many it has."""
+
+
+class CostPatch(msgspec.Struct, frozen=True):
+    """Effect: the pod's annotation is to have this cost."""
+
+    pod: str
+    cost: int
+
+
+class DeletionCosts:
+    """Decides which pods' costs are written, and when: once they differ from what was written last, a pod's every ``interval``
+    seconds at most, and first those that were tried longest ago. What another coordinator wrote is not known, so that each is
+    written once.
+
+    Times are seconds of one monotonic clock that the caller passes in.
+    """
+
+    def __init__(self, *, interval: float) -> None:
+        self._interval = interval
+        self._written: dict[str, tuple[int, float]] = {}
+        self._tried_at: dict[str, float] = {}
+        self._gone: set[str] = set()
+
+    def due(self, view: ClusterView, now: float) -> Sequence[CostPatch]:
+        """What is to be written now. Engines that have left the view are forgotten."""
+        self._forget({engine.engine_id for engine in view.engines})
+        due = []
+        for engine in view.engines:
+            cost, at = self._written.get(engine.engine_id, (None, -math.inf))
+            patch = CostPatch(engine.engine_id, deletion_cost(engine))
+            if engine.engine_id not in self._gone and patch.cost != cost and now - at >= self._interval:
+                due.append(patch)
+        return sorted(due, key=lambda patch: self._tried_at.get(patch.pod, -math.inf))
+
+    def tried(self, pod: str, now: float) -> None:
+        """A cost is being written."""
+        self._tried_at[pod] = now
+
+    def written(self, patch: CostPatch, now: float) -> None:
+        """A cost has been written."""
+        self._written[patch.pod] = (patch.cost, now)
+
+    def gone(self, pod: str) -> None:
+        """There is no such pod: it is not asked for again while its engine is in the view."""
+        self._gone.add(pod)
+
+    def _forget(self, there: set[str]) -> None:
+        self._written = {pod: written for pod, written in self._written.items() if pod in there}
+        self._tried_at = {pod: at for pod, at in self._tried_at.items() if pod in there}
+        self._gone &= there
+
+
+def deletion_cost(engine: EngineStatus) -> int:
+    """0 for an idle engine, else its load in powers of two, so that few changes of the load are one of the cost."""
+    requests = engine.num_running_reqs + engine.num_waiting_reqs
+    if not requests:
+        return 0
+    parts = math.ceil(requests * _PARTS / (engine.max_num_seqs or _SLOTS))
+    return min(1 << (parts - 1).bit_length(), _MOST)

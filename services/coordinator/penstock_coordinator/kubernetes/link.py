@@ -1,0 +1,51 @@
+"""What a coordinator does in Kubernetes, in one place."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from penstock_common.types.cluster import ClusterView
+from penstock_coordinator.cluster import Clock
+from penstock_coordinator.config import KubernetesConfig
+from penstock_coordinator.kubernetes.cost_writer import CostWriter
+from penstock_coordinator.kubernetes.failures import Failures
+from penstock_coordinator.kubernetes.replicas import Replicas
+
+
+class KubernetesLink:
+    """The API server's client, and what uses it; nothing of it is imported where the configuration asks for nothing."""
+
+    def __init__(self, config: KubernetesConfig, registry: CollectorRegistry, clock: Clock) -> None:
+        """``clock`` gives monotonic seconds. Raises ConfigError where this process has no service account to use."""
+        self._config = config
+        self._now = clock
+        self._api = None
+        self._writing: asyncio.Task[None] | None = None
+        if config.enabled:
+            from penstock_coordinator.kubernetes.api import KubernetesApi  # takes seconds and 30 MiB
+
+            self._api = KubernetesApi.in_cluster()
+        self._failures = Failures(registry, "" if self._api is None else self._api.namespace, clock)
+        self.replicas = Replicas(config, self._api, self._failures)
+
+    def start(self, view: Callable[[], ClusterView | None]) -> None:
+        """Write what pods cost to remove from now on. ``view``: the engines, None while they are not known."""
+        if self._api is not None and self._config.deletion_costs:
+            writer = CostWriter(self._api, self._failures, view=view, clock=self._now)
+            self._writing = asyncio.create_task(writer.run(), name="deletion costs")
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What runs until ``stop``."""
+        return [] if self._writing is None else [self._writing]
+
+    async def stop(self) -> None:
+        """Write nothing more, and close the connections."""
+        if self._writing is not None:
+            self._writing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._writing
+        if self._api is not None:
+            await self._api.close()

@@ -1,0 +1,83 @@
+"""How many engines a pool has, where operators decide that: the Scale RPC."""
+
+import asyncio
+from typing import Protocol
+
+from penstock_common.errors import FailedPrecondition, InvalidArgument, Unavailable, nearest
+from penstock_common.observability.logging import get_logger
+from penstock_common.types.cluster import DEFAULT_POOL
+from penstock_coordinator.config import KubernetesConfig
+from penstock_coordinator.kubernetes.errors import KubernetesError
+from penstock_coordinator.kubernetes.failures import Failures
+from penstock_coordinator.kubernetes.rights import Right
+
+_NOT_WITHOUT_HELP = frozenset({"Forbidden", "NotFound", "Unauthorized"})
+"""Reasons that do not go away by themselves."""
+
+
+class ScaleApi(Protocol):
+    """What reads and changes the number of pods of a Deployment. Both raise KubernetesError."""
+
+    async def replicas(self, deployment: str) -> int:
+        """The number it is to have."""
+
+    async def set_replicas(self, deployment: str, replicas: int) -> None:
+        """Change it."""
+
+
+class Replicas:
+    """Changes the number of engines of those pools whose number belongs to nobody else."""
+
+    def __init__(self, config: KubernetesConfig, api: ScaleApi | None, failures: Failures) -> None:
+        """``api``: None where this process has no business with Kubernetes."""
+        self._config = config
+        self._api = api
+        self._failures = failures
+        self._changing = asyncio.Lock()
+
+    async def scale(self, pool: str, replicas: int) -> int:
+        """Have ``replicas`` engines in ``pool``; empty: the default one. Returns how many there were to be before.
+
+        Raises InvalidArgument, FailedPrecondition where somebody else owns the number or a right is missing, and Unavailable.
+        """
+        pool = pool or DEFAULT_POOL
+        most = self._config.max_replicas
+        if not 1 <= replicas <= most:
+            raise InvalidArgument(f"replicas is {replicas}; it must be from 1 to {most}", field="replicas")
+        if owner := self._config.owners.get(pool):
+            raise FailedPrecondition(
+                f"the number of engines of pool {pool!r} belongs to {owner}: change its bounds instead",
+                field="pool",
+                reason="REPLICAS_OWNED",
+            )
+        deployment = self._deployment(pool)
+        if self._api is None or not deployment:
+            raise FailedPrecondition(
+                "this coordinator changes no number of engines: its kubernetes.deployments is empty",
+                reason="NOT_IN_KUBERNETES",
+            )
+        async with self._changing:
+            previous = await self._change(self._api, deployment, replicas)
+        get_logger().info("scaled", pool=pool, deployment=deployment, replicas=replicas, previous=previous)
+        return previous
+
+    def _deployment(self, pool: str) -> str:
+        known = self._config.deployments
+        if known and pool not in known:
+            raise InvalidArgument(
+                f"pool is {pool[:100]!r}; pools: {', '.join(sorted(known))}{nearest(pool, known)}", field="pool"
+            )
+        return known.get(pool, "")
+
+    async def _change(self, api: ScaleApi, deployment: str, replicas: int) -> int:
+        try:
+            previous = await api.replicas(deployment)
+            self._failures.worked(Right.GET_SCALE)
+            await api.set_replicas(deployment, replicas)
+            self._failures.worked(Right.PATCH_SCALE)
+        except KubernetesError as e:
+            self._failures.failed(e)
+            if e.reason in _NOT_WITHOUT_HELP:
+                raise FailedPrecondition(str(e), reason="KUBERNETES_REFUSED") from None
+            raise Unavailable(str(e), reason="KUBERNETES_FAILED", retry_after=1.0) from None
+        return previous

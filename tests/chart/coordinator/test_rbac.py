@@ -1,0 +1,57 @@
+"""coordinator/rbac.yaml: rights where something is changed, and no others."""
+
+from tests.chart.rendering import AUTOSCALED, HUB, POOLS, release
+
+KINDS = ("ServiceAccount", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+SCALE = "coordinator.kubernetes.scale=true"
+
+
+def rules(rendered):
+    return rendered.one("Role", "coordinator")["rules"]
+
+
+def test_a_coordinator_that_changes_nothing_has_no_account():
+    rendered = release(HUB)
+    assert [kind for kind in KINDS if rendered.all(kind)] == []
+    assert rendered.pod_spec("coordinator")["automountServiceAccountToken"] is False
+    assert rendered.config("coordinator")["kubernetes"] == {"deletion_costs": False, "deployments": {}, "owners": {}}
+
+
+def test_where_engines_are_scaled_it_may_patch_pods():
+    rendered = release(AUTOSCALED)
+    assert rules(rendered) == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]
+    spec = rendered.pod_spec("coordinator")
+    account = rendered.one("ServiceAccount", "coordinator")["metadata"]["name"]
+    assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == (account, True)
+    assert rendered.pod_spec("enginecore")["serviceAccountName"] == "penstock"
+    assert rendered.pod_spec("enginecore")["automountServiceAccountToken"] is False
+    [subject] = rendered.one("RoleBinding", "coordinator")["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": account, "namespace": "serving"}
+    owner = f"HorizontalPodAutoscaler {rendered.one('HorizontalPodAutoscaler', 'enginecore')['metadata']['name']}"
+    assert rendered.config("coordinator")["kubernetes"] == {
+        "deletion_costs": True,
+        "deployments": {},
+        "owners": {"default": owner},
+    }
+
+
+def test_operators_scale_the_deployments_of_the_release_and_no_others():
+    rendered = release(POOLS, SCALE, "enginecore.pools.spot.autoscaling.mode=keda")
+    deployments = rendered.config("coordinator")["kubernetes"]["deployments"]
+    assert "spot" not in deployments
+    assert {"apiGroups": ["apps"], "resources": ["deployments/scale"], "verbs": ["get", "patch"]}.items() <= rules(
+        rendered
+    )[1].items()
+    assert rules(rendered)[1]["resourceNames"] == sorted(deployments.values())
+    for deployment in rendered.all("Deployment"):
+        if deployment["metadata"]["name"] in deployments.values():
+            assert "replicas" not in deployment["spec"]
+
+
+def test_each_right_can_be_left_out():
+    without_costs = release(HUB, SCALE, "coordinator.kubernetes.deletionCosts=false")
+    assert [rule["resources"] for rule in rules(without_costs)] == [["deployments/scale"]]
+    assert without_costs.all("ValidatingAdmissionPolicy") == []
+    without_policy = release(AUTOSCALED, "coordinator.kubernetes.admissionPolicy=false")
+    assert without_policy.all("ValidatingAdmissionPolicy") == []
+    assert release(AUTOSCALED, "coordinator.kubernetes.deletionCosts=false").all("Role") == []
