@@ -34,6 +34,7 @@ SET_BY_CHART = (
         "engine_id",
         "pool",
         "drain_timeout",
+        "ready_without_engines",
         "auth.api_keys",
         "auth.jwt.jwks",
     }

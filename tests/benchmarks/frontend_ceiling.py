@@ -29,7 +29,7 @@ from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.engines.oracle_engine import outputs
 from tests.fakes.models.small_tokenizers import save_model
 from tests.fakes.network.ports import free_port
-from tests.fakes.processes import Service
+from tests.fakes.processes import KEPT, Service
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 MAX_MODEL_LEN = 65_536
@@ -194,6 +194,7 @@ async def own_frontend(flags: argparse.Namespace, output_len: int) -> AsyncItera
             admin__port=0,
             http__host="127.0.0.1",
             http__port=http_port,
+            **KEPT,
         )
         async with service:
             await service.serving()

@@ -96,6 +96,7 @@ async def run(args: argparse.Namespace) -> tuple[int, dict[str, object]]:
         lease_seconds=LEASE_SECONDS,
         kv_cache_memory=KV_CACHE_MEMORY,
         drain_timeout=args.drain_timeout,
+        frontend_flags={"server__max_connection_age": 5, "http__max_connection_age": 5},
     ) as cluster:
         known = await outages.prepare(cluster, streams=args.streams, tokens=args.tokens)
         for name in [args.part] if args.part else PARTS:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tests.chaos.client import Client
+from tests.chaos.doors import Doors
 from tests.chaos.flow import Flow, catalogue
 from tests.chaos.killing import address
 from tests.chaos.outcome import Outcome
@@ -129,18 +130,22 @@ async def _until_engines_have_at_most(cluster: Cluster, count: Callable[[], int]
 
 
 async def rolling_restart(cluster: Cluster, known: Known, *, streams: int, log: Log) -> tuple[Summary, list[Step]]:
-    """SIGTERM to each service in turn, the next one when the last serves again. Clients use all frontends and take a request that
-    one refuses to the next.
+    """SIGTERM to each service in turn, the next one when the last serves again. Clients use all frontends, and find those that
+    stop gone for new connections, as Services and names would have it: they take their requests to the next one.
+
+    The frontends' ``max_connection_age`` must be short: it moves the clients.
     """
     steps = []
     async with (
-        Client(*map(address, cluster.frontends), retries=RETRIES) as client,
+        Doors(cluster.frontends) as doors,
+        Client(*doors.addresses, retries=RETRIES) as client,
         Flow(client, known, streams=streams) as flow,
     ):
         for name, service in _named(cluster):
             await flow.next_requests(1)
             before = len(flow.pairs)
-            stopped, serves = await _restart(cluster, service)
+            async with doors.closed(service):
+                stopped, serves = await _restart(cluster, service)
             steps.append(Step(name, stopped, serves, len(flow.pairs) - before))
             log(f"{name} stopped within {stopped:.1f} s, serves again after {serves:.1f} s")
         await flow.next_requests(streams)

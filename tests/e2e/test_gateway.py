@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service
+from tests.fakes.processes import KEPT, Service
 
 SMG = os.environ.get("PENSTOCK_SMG") or shutil.which("smg")
 START_TIMEOUT = PATIENCE
@@ -88,7 +88,12 @@ async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
         executor__num_threads=1,
     )
     frontend = Service(
-        "penstock_frontend", model__path=DEMO_MODEL, engines=json.dumps([engine.address]), admin__port=0, http__port=-1
+        "penstock_frontend",
+        model__path=DEMO_MODEL,
+        engines=json.dumps([engine.address]),
+        admin__port=0,
+        http__port=-1,
+        **KEPT,
     )
     async with engine, frontend:
         await engine.serving()

@@ -17,8 +17,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair() -> AsyncIterator[Cluster]:
-    """Two of each, and a coordinator. An engine that is told to stop gives up its requests at once."""
-    async with Cluster(DEMO_MODEL, engines=2, frontends=2, drain_timeout=0.2) as running:
+    """Two of each, and a coordinator. An engine that is told to stop gives up its requests at once, a frontend's clients leave it
+    soon.
+    """
+    moved = {"server__max_connection_age": 1, "http__max_connection_age": 1}
+    async with Cluster(DEMO_MODEL, engines=2, frontends=2, drain_timeout=0.2, frontend_flags=moved) as running:
         yield running
 
 

@@ -19,6 +19,8 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 
 START_TIMEOUT = PATIENCE
+KEPT: dict[str, Any] = {"server__max_connection_age": 0, "http__max_connection_age": 0}
+"""Flags of a frontend whose clients keep their connections: it ends as soon as nothing runs, whoever is still connected."""
 
 
 class Service:

@@ -20,7 +20,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.network.ports import free_port
-from tests.fakes.processes import Service
+from tests.fakes.processes import KEPT, Service
 from tests.fuzz import probe
 from tests.fuzz.variants import NAME, Variant
 
@@ -100,6 +100,7 @@ class System:
             # By default these are more than a peak may be here.
             limits__max_message_bytes_in_flight="128MiB",
             limits__max_answer_bytes_in_flight="128MiB",
+            **KEPT,
         )
 
     def _engine(self, name: str, model: Path) -> Probed:

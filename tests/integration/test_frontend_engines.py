@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2, finish_pb2
@@ -120,7 +118,7 @@ async def test_an_engine_that_comes_back_is_used_again(
     a, b = engines
     await a.kill()
     await b.kill()
-    await frontend.until_health(serving=False)
+    await frontend.until_engines(0)
     call = frontend.generate(max_tokens=1)
     await a.start(a.port)
     await a.until(lambda e: e.running)
@@ -200,7 +198,7 @@ async def test_requests_wait_while_no_engine_is_left_and_go_on_with_the_next(mod
         engine.step()
         port = engine.port
         await engine.kill()
-        await frontend.until_health(serving=False)
+        await frontend.until_engines(0)
         assert frontend.frontend._engines.num_held == 1
         await engine.start(port)
         await engine.until(lambda e: e.running)
@@ -229,12 +227,12 @@ async def test_a_request_that_is_cancelled_while_it_waits_for_an_engine_is_not_s
         await engine.until(lambda e: e.running)
         port = engine.port
         await engine.kill()
-        await frontend.until_health(serving=False)
+        await frontend.until_engines(0)
         call.cancel()
         await eventually(lambda: frontend.frontend._engines.num_held == 0)
         await engine.start(port)
         await engine.until(lambda e: e.sessions)
-        await frontend.until_health(serving=True)
+        await frontend.until_engines(1)
         assert len(engine.requests) == 1
 
 
@@ -465,19 +463,6 @@ async def test_an_engine_of_another_model_or_revision_is_not_used(model: Path, w
             for _ in range(5):
                 await frontend.outputs(max_tokens=1)
         assert other.requests == []
-
-
-async def test_health_follows_the_engines_on_every_name(model: Path) -> None:
-    async with FakeEngine(vocab_size=VOCAB) as engine, FrontendServer(model, engines=[engine.address]) as frontend:
-        for service in ("", "penstock.inference.v1.InferenceService"):
-            await frontend.until_health(serving=True, service=service)
-        engine.drain()
-        for service in ("", "penstock.inference.v1.InferenceService"):
-            await frontend.until_health(serving=False, service=service)
-        with pytest.raises(grpc.aio.AioRpcError) as e:
-            stub: Any = health_pb2_grpc.HealthStub(frontend.channel)
-            await stub.Check(health_pb2.HealthCheckRequest(service="nope"))
-        assert e.value.code() == grpc.StatusCode.NOT_FOUND
 
 
 class FakeCoordinator(coordinator_grpc.CoordinatorServiceServicer):

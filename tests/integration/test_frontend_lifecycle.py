@@ -16,7 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.inference.v1 import service_pb2_grpc
+from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError, Unavailable
+from penstock_frontend import draining
 from penstock_frontend.config import HttpConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, eventually, failure, make_request
@@ -51,20 +53,46 @@ async def output_of(process: asyncio.subprocess.Process) -> tuple[int | None, st
     return process.returncode, stderr.decode()
 
 
-async def test_a_stopping_frontend_finishes_what_runs_and_refuses_what_is_new(manual: FakeEngine, model: Path) -> None:
+async def test_a_stopping_frontend_serves_on_while_anything_runs(manual: FakeEngine, model: Path) -> None:
     async with FrontendServer(model, engines=[manual.address], http=HttpConfig(host="127.0.0.1", port=0)) as frontend:
         reader = asyncio.create_task(collect(frontend.generate(max_tokens=2)))
         await manual.until(lambda e: e.running)
         assert (await get(frontend.frontend.http_port, "/health"))[0] == 200
         frontend.frontend.stop()
         await frontend.until_health(serving=False)
-        error = await failure(frontend.generate())
-        assert isinstance(error, Unavailable)
-        assert error.reason == "SHUTTING_DOWN"
-        assert (await get(frontend.frontend.http_port, "/health"))[0] == 503
+        late = asyncio.create_task(collect(frontend.generate(max_tokens=1)))
+        await manual.until(lambda e: len(e.running) == 2)
+        assert await get(frontend.frontend.http_port, "/health") == (503, "not serving: draining\n")
         manual.step()
         manual.step()
         assert await reader
+        assert await late
+        await frontend.running
+
+
+async def test_a_stopping_frontend_waits_for_connections_that_are_moved(engine: FakeEngine, model: Path) -> None:
+    server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=3600.0)
+    async with FrontendServer(model, engines=[engine.address], server=server, drain_timeout=PATIENCE) as frontend:
+        assert await frontend.outputs(max_tokens=1)
+        frontend.frontend.stop()
+        await eventually(lambda: not frontend.frontend._readiness.ready)
+        for _ in range(3):
+            assert await frontend.outputs(max_tokens=1)
+        await frontend.channel.close()
+        await frontend.running
+
+
+async def test_a_watch_of_the_health_does_not_hold_up_the_end(
+    model: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stays open, but nothing else can come on it once it has been moved."""
+    monkeypatch.setattr(draining, "QUIET", 0.0)
+    server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.05)
+    async with FrontendServer(model, engines=[engine.address], server=server, drain_timeout=PATIENCE) as frontend:
+        stub: Any = health_pb2_grpc.HealthStub(frontend.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+        assert await watch.read()
+        frontend.frontend.stop()
         await frontend.running
 
 
@@ -76,8 +104,29 @@ async def test_what_runs_longer_than_the_drain_timeout_ends_as_unavailable(manua
         error = await reader
         assert isinstance(error, Unavailable)
         assert error.reason == "SHUTTING_DOWN"
+        assert error.message == "this frontend is shutting down: drain_timeout of 0.05 s is over"
         await frontend.running
         await manual.until(lambda e: not e.running)
+
+
+async def test_a_second_signal_ends_what_runs(manual: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[manual.address], drain_timeout=PATIENCE) as frontend:
+        reader = asyncio.create_task(failure(frontend.generate()))
+        await manual.until(lambda e: e.running)
+        frontend.frontend.stop()
+        frontend.frontend.stop()
+        error = await reader
+        assert error.message == "this frontend is shutting down: it was told to stop twice"
+        await frontend.running
+
+
+async def test_a_drain_that_is_too_short_to_move_connections_is_warned_of(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=60.0)
+    async with FrontendServer(model, engines=["127.0.0.1:1"], server=server, drain_timeout=60.0):
+        pass
+    assert "drain_timeout is too short for clients to have left" in capsys.readouterr().out
 
 
 async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: Path) -> None:
@@ -139,11 +188,11 @@ async def test_the_process_serves_and_ends_cleanly_on_a_signal(
         f"server: {{host: 127.0.0.1, port: {grpc_port}}}\nadmin: {{port: {admin_port}}}\n"
         f"http: {{host: 127.0.0.1, port: {http_port}}}\n"
     )
-    process = await start_process("--config", str(config), "--drain-timeout", "10")
+    process = await start_process("--config", str(config), "--server.max-connection-age", "0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(make_request(max_tokens=1), wait_for_ready=True, timeout=PATIENCE)
-        await manual.until(lambda e: e.running, limit=30)
+        await manual.until(lambda e: e.running, limit=PATIENCE)
         process.send_signal(number)
         manual.step()
         assert [message async for message in call]

@@ -16,7 +16,7 @@ from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.network.issuer import AUDIENCE, ISSUER, Issuer, write_key_set
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service
+from tests.fakes.processes import KEPT, Service
 
 KEY = "sk-Tausendschoen-0123456789"
 WRONG = "sk-Vergissmeinnicht-0123456789"
@@ -110,6 +110,7 @@ async def test_neither_credentials_nor_what_users_write_is_logged(form: str, tmp
             auth__jwt__audience=AUDIENCE,
             log__requests="true",
             log__format=form,
+            **KEPT,
         )
         frontend.add_flag("log.level", "debug")
         async with frontend:

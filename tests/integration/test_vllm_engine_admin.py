@@ -82,16 +82,19 @@ async def test_abort_ends_an_embed(model: Path) -> None:
         await engine.until(lambda e: e.aborted)
 
 
-async def test_health_is_whether_an_engine_takes_requests(engine: FakeEngine, model: Path) -> None:
+async def test_health_is_whether_to_send_requests_here(engine: FakeEngine, model: Path) -> None:
+    port = engine.port
+    await engine.kill()
     async with FrontendServer(model, engines=[engine.address]) as frontend:
-        await frontend.until_health(serving=True, service=vllm_engine.SERVICE_NAME)
         stub = VllmClient(frontend).stub
+        response = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert (response.healthy, response.message) == (False, "no engine has been seen yet")
+        await engine.start(port)
+        await frontend.until_health(serving=True, service=vllm_engine.SERVICE_NAME)
         assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
         await engine.kill()
-        await frontend.until_health(serving=False, service=vllm_engine.SERVICE_NAME)
-        response = await stub.HealthCheck(pb.HealthCheckRequest())
-        assert not response.healthy
-        assert response.message == "no engine takes requests"
+        await frontend.until_engines(0)
+        assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
 
 
 async def test_the_models_info_has_its_files_and_the_engines_limits(engine: FakeEngine, tmp_path: Path) -> None:

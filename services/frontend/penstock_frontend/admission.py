@@ -14,6 +14,9 @@ Clock = Callable[[], float]
 
 _COMPUTED_BYTES = 4
 """Of a number of a vector in an engine, at most."""
+_ROOM = 0.9
+"""Part of the limits to which what is in flight must have sunk before a full frontend counts as having room again: who asks for
+its health is not told of every request that comes and goes."""
 _UNMEASURED = 1.0
 """Seconds that clients are told to wait before any request has ended, so that there is no rate to go by."""
 
@@ -63,11 +66,20 @@ class Admission:
     """Bounds requests and the lengths of their prompts, of all tenants and of each. Limits are those of the LimitsConfig.
 
     Any one request is let in where there is no other. Requests without a tenant are of one tenant, the nameless. What is
-    kept of a tenant is forgotten when it has no requests.
+    kept of a tenant is forgotten when it has no requests. ``on_full``: called whenever ``full`` has changed.
     """
 
-    def __init__(self, limits: LimitsConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: LimitsConfig,
+        clock: Clock = time.monotonic,
+        *,
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
         self._limits = limits
+        self._on_full = on_full
+        self.full = False
+        """Whether all requests, or the lengths of their prompts, have reached their limit, and have not left yet."""
         self._clock = clock
         self._all = InFlight(clock)
         self._tenants: dict[str, InFlight] = {}
@@ -97,6 +109,7 @@ class Admission:
         self._all.enter(demand.length)
         if self._limits.max_tenant_requests:
             self._tenants.setdefault(demand.tenant, InFlight(self._clock)).enter(demand.length, demand.sequences)
+        self._look()
 
     def leave(self, demand: Demand, *, served: bool) -> None:
         """A request that was let in is over. ``served``: it was begun."""
@@ -105,6 +118,15 @@ class Admission:
             there.leave(demand.length, demand.sequences, served=served)
             if not there.count:
                 del self._tenants[demand.tenant]
+        self._look()
+
+    def _look(self) -> None:
+        """Whether it is full now."""
+        limits, here = self._limits, self._all
+        used = max(here.count / limits.max_requests, here.length / limits.max_prompt_length_in_flight)
+        if (full := used > _ROOM if self.full else used >= 1.0) != self.full:
+            self.full = full
+            self._on_full()
 
     @property
     def num_tenants(self) -> int:

@@ -13,22 +13,26 @@ from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.liveness import Liveness
 from penstock_frontend.assembly import assemble
 from penstock_frontend.config import FrontendConfig
+from penstock_frontend.draining import QUIET, Draining
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.ports import OutputHandler
+from penstock_frontend.readiness import Readiness
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 from penstock_frontend.servers import Servers
 
 _CLOSE_GRACE = 1.0
 """Seconds that calls have to deliver their last status when the servers stop."""
+_LOOK_INTERVAL = 0.25
+"""Seconds between two looks at what a draining frontend still has."""
 
 
 class Frontend:
     """Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, ``shutdown``.
 
-    Health is SERVING while at least one engine takes requests. The first ``stop`` drains: new requests are refused,
-    running ones may finish until ``drain_timeout``. A second one ends the draining.
+    What its health says is told in ``readiness.py``. The first ``stop`` drains: the frontend serves on, its clients are moved to
+    others, and when nothing can come any more, or after ``drain_timeout``, it ends. A second ``stop`` ends the draining.
     """
 
     def __init__(self, config: FrontendConfig) -> None:
@@ -36,6 +40,8 @@ class Frontend:
         self._config = config
         self._changed = asyncio.Event()
         self._stopping = False
+        self._cut_short = asyncio.Event()
+        self._readiness = Readiness(without_engines=config.ready_without_engines)
         get_logger().info("loading the tokenizer", model=config.model.path)
         self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)
         incarnation, kv_events = uuid.uuid4().hex, KvEventFeed()
@@ -58,6 +64,7 @@ class Frontend:
             fairness=config.fairness,
             log=config.log,
             tracer=self._tracer,
+            on_full=self._update_readiness,
         )
         self._assembly = assembly
         self._llm, self._engines, self._metrics = assembly.llm, assembly.engines, assembly.metrics
@@ -65,7 +72,12 @@ class Frontend:
             self._metrics.add_engine_loads(self._engines.view.for_metrics)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
         self._servers = Servers(
-            config, assembly, kv_events=kv_events, coordinator=self._coordinator, tracer=self._tracer
+            config,
+            assembly,
+            kv_events=kv_events,
+            coordinator=self._coordinator,
+            tracer=self._tracer,
+            readiness=self._readiness,
         )
         if self._coordinator is not None:
             coordinator = self._coordinator
@@ -92,6 +104,7 @@ class Frontend:
     async def startup(self) -> None:
         """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
+        self._warn_of_a_short_drain()
         await self._servers.start()
         self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry)
         if self._coordinator is not None:
@@ -112,34 +125,35 @@ class Frontend:
 
     async def main_loop(self) -> None:
         """Keep the health service true until ``stop``."""
-        serving = False
+        told = False
         while True:
             await self._changed.wait()
             self._changed.clear()
             if self._stopping:
                 return
-            if serving != self._llm.serving:
-                serving = self._llm.serving
-                get_logger().info("serving" if serving else "not serving: no engine takes requests")
-                await self._servers.public.set_serving(serving)
+            if told != self._readiness.ready:
+                told = self._readiness.ready
+                get_logger().info("serving" if told else f"not serving: {self._readiness.why}")
+                await self._servers.public.set_serving(told)
 
     def stop(self) -> None:
         """End ``main_loop``; called again, cut the draining short."""
         if self._stopping:
-            self._llm.end_all()
+            self._cut_short.set()
         self._stopping = True
         self._changed.set()
 
     async def shutdown(self) -> None:
         """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
+        self._readiness.drain()
+        await self._servers.public.set_serving(False)
+        ended_by = await self._drain()
         if self._living is not None:
             self._living.cancel()
             await asyncio.gather(self._living, return_exceptions=True)
-        await self._servers.public.set_serving(False)
-        get_logger().info("draining", timeout=self._config.drain_timeout)
-        if left := await self._llm.drain(self._config.drain_timeout):
+        if left := self._llm.num_live:
             get_logger().warning("ending requests that are still running", count=left)
-        self._llm.end_all()
+        self._llm.end_all(ended_by)
         await self._servers.stop(_CLOSE_GRACE)
         if self._coordinator is not None and self._coordinator_task is not None:
             await self._coordinator.close()
@@ -151,6 +165,34 @@ class Frontend:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)
         get_logger().info("frontend stopped")
+
+    async def _drain(self) -> str:
+        """Serve on until nothing can come any more. Returns what ended that before; empty: nothing did."""
+        timeout, clock = self._config.drain_timeout, asyncio.get_running_loop().time
+        get_logger().info("draining", timeout=timeout)
+        draining = Draining(clock(), timeout=timeout, max_age=self._config.server.max_connection_age)
+        self._servers.drain()
+        while not self._servers.drained(draining, now := clock()):
+            if (left := draining.deadline - now) <= 0.0:
+                return f"drain_timeout of {timeout:g} s is over"
+            try:  # nothing tells of connections that end
+                async with asyncio.timeout(min(left, _LOOK_INTERVAL)):
+                    await self._cut_short.wait()
+                return "it was told to stop twice"
+            except TimeoutError:
+                continue
+        return ""
+
+    def _warn_of_a_short_drain(self) -> None:
+        server = self._config.server
+        needed = Draining(0.0, timeout=0.0, max_age=server.max_connection_age).moved_after + QUIET
+        if server.max_connection_age and self._config.drain_timeout < needed:
+            get_logger().warning(
+                "drain_timeout is too short for clients to have left: server.max_connection_age moves them",
+                drain_timeout=self._config.drain_timeout,
+                max_connection_age=server.max_connection_age,
+                needed=round(needed, 1),
+            )
 
     def _coordinator_client(self, incarnation: str) -> CoordinatorClient:
         return CoordinatorClient(
@@ -169,7 +211,16 @@ class Frontend:
         self._metrics.set_variants(len(self._engines.view.variants()))
         if self._coordinator is not None:
             self._coordinator.demand(self._engines.num_held)
-        self._changed.set()
+        self._update_readiness()
+
+    def _update_readiness(self) -> None:
+        engines, coordinator = self._engines, self._coordinator
+        if self._readiness.update(
+            engine=engines.usable,
+            view=coordinator is not None and coordinator.view is not None,
+            full=self._llm.full or engines.full,
+        ):
+            self._changed.set()
 
 
 async def run(config: FrontendConfig) -> None:

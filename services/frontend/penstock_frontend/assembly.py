@@ -50,10 +50,12 @@ def assemble(
     fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
     log: LogConfig | None = None,
     tracer: Tracer | None = None,
+    on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
 
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
+    ``on_full``: called whenever ``llm.full`` has changed.
     """
     files = load_model_files(model, num_threads=tokenizer_threads)
     tokenizer, metrics = files.tokenizer, FrontendMetrics(model.name)
@@ -85,6 +87,7 @@ def assemble(
                 limits.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
             ),
         ),
+        on_full=on_full,
     )
     renderer = ChatRenderer(templates, tokenizer, limits, tool_parser=model.tool_parser)
     return Assembly(

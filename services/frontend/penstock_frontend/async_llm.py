@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from penstock_common.errors import (
     DeadlineExceeded,
@@ -47,13 +47,15 @@ class AsyncLLM:
         limits: LimitsConfig,
         observer: RequestObserver,
         pooling: PoolingCalls,
+        on_full: Callable[[], None],
     ) -> None:
+        """``on_full``: called whenever ``full`` has changed."""
         self.engines = engines
         self.inputs = inputs
         self.pooling = pooling
         self.tokenizer = tokenizer
         self._outputs = outputs
-        self._admission = Admission(limits)
+        self._admission = Admission(limits, on_full=on_full)
         self._pace = Pace(SEQUENCES_PER_TURN)
         self._observer = observer
         self._metrics = observer.metrics
@@ -61,14 +63,17 @@ class AsyncLLM:
         self._by_name: dict[tuple[str, str], LiveRequest] = {}
         self.last_accepted = 0.0
         """When the last request came, in seconds since the Unix epoch; 0 before the first."""
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._ending = ""
 
     @property
     def serving(self) -> bool:
-        """Whether a request would be served now."""
-        return self.engines.usable and not self._draining
+        """Whether a request would be served now, without waiting for an engine."""
+        return self.engines.usable and not self._ending
+
+    @property
+    def full(self) -> bool:
+        """Whether this frontend has as many requests in flight as it may."""
+        return self._admission.full
 
     @property
     def num_live(self) -> int:
@@ -86,7 +91,7 @@ class AsyncLLM:
 
         ``given_id`` is its client's label. ``abortable``: ``abort_ids`` finds it by that, so it must be the tenant's only
         abortable one that runs under it. Raises InvalidArgument for such an id that is in use, ResourceExhausted at a limit,
-        Unavailable while draining.
+        Unavailable after ``end_all``.
         """
         name = (demand.tenant, given_id) if abortable and given_id else None
         try:
@@ -104,7 +109,6 @@ class AsyncLLM:
         if name is not None:
             self._by_name[name] = live
         self.last_accepted = time.time()
-        self._idle.clear()
         self._metrics.set_in_flight(len(self._live))
         return live
 
@@ -119,8 +123,8 @@ class AsyncLLM:
     def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:
         """The id of a request that may come in. Raises what ``accept`` says."""
         request_id = self.inputs.request_id(given_id)
-        if self._draining:
-            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+        if self._ending:
+            raise _shutting_down(self._ending)
         if name is not None and name in self._by_name:
             raise InvalidArgument(
                 f"request_id is {request_id!r}, which a running request has",
@@ -213,8 +217,6 @@ class AsyncLLM:
         if running:
             self.engines.abort([state.request_id for state in running], "the client is gone")
         self._metrics.set_in_flight(len(self._live))
-        if not self._live:
-            self._idle.set()
         try:
             live.observed.end(live.request, live.states, done=live.done)
         except Exception as e:  # it has its answer: who only looks on does not take it away
@@ -233,20 +235,11 @@ class AsyncLLM:
         check_token_ids(token_ids, self.vocab_size, field="token_ids")
         return await self.tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def drain(self, limit: float) -> int:
-        """Refuse new requests and wait for running ones, ``limit`` seconds at most. Returns how many are left."""
-        self._draining = True
-        try:
-            async with asyncio.timeout(limit):
-                await self._idle.wait()
-        except TimeoutError:
-            return len(self._live)
-        return 0
-
-    def end_all(self) -> None:
-        """End what is still running as Unavailable."""
+    def end_all(self, why: str = "") -> None:
+        """Refuse new requests, and end those that are still running, as Unavailable. ``why``: what the error says beside that."""
+        self._ending = f"this frontend is shutting down{why and ': '}{why}"
         self.engines.refuse()
-        error = Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
+        error = _shutting_down(self._ending)
         failed = [*self._outputs.fail_all(error), *self.pooling.outputs.fail_all(error)]
         self.engines.abort(failed, "the frontend is shutting down")
 
@@ -270,6 +263,10 @@ class AsyncLLM:
                 self._outputs.remove(state)
             raise
         live.prompt_token_ids, live.states = core_request.prompt_token_ids, states
+
+
+def _shutting_down(message: str) -> Unavailable:
+    return Unavailable(message, reason="SHUTTING_DOWN", retry_after=1.0)
 
 
 async def _before(deadline: float, collector: OutputCollector) -> RequestOutput:

@@ -21,15 +21,19 @@ from penstock_frontend.api.vllm import engine as vllm_engine
 from penstock_frontend.assembly import Assembly
 from penstock_frontend.auth.authenticator import Authenticator
 from penstock_frontend.config import FrontendConfig
+from penstock_frontend.draining import Draining
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.processing.pooling.inputs import load_labels
 from penstock_frontend.processing.prompts.model_card import load_model_card
+from penstock_frontend.readiness import Readiness
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 
 class Servers:
-    """``start`` them, ``stop`` them. The public server's health is its own to set: ``public.set_serving``."""
+    """``start`` them, ``drain`` and ``stop`` them. What the public server's health says is told it: ``public.set_serving``; what
+    the other protocols say of it they ask ``readiness``.
+    """
 
     def __init__(
         self,
@@ -39,9 +43,11 @@ class Servers:
         kv_events: KvEventFeed,
         coordinator: CoordinatorClient | None,
         tracer: Tracer | None,
+        readiness: Readiness,
     ) -> None:
         """Raises ConfigError."""
         self._config = config
+        self._readiness = readiness
         self._assembly = assembly
         self._coordinator = coordinator
         self._tracer = tracer
@@ -58,6 +64,15 @@ class Servers:
         await self.admin.set_serving(True)
         await self.http.start()
 
+    def drain(self) -> None:
+        """Serve on, and let clients go elsewhere. gRPC connections go by their age, which cannot be set anew."""
+        self.http.drain()
+
+    def drained(self, draining: Draining, now: float) -> bool:
+        """Whether nothing runs any more and nothing can come: the servers may stop. ``now``: monotonic seconds."""
+        calls = self.public.num_calls + self.http.num_left
+        return draining.done(now, calls=calls, connections=self.public.connections())
+
     async def stop(self, grace: float) -> None:
         """Give running calls ``grace`` seconds to deliver their last status, and close the ports. Idempotent."""
         await asyncio.gather(self.public.stop(grace), self.admin.stop(grace), self.http.stop())
@@ -71,10 +86,11 @@ class Servers:
             observer=self._calls,
             check_responses=True,
             in_flight=BytesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
+            lasting=vllm_engine.LASTING,
         )
         inference.add_to_server(public.server, assembly.llm, assembly.chat, config, load_labels(config.model))
         card = load_model_card(config.model, assembly.generation_config)
-        vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events)
+        vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events, self._readiness)
         return public
 
     def _admin_server(self, authenticator: Authenticator | None) -> RpcServer:
@@ -95,7 +111,7 @@ class Servers:
         config, llm, registry = self._config, self._assembly.llm, self._assembly.metrics.registry
         app = make_app(
             registry,
-            lambda: llm.serving,
+            lambda: self._readiness.why,
             [*openai.routes(llm, self._assembly.chat, config), *self._page_routes()],
             exception_handlers=openai.EXCEPTION_HANDLERS,
             allowed_origins=config.http.allowed_origins,

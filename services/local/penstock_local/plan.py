@@ -145,9 +145,10 @@ def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port
     return {
         "model": _model_config(options),
         "coordinator": {"address": coordinator_address},
-        "server": {"host": options.host, "port": options.grpc_port},
+        # There is no other frontend to go to when all stop.
+        "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
         "admin": {"host": LOOPBACK, "port": admin_port},
-        "http": {"host": options.host, "port": options.http_port},
+        "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
         "drain_timeout": DRAIN_SECONDS,
         "log": {"level": options.log_level},
     }

@@ -77,6 +77,10 @@ class FrontendServer:
         """All messages of a Generate. Raises the RequestFailed it ended with."""
         return await collect(self.generate(text, **fields))
 
+    async def until_engines(self, count: int) -> None:
+        """Wait until the frontend may send requests to so many engines."""
+        await eventually(lambda: self.frontend._engines.view.num_engines == count)
+
     async def until_health(self, *, serving: bool, service: str = SERVICE) -> None:
         """Watch the health service until it says so."""
         want = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

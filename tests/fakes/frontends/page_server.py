@@ -48,7 +48,7 @@ class PageServer:
             self,  # type: ignore[arg-type]  # the part of an EngineView that the page asks
             model="tiny",
             chat=chat,
-            serving=lambda: self.serving,
+            serving=lambda: "" if self.serving else "no engine",
             coordinator=lambda: "connected",
         )
         api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]

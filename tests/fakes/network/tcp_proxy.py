@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 
 class TcpProxy:
-    """Passes bytes between those who connect to ``port`` and 127.0.0.1:``target``.
+    """Passes bytes between those who connect to ``port`` and 127.0.0.1:``target``, or what ``target()`` says for each.
 
     ``cut``: every connection is reset. ``unplug``: connections stay open and new ones are accepted, and nothing passes until
     ``plug_in``; what was sent meanwhile arrives then. ``delay``: seconds that each piece of data takes longer.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int | Callable[[], int]) -> None:
         self.port = 0
         self.delay = 0.0
         self._target = target
@@ -21,8 +22,8 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen, on a free port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        """Listen, on a free port; again on the same one after ``refuse``."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
@@ -37,6 +38,10 @@ class TcpProxy:
     def plug_in(self) -> None:
         """Let everything pass again."""
         self._plugged.set()
+
+    def refuse(self) -> None:
+        """Accept no more connections; those that are open go on."""
+        self._server.close()
 
     async def close(self) -> None:
         """End all connections and listen no more."""
@@ -55,7 +60,8 @@ class TcpProxy:
         try:
             await self._plugged.wait()
             with contextlib.suppress(OSError):  # nobody listens there: a reset, as the caller would get it
-                to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target)
+                target = self._target() if callable(self._target) else self._target
+                to_reader, to_writer = await asyncio.open_connection("127.0.0.1", target)
                 self._writers.add(to_writer)
                 try:
                     await self._both_ways(reader, writer, to_reader, to_writer)

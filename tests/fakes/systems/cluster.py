@@ -18,7 +18,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.patience import PATIENCE
-from tests.fakes.processes import Service
+from tests.fakes.processes import KEPT, Service
 
 
 class Answer(msgspec.Struct):
@@ -32,7 +32,9 @@ class Answer(msgspec.Struct):
 
 
 class Cluster:
-    """``async with Cluster(model)``: every service answers when the block begins, and is stopped by SIGTERM at its end."""
+    """``async with Cluster(model)``: every service answers when the block begins, and is stopped by SIGTERM at its end. Unless
+    ``frontend_flags`` say so, frontends do not wait for connections to be moved then.
+    """
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Cluster:
                 coordinator__address=self.coordinator.address,
                 admin__port=0,
                 http__host=host,
-                **(frontend_flags or {}),
+                **(KEPT | dict(frontend_flags or {})),
             )
             for number in range(frontends)
         ]

@@ -78,6 +78,21 @@ def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() ->
     assert "1 sequences without a tenant" in refused(lambda: admission.enter(Demand())).message
 
 
+def test_a_full_frontend_has_room_again_when_a_tenth_is_free() -> None:
+    told: list[bool] = []
+    limits = LimitsConfig(max_requests=20, max_prompt_length_in_flight=1000)
+    admission = Admission(limits, FakeClock(), on_full=lambda: told.append(admission.full))
+    for _ in range(20):
+        admission.enter(Demand())
+    assert told == [True]
+    admission.leave(Demand(), served=True)
+    assert told == [True]
+    admission.leave(Demand(), served=True)
+    assert told == [True, False]
+    admission.enter(Demand(length=1000))
+    assert told == [True, False, True]
+
+
 def test_a_tenant_without_requests_is_forgotten() -> None:
     admission = Admission(LimitsConfig(max_tenant_requests=1), FakeClock())
     for index in range(100):

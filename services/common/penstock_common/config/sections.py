@@ -114,6 +114,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "connections out; false: a port that is taken is refused."
         ),
     ] = False
+    max_connection_age: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds, up to a tenth more or less, after which a connection's client is asked to open another one "
+            "(GOAWAY); calls that run there go on. 0: connections may last, and a frontend that stops does not wait for them.",
+        ),
+    ] = 0.0
     tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """The calls that a server works on, so that a service can wait for their end before it ends itself."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,9 +16,12 @@ class RunningCalls(grpc.aio.ServerInterceptor):
 
     ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. When the event loop ends before they
     have, they are cancelled once more, and gRPC prints a traceback for each.
+
+    ``lasting``: methods whose calls last until the server stops, beside those of gRPC's own services (health, reflection).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lasting: Collection[str] = ()) -> None:
+        self._lasting = frozenset(lasting)
         self._tasks: dict[asyncio.Task[Any], str] = {}
 
     async def intercept_service(
@@ -32,13 +35,19 @@ class RunningCalls(grpc.aio.ServerInterceptor):
             task.add_done_callback(self._tasks.pop)
         return await continuation(handler_call_details)
 
-    async def ended(self, seconds: float, *, infrastructure: bool = True) -> None:
-        """Wait up to ``seconds`` until no call runs, then warn of those that do.
+    @property
+    def num_running(self) -> int:
+        """Calls that run, those aside that last until the server stops."""
+        return sum(not self._lasts(name) for name in self._tasks.values())
 
-        Without ``infrastructure``, calls of gRPC's own services (health, reflection) do not count: those last until the
-        server stops.
+    def _lasts(self, method: str) -> bool:
+        return method.startswith("/grpc.") or method in self._lasting
+
+    async def ended(self, seconds: float, *, lasting: bool = True) -> None:
+        """Wait up to ``seconds`` until no call runs, then warn of those that do. Without ``lasting``, calls that last until the
+        server stops do not count.
         """
-        running = {task: name for task, name in self._tasks.items() if infrastructure or not name.startswith("/grpc.")}
+        running = {task: name for task, name in self._tasks.items() if lasting or not self._lasts(name)}
         if not running:
             return
         _, left = await asyncio.wait(running, timeout=seconds)

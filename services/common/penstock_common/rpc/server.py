@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -17,6 +17,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
+from penstock_common.rpc import connections
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
@@ -44,8 +45,13 @@ SERVICES = Keepalive(5.0, 5.0)
 
 
 def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list[tuple[str, int]]:
-    """Limits and keepalive. Idle streams live on: clients may ping every 5 s."""
+    """Limits, keepalive and age. Idle streams live on: clients may ping every 5 s. gRPC gives the age its jitter, and calls of
+    an old connection as long as they take.
+    """
+    age = [("grpc.max_connection_age_ms", max(1, int(config.max_connection_age * 1000)))]
     return [
+        *connections.OPTIONS,
+        *(age if config.max_connection_age else []),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -73,7 +79,8 @@ class RpcServer:
     Lifecycle: add servicers to ``server``, then ``start``, ``set_serving`` as the service's state changes, ``stop``.
     The empty health name and those of the services say whether requests are accepted, ``liveness`` whether the process
     is well: a draining one is. ``startup`` says whether it has loaded what it needs: at once, unless it ``loads`` while it
-    listens and sets that name itself. ``field``: what the configuration calls this listener.
+    listens and sets that name itself. ``field``: what the configuration calls this listener. ``lasting``: methods whose calls
+    last for as long as the server, by their whole names; those of gRPC's own services need not be named.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class RpcServer:
         loads: bool = False,
         check_responses: bool = False,
         in_flight: BytesInFlight | None = None,
+        lasting: Collection[str] = (),
     ) -> None:
         """``check_responses``: a call whose response is too large to be sent ends with an error that says so. ``in_flight``:
         counts the messages of calls, and refuses what is too much.
@@ -96,13 +104,14 @@ class RpcServer:
         self._field = field
         self._loads = loads
         self._service_names = tuple(service_names)
-        self._calls = RunningCalls()
+        self._calls = RunningCalls(lasting)
         limit = config.max_message_bytes if check_responses else None
         errors = ErrorInterceptor(observer, max_response_bytes=limit, in_flight=in_flight)
         self.server = grpc.aio.server(
             interceptors=[self._calls, errors, *interceptors],
             options=server_options(config, keepalive),
         )
+        self._connections = connections.Connections()
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -136,9 +145,18 @@ class RpcServer:
         for name in names or ("", *self._service_names):
             await self.health.set(name, status)
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that run and will end by themselves: not those that last as long as the server."""
+        return self._calls.num_running
+
+    def connections(self) -> frozenset[int]:
+        """A number for each open connection, which no other one ever has."""
+        return self._connections.open()
+
     async def calls_ended(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the services' running calls, which the services have been told to end."""
-        await self._calls.ended(seconds, infrastructure=False)
+        await self._calls.ended(seconds, lasting=False)
 
     async def stop(self, grace: float) -> None:
         """Take no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have."""

@@ -168,7 +168,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engines: Annotated[
         tuple[str, ...], Meta(description="Addresses (host:port) of the engines where there is no coordinator.")
     ] = ()
-    server: Annotated[ServerConfig, Meta(description="The gRPC listener of the public API.")] = ServerConfig(port=50051)
+    server: Annotated[ServerConfig, Meta(description="The gRPC listener of the public API.")] = ServerConfig(
+        port=50051, max_connection_age=120.0
+    )
     admin: Annotated[
         ServerConfig,
         Meta(description="The gRPC listener of the operators' API, on the loopback interface by default."),
@@ -207,9 +209,22 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_held_requests: Annotated[int, Meta(ge=0, description="New requests that may wait for an engine at once.")] = (
         10_000
     )
+    ready_without_engines: Annotated[
+        bool,
+        Meta(
+            description="Ready as soon as the coordinator has told of the cluster, for engines that scale to zero; false: as "
+            "soon as an engine takes requests. From then on it stays ready while engines come and go: it holds requests."
+        ),
+    ] = False
     drain_timeout: Annotated[
-        float, Meta(ge=0, le=86_400, description="Seconds that running requests may go on after a stop signal.")
-    ] = 30.0
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds after a stop signal in which requests are still taken and served, until all clients have gone "
+            "to other frontends; what runs then ends as UNAVAILABLE.",
+        ),
+    ] = 300.0
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
 
@@ -227,6 +242,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if not self.coordinator.address and not self.engines:
             raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
+        if self.ready_without_engines and not self.coordinator.address:
+            raise ConfigError("ready_without_engines is true; it needs coordinator.address, which tells of new engines")
 
     @property
     def name(self) -> str:

@@ -49,6 +49,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         float,
         Meta(ge=0.05, le=3600, description="Seconds that the body of a request may take from the end of its headers."),
     ] = 60.0
+    max_connection_age: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds, up to a tenth more or less, after which a connection ends with its next answer "
+            "(Connection: close). 0: connections may last, and a frontend that stops does not wait for idle ones.",
+        ),
+    ] = 120.0
     max_requests: Annotated[
         int, Meta(ge=1, description="Calls that are served at once, or whose bodies are being read.")
     ] = 10_000

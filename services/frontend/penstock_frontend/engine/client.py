@@ -72,6 +72,11 @@ class GrpcEngineClient:
         return self._usable.is_set() and not self._closed
 
     @property
+    def full(self) -> bool:
+        """Whether a new request would be refused, because as many as may wait for an engine do."""
+        return not self._usable.is_set() and self._num_waiting >= self._max_held
+
+    @property
     def num_held(self) -> int:
         """Requests that wait for an engine: new ones, and sequences that have lost theirs."""
         return self._num_waiting + self._dispatch.num_held
@@ -85,7 +90,7 @@ class GrpcEngineClient:
         if self._closed or not self._usable.is_set():
             await self._until_usable(deadline)
         if self._closed:
-            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN")
+            raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
         limits = self.view.limits
         if limits is None:
             raise Internal("an engine is usable and none is connected")

@@ -1,14 +1,22 @@
-"""A connection of the HTTP listener, which does not wait for ever for what its client has begun to send."""
+"""A connection of the HTTP listener, which does not wait for ever for what its client has begun to send, and does not last for
+ever.
+"""
 
 import asyncio
+import math
+import random
 from typing import Any
 
 import h11
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from penstock_frontend.api.http.pieces import PIECES, Pieces
 from penstock_frontend.api.openai.errors import HttpError, answer
+
+_JITTER = 0.1
+"""Part of ``max_age`` by which connections live longer or shorter, so that not all clients come back at once."""
 
 
 class HttpConnection(H11Protocol):
@@ -17,16 +25,23 @@ class HttpConnection(H11Protocol):
     Headers must be complete within ``header_timeout`` seconds from their first byte, and what is left of a body whose request
     has been answered within as many from the answer. Otherwise, and while no request is on its way, the connection is idle:
     uvicorn closes it after ``timeout_keep_alive``, also a new one. Bodies that are read have a deadline where they are read.
+
+    It ends by ``Connection: close`` in an answer, the first after ``max_age`` seconds (infinite: never), or after
+    ``end_with_next_answer``: closed while it is idle, it would fail the request that its client is just sending.
     """
 
     header_timeout = 10.0
+    max_age = math.inf
     _deadline: asyncio.TimerHandle | None = None
+    _ends_at = math.inf
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         served = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if self.loop.time() >= self._ends_at:
+                self._end_with_this_answer()
             if scope["http_version"] == "1.1":  # clients of 1.0 know no pieces
                 scope.setdefault("extensions", {})[PIECES] = Pieces(self.cycle)
             await served(scope, receive, send)
@@ -36,7 +51,25 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        self._ends_at = self.loop.time() + self.max_age * random.uniform(1.0 - _JITTER, 1.0 + _JITTER)
         self._watch()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered, or on its way."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return bool((cycle is not None and not cycle.response_complete) or self.conn.trailing_data[0])
+
+    def end_with_next_answer(self) -> None:
+        """Let the connection end with the answer that has not begun yet, or with the next one."""
+        self._ends_at = 0.0
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_started:
+            self._end_with_this_answer()
+
+    def _end_with_this_answer(self) -> None:
+        if CLOSE_HEADER not in self.cycle.default_headers:
+            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def data_received(self, data: bytes) -> None:
         """The client has sent something."""
@@ -95,6 +128,6 @@ class HttpConnection(H11Protocol):
         self.transport.close()
 
 
-def connections(header_timeout: float) -> type[HttpConnection]:
-    """The class of connections with that deadline: what uvicorn makes one of for every client."""
-    return type("HttpConnection", (HttpConnection,), {"header_timeout": header_timeout})
+def connections(header_timeout: float, max_age: float) -> type[HttpConnection]:
+    """The class of connections with that deadline and age, in seconds: what uvicorn makes one of for every client."""
+    return type("HttpConnection", (HttpConnection,), {"header_timeout": header_timeout, "max_age": max_age})

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
 from penstock_common.security.tls import server_context
-from penstock_frontend.api.http.connection import connections
+from penstock_frontend.api.http.connection import HttpConnection, connections
 from penstock_frontend.api.openai import document
 from penstock_frontend.config import HttpConfig
 
@@ -33,20 +34,23 @@ _CLOSE_GRACE = 2
 
 def make_app(
     registry: CollectorRegistry,
-    serving: Callable[[], bool],
+    not_ready: Callable[[], str],
     routes: Sequence[Route] = (),
     *,
     exception_handlers: Mapping[Any, Any] | None = None,
     allowed_origins: Sequence[str] = (),
     middleware: Sequence[Middleware] = (),
 ) -> Starlette:
-    """The application. ``/health`` is 200 while ``serving()``, else 503. ``routes``: what else it serves, and describes.
+    """The application. ``/health`` is 503 with what ``not_ready()`` says, and 200 while that is nothing. ``routes``: what else it
+    serves, and describes.
 
     ``allowed_origins``: web pages from elsewhere that may call it. ``middleware``: what requests pass, after those pages'.
     """
 
     async def health(_: Request) -> Response:
-        return PlainTextResponse("serving\n") if serving() else PlainTextResponse("not serving\n", status_code=503)
+        if why := not_ready():
+            return PlainTextResponse(f"not serving: {why}\n", status_code=503)
+        return PlainTextResponse("serving\n")
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -65,13 +69,14 @@ class HttpServer:
 
     def __init__(self, config: HttpConfig, app: ASGIApp) -> None:
         self._config = config
+        self._connection = connections(config.header_timeout, config.max_connection_age or math.inf)
         self._server = _Server(
             uvicorn.Config(
                 app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=connections(config.header_timeout),
+                http=self._connection,
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=_CLOSE_GRACE,
@@ -95,6 +100,21 @@ class HttpServer:
         self.task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         get_logger().info("http", address=with_port(self._config.host, self.port))
         return self.port
+
+    def drain(self) -> None:
+        """Let each connection end with its next answer, from now on. Idle ones stay open: a request may be on its way."""
+        self._connection.max_age = 0.0
+        for connection in self._open():
+            connection.end_with_next_answer()
+
+    @property
+    def num_left(self) -> int:
+        """Connections on which a request is answered, or may come: idle ones count where connections are moved at all."""
+        idle_ones = bool(self._config.max_connection_age)
+        return sum(idle_ones or connection.busy for connection in self._open())
+
+    def _open(self) -> list[HttpConnection]:
+        return [each for each in self._server.server_state.connections if isinstance(each, HttpConnection)]
 
     async def stop(self) -> None:
         """Finish running requests and close the port. Idempotent."""

@@ -25,9 +25,12 @@ from penstock_frontend.config import ModelConfig
 from penstock_frontend.engine.kv_events import KvEventFeed
 from penstock_frontend.processing.prompts.model_card import ModelCard
 from penstock_frontend.processing.prompts.tokenizer_bundle import TokenizerBundle
+from penstock_frontend.readiness import Readiness
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
+LASTING = (f"/{SERVICE_NAME}/SubscribeKvEvents",)
+"""Methods whose calls last until one side ends them."""
 _VERSION = importlib.metadata.version("penstock-frontend")
 _CHUNK_BYTES = 64 * 1024
 _FLUSH_RETRY = 0.1
@@ -52,8 +55,11 @@ class VllmEngineServicer:
     Errors become statuses in the server's interceptor.
     """
 
-    def __init__(self, llm: AsyncLLM, model: ModelConfig, card: ModelCard, kv_events: KvEventFeed) -> None:
+    def __init__(
+        self, llm: AsyncLLM, model: ModelConfig, card: ModelCard, kv_events: KvEventFeed, readiness: Readiness
+    ) -> None:
         self._llm = llm
+        self._readiness = readiness
         self._model = model
         self._card = card
         self._kv_events = kv_events
@@ -86,9 +92,8 @@ class VllmEngineServicer:
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        """Whether a request would be served now."""
-        healthy = self._llm.serving
-        return pb.HealthCheckResponse(healthy=healthy, message="serving" if healthy else "no engine takes requests")
+        """Whether to send requests here."""
+        return pb.HealthCheckResponse(healthy=self._readiness.ready, message=self._readiness.why or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served. Waits for an engine: its limits are part of the answer."""
@@ -220,8 +225,13 @@ class VllmEngineServicer:
 
 
 def add_to_server(
-    server: grpc.aio.Server, llm: AsyncLLM, model: ModelConfig, card: ModelCard, kv_events: KvEventFeed
+    server: grpc.aio.Server,
+    llm: AsyncLLM,
+    model: ModelConfig,
+    card: ModelCard,
+    kv_events: KvEventFeed,
+    readiness: Readiness,
 ) -> None:
     """Serve ``llm`` on ``server`` as a VllmEngine."""
-    servicer = VllmEngineServicer(llm, model, card, kv_events)
+    servicer = VllmEngineServicer(llm, model, card, kv_events, readiness)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
