@@ -11,8 +11,19 @@ def test_a_grace_period_that_would_cut_the_drain_short_is_refused():
     assert enough.pod_spec("enginecore")["terminationGracePeriodSeconds"] == 125
     with pytest.raises(ChartError, match=r"enginecore.terminationGracePeriodSeconds is 124; it must exceed .* = 124"):
         release(HUB, "enginecore.preStopSleepSeconds=4", "enginecore.terminationGracePeriodSeconds=124")
-    with pytest.raises(ChartError, match=r"frontend.terminationGracePeriodSeconds is 60; it must exceed .* = 65"):
-        release(HUB, "frontend.drainTimeoutSeconds=60")
+    with pytest.raises(ChartError, match=r"frontend.terminationGracePeriodSeconds is 330; it must exceed .* = 330"):
+        release(HUB, "frontend.drainTimeoutSeconds=320")
+
+
+def test_a_drain_that_ends_before_clients_have_been_moved_is_refused():
+    with pytest.raises(ChartError, match=r"frontend.drainTimeoutSeconds is 133; it must be at least 134, .* = 120"):
+        release(HUB, "frontend.drainTimeoutSeconds=133")
+    release(HUB, "frontend.drainTimeoutSeconds=134")
+    age = "frontend.config.server.max_connection_age"
+    with pytest.raises(ChartError, match=r"frontend.drainTimeoutSeconds is 300; it must be at least 332, .* = 300"):
+        release(HUB, f"{age}=300")
+    release(HUB, f"{age}=20", "frontend.drainTimeoutSeconds=24")
+    release(HUB, f"{age}=0", "frontend.drainTimeoutSeconds=1")
 
 
 def test_an_empty_autoscaling_range_is_refused_in_every_pool():

@@ -1,6 +1,7 @@
 {{/* Everything about the values that a schema cannot say. */}}
 {{- define "penstock.check" -}}
 {{- include "penstock.check.frontend" . -}}
+{{- include "penstock.check.moved" . -}}
 {{- include "penstock.edge.check" . -}}
 {{- if and (eq .Values.model.source "oci") (semverCompare "<1.35.0-0" .Capabilities.KubeVersion.Version) }}
 {{- fail (printf "model.source oci needs Kubernetes 1.35 or later (volumes from images); this is %s" .Capabilities.KubeVersion.Version) }}
@@ -73,6 +74,7 @@
 {{- $none := list "0" "0%" -}}
 {{- if and (has (toString .values.rollingUpdate.maxSurge) $none) (has (toString .values.rollingUpdate.maxUnavailable) $none) -}}
 {{- fail (printf "%s.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could be replaced" .key) -}}
+{{- include "penstock.check.moved" . -}}
 {{- end -}}
 {{- end -}}
 
@@ -81,5 +83,16 @@
 {{- $needed := add .values.preStopSleepSeconds .values.drainTimeoutSeconds -}}
 {{- if le (int .values.terminationGracePeriodSeconds) (int $needed) -}}
 {{- fail (printf "%s.terminationGracePeriodSeconds is %d; it must exceed preStopSleepSeconds + drainTimeoutSeconds = %d, or requests in flight are cut off" .key (int .values.terminationGracePeriodSeconds) $needed) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A frontend that drains moves its clients by the age of their connections, which varies by a tenth, and then waits for two seconds.
+     Takes the root. The age's default is the frontend's own. */}}
+{{- define "penstock.check.moved" -}}
+{{- $server := dig "server" dict (default dict .Values.frontend.config) -}}
+{{- $age := dig "max_connection_age" 120 $server -}}
+{{- $needed := addf (mulf $age 1.1) 2 | ceil | int -}}
+{{- if and $age (lt (int .Values.frontend.drainTimeoutSeconds) $needed) -}}
+{{- fail (printf "frontend.drainTimeoutSeconds is %d; it must be at least %d, or calls fail on connections that frontend.config.server.max_connection_age = %v has not moved to other frontends yet" (int .Values.frontend.drainTimeoutSeconds) $needed $age) -}}
 {{- end -}}
 {{- end -}}

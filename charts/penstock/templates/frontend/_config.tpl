@@ -1,3 +1,12 @@
+{{/* How many engines there are at least, in all pools: at 0 nothing but a frontend's requests brings the first one. */}}
+{{- define "penstock.frontend.fewestEngines" -}}
+{{- $fewest := 0 -}}
+{{- range include "penstock.pools" . | fromYaml -}}
+{{- $fewest = add $fewest (ternary .autoscaling.minReplicas .replicas .autoscaling.enabled) -}}
+{{- end -}}
+{{- $fewest -}}
+{{- end -}}
+
 {{/* The frontend's config file: what the user set, then what the chart alone knows. Takes $self. */}}
 {{- define "penstock.frontend.config" -}}
 {{- with .root -}}
@@ -8,6 +17,7 @@
       "http" (merge (dict "host" "::" "port" 8000 "engine_metrics" (or .Values.frontend.inferencePool.enabled (not .Values.metrics.enabled))) (omit (include "penstock.tls.edge" . | fromYaml) "health_port"))
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "frontend") | fromYaml)
+      "ready_without_engines" (eq (include "penstock.frontend.fewestEngines" .) "0")
       "drain_timeout" .Values.frontend.drainTimeoutSeconds -}}
 {{- if include "penstock.tls.secret" $ }}
 {{- $_ := set $own "engine_tls" (dict "ca" "/etc/penstock-tls/ca.crt" "certificate" "/etc/penstock-tls/tls.crt" "key" "/etc/penstock-tls/tls.key" "server_name" "penstock-enginecore") }}
