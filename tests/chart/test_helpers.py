@@ -39,7 +39,7 @@ def test_the_grace_period_exceeds_sleep_and_drain(component: str):
 
 
 def test_frontends_sleep_before_they_stop_and_engines_need_not():
-    assert release(HUB).container("frontend")["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
+    assert release(HUB).container("frontend")["lifecycle"] == {"preStop": {"sleep": {"seconds": 10}}}
     assert "lifecycle" not in release(HUB).container("enginecore")
     assert release(AUTOSCALED).container("enginecore")["lifecycle"] == {"preStop": {"sleep": {"seconds": 10}}}
     assert "lifecycle" not in release(BARE).container("frontend")

@@ -15,8 +15,9 @@ def test_the_account_has_what_a_cloud_knows_it_by():
 
 
 def test_without_one_the_pods_have_that_of_the_values_or_of_the_namespace():
-    for name in (HUB, AUTOSCALED):
-        assert not release(name).all("ServiceAccount")
+    assert not release(HUB).all("ServiceAccount")
+    (own,) = release(AUTOSCALED).all("ServiceAccount")  # the coordinator's, which has rights
+    assert own["metadata"]["labels"]["app.kubernetes.io/component"] == "coordinator"
     assert release(AUTOSCALED).pod_spec("enginecore")["serviceAccountName"] == "penstock"
     assert "serviceAccountName" not in release(HUB).pod_spec("enginecore")
 

@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 RENDERED_BY = {
     "_config.tpl": "configmap.yaml",
     "_kubernetes.tpl": "rbac.yaml",
-    "_rules.tpl": "networkpolicies.yaml",
+    "network/_rules.tpl": "networkpolicies.yaml",
 }
 """Partial templates that are tested with the manifest they are for."""
 
@@ -20,7 +20,7 @@ RENDERED_BY = {
     "template", sorted(path.relative_to(TEMPLATES) for path in TEMPLATES.rglob("*") if path.is_file()), ids=str
 )
 def test_every_template_has_its_tests(template: Path):
-    tested = RENDERED_BY.get(template.name, template.name)
+    tested = RENDERED_BY.get(str(template), RENDERED_BY.get(template.name, template.name))
     name = tested.partition(".")[0].removeprefix("_").lower()
     expected = TESTS / template.parent / f"test_{name}.py"
     assert expected.exists(), (

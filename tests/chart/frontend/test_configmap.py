@@ -41,7 +41,8 @@ def test_a_frontend_is_ready_without_engines_where_there_may_be_none(tmp_path: P
 
     assert not ready_without()
     assert ready_without("enginecore.replicas=0")
-    assert not ready_without("enginecore.replicas=0", "enginecore.autoscaling.enabled=true")
+    assert not ready_without("enginecore.replicas=0", "enginecore.autoscaling.mode=hpa")
+    assert ready_without("enginecore.autoscaling.mode=keda", "enginecore.autoscaling.minReplicas=0")
     assert ready_without("enginecore.pools.a.replicas=0", "enginecore.pools.b.replicas=0")
     assert not ready_without("enginecore.pools.a.replicas=0", "enginecore.pools.b.replicas=1")
 

@@ -2,7 +2,7 @@
 {{- define "penstock.frontend.fewestEngines" -}}
 {{- $fewest := 0 -}}
 {{- range include "penstock.pools" . | fromYaml -}}
-{{- $fewest = add $fewest (ternary .autoscaling.minReplicas .replicas .autoscaling.enabled) -}}
+{{- $fewest = add $fewest (ternary .replicas .autoscaling.minReplicas (eq .autoscaling.mode "none")) -}}
 {{- end -}}
 {{- $fewest -}}
 {{- end -}}
