@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cluster() -> Iterator[Cluster]:
     """Three nodes, the last one tainted as GPU nodes are."""
     directory = ROOT / "run"
-    images = sorted((ROOT / "images").glob("penstock-*.tar"))
+    images = sorted([*(ROOT / "images").glob("penstock-*.tar"), *(ROOT / "images").glob("torch-*.tar")])
     cluster = Cluster(directory, minor=os.environ.get("PENSTOCK_CLUSTER_MINOR", NEWEST), images=images)
     try:
         print(f"cluster up in {cluster.start():.0f} s; its logs are in {directory}")
@@ -56,5 +56,5 @@ def new_release(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Ne
         return made[-1]
 
     yield make
-    for namespace in {release.namespace for release in made}:
-        cluster.kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=180s")
+    for release in made:
+        release.remove()

@@ -54,6 +54,14 @@ class Release:
         """``helm uninstall``, to the end of every pod."""
         self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
 
+    def remove(self) -> None:
+        """Take away whatever is left, its namespace too, without waiting for what would still be served."""
+        kubectl = self.cluster.kubectl
+        kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--wait=false")
+        kubectl("--namespace", self.namespace, "delete", "deployments,jobs", "--all", "--ignore-not-found")
+        kubectl("--namespace", self.namespace, "delete", "pods", "--all", "--grace-period=0", "--force")
+        kubectl("wait", "--for=delete", f"namespace/{self.namespace}", "--timeout=180s")
+
     def kubectl(self, *arguments: str) -> str:
         """``kubectl`` in the release's namespace."""
         return self.cluster.kubectl("--namespace", self.namespace, *arguments)

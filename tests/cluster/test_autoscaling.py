@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +25,10 @@ PATIENCE = 240.0
 
 
 @pytest.fixture(scope="module")
-def metrics(cluster: Cluster) -> Iterator[None]:
+def metrics(cluster: Cluster) -> None:
     """A Prometheus that scrapes the pods, and the adapter that shows its series."""
     install_prometheus(cluster)
     install_adapter(cluster)
-    yield
-    cluster.kubectl("delete", "namespace", "monitoring", "--timeout=120s")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,13 @@ def scaled(mode: str, **changes: Any) -> dict[str, Any]:
     own = {
         "config": {"scheduler": {"max_num_seqs": SLOTS}},
         "extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}],
-        "autoscaling": {"mode": mode, "minReplicas": 1, "maxReplicas": 4, "scaleDownStabilizationSeconds": 15},
+        "autoscaling": {
+            "mode": mode,
+            "minReplicas": 1,
+            "maxReplicas": 4,
+            "scaleDownStabilizationSeconds": 15,
+            "idleSeconds": 10,
+        },
     }
     return oracle({"enginecore": merged(own, changes)})
 
@@ -97,7 +101,7 @@ async def test_keda_follows_the_load(new_release: NewRelease) -> None:
 @pytest.mark.usefixtures("keda")
 async def test_requests_sent_to_nothing_are_answered_once_each(new_release: NewRelease) -> None:
     release = new_release()
-    autoscaling = {"minReplicas": 0, "idleSeconds": 10}
+    autoscaling = {"minReplicas": 0}
     release.install(scaled("keda", autoscaling=merged(scaled("keda")["enginecore"]["autoscaling"], autoscaling)))
     deployment = f"deployment/{release.fullname}-enginecore"
     async with Clients(release.target(MODEL)) as clients:

@@ -60,6 +60,7 @@ class Node:
         self._taints = taints
         self._holder: subprocess.Popen[bytes] | None = None
         self._init = 0
+        self._programs: list[Program] = []
 
     def start(self, others: list[int]) -> None:
         """Make the namespaces, start containerd and kube-proxy. ``others``: the numbers of the other nodes."""
@@ -78,6 +79,7 @@ class Node:
             self._directory / "kubelet.log",
             enter=enter,
         )
+        self._programs = [self.containerd, self.proxy, self.kubelet]
         self.containerd.ready(lambda: containerd.answers(enter=enter))
 
     @property
@@ -102,6 +104,7 @@ class Node:
             self._directory / "gpus.log",
             enter=self.enter,
         ).start()
+        self._programs.append(self.gpus)
         self.gpus.ready(lambda: len(self.gpus.tail().splitlines()) >= len(counts))
 
     def lose(self) -> None:
@@ -118,6 +121,8 @@ class Node:
             self._holder.send_signal(signal.SIGKILL)
             self._holder.wait()
             self._holder = None
+            for program in self._programs:
+                program.stop()
 
     def _enter_namespaces(self) -> None:
         own = " && ".join(

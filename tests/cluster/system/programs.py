@@ -1,5 +1,6 @@
 """Programs that run for as long as the cluster does, in this network namespace or in a node's."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -90,7 +91,8 @@ class Program:
             return
         for each in [sign, signal.SIGKILL]:
             if self._process.poll() is None:
-                os.kill(self._child(), each)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(self._child(), each)
                 try:
                     self._process.wait(timeout=20)
                 except subprocess.TimeoutExpired:

@@ -87,6 +87,7 @@ COMPONENTS: dict[str, Component] = {
         "github.com/prometheus/prometheus",
         "v0.316.0",
         {name: f"github.com/prometheus/prometheus/cmd/{name}" for name in ("prometheus", "promtool")},
+        tags=("netgo", "remove_all_sd", "enable_kubernetes_sd"),
     ),
     "prometheus-adapter": Component(
         "sigs.k8s.io/prometheus-adapter",
