@@ -31,7 +31,7 @@ def test_the_demo_is_small(tmp_path: Path):
     config = load(release(DEMO), "enginecore", tmp_path)
     assert isinstance(config, EngineCoreConfig)
     assert config.cache.kv_cache_memory == 256 * 1024**2
-    assert config.executor.num_threads == 2
+    assert config.executor.num_threads == 1
 
 
 def test_without_settings_the_engines_own_defaults_hold(tmp_path: Path):
