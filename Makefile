@@ -116,11 +116,11 @@ cluster-tools: setup ## Build Kubernetes and what the test cluster has beside it
 
 .PHONY: cluster-test
 cluster-test: setup ## The chart on a real control plane with three nodes; needs root and cluster-tools
-	@$(BIN)/python -m tests.cluster test $(CLUSTER_TESTS)
+	@$(BIN)/python -m tests.cluster $(if $(MINOR),--minor $(MINOR)) test $(CLUSTER_TESTS)
 
 .PHONY: cluster
 cluster: setup ## A test cluster until Ctrl-C, for a look around
-	@$(BIN)/python -m tests.cluster up
+	@$(BIN)/python -m tests.cluster $(if $(MINOR),--minor $(MINOR)) up
 
 .PHONY: lint
 lint: setup proto-break ## ruff, and buf where npm is there

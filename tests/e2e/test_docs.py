@@ -25,6 +25,7 @@ SECURITY = "docs/security.md"
 PROGRAMS_NOT_RUN = {
     "make": "its targets are what CI runs",
     "helm": "tests/chart renders the chart",
+    "kubectl": "needs a cluster, which tests/cluster has",
     "go": "needs the toolchain",
     "buf": "needs the toolchain",
     "mvn": "needs the toolchain",
