@@ -57,6 +57,7 @@ class Release:
     def remove(self) -> None:
         """Take away whatever is left, its namespace too, without waiting for what would still be served."""
         kubectl = self.cluster.kubectl
+        self.helm("uninstall", self.name, "--ignore-not-found", "--no-hooks")
         kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--wait=false")
         kubectl("--namespace", self.namespace, "delete", "deployments,jobs", "--all", "--ignore-not-found")
         kubectl("--namespace", self.namespace, "delete", "pods", "--all", "--grace-period=0", "--force")

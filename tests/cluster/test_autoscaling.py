@@ -107,7 +107,10 @@ async def test_requests_sent_to_nothing_are_answered_once_each(new_release: NewR
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         with Watch(release, deployment) as watch:
-            await until("no engine", lambda: watch.samples[-1].wanted == 0 and not release.pods("enginecore"))
+            await until(
+                "no engine",
+                lambda: bool(watch.samples) and watch.samples[-1].wanted == 0 and not release.pods("enginecore"),
+            )
             began = time.monotonic()
             prompts = list(known) + list(known)[:4]
             calls = [asyncio.create_task(clients.send("plain", prompt, MAX_TOKENS)) for prompt in prompts]

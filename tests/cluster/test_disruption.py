@@ -1,6 +1,8 @@
 """What happens to nodes and pods while clients call: every call is answered, with the tokens of an undisturbed run."""
 
 import asyncio
+import functools
+import json
 
 import pytest
 
@@ -8,6 +10,7 @@ from tests.cluster.conftest import NewRelease
 from tests.cluster.load import Clients, Load, undisturbed
 from tests.cluster.release import Release
 from tests.cluster.system.cluster import Cluster
+from tests.cluster.system.programs import NotUpError, until
 from tests.cluster.values import MODEL, merged, oracle
 
 MAX_TOKENS = 40
@@ -102,3 +105,51 @@ async def test_kubelets_are_restarted(scene: Scene, cluster: Cluster) -> None:
 
     load = await under_load(scene, restart)
     assert load.wrong == []
+
+
+async def test_a_node_is_lost(new_release: NewRelease, cluster: Cluster) -> None:
+    release = new_release()
+    kept = {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}
+    values = oracle(merged(SLOW, {"enginecore": {"replicas": 4}, "frontend": kept, "coordinator": kept}))
+    release.install(values)
+    lost = cluster.nodes[1]
+    assert any(pod["spec"]["nodeName"] == lost.name for pod in release.pods("enginecore"))
+
+    def lose() -> None:
+        lost.lose()
+        cluster.kubectl("wait", f"node/{lost.name}", "--for=condition=Ready=Unknown", "--timeout=120s")
+
+    try:
+        load = await under_load(Scene(release, values), lose)
+    finally:
+        lost.find()
+        cluster.wait_for_nodes()
+    assert load.wrong == []
+
+
+async def test_pods_are_evicted_one_at_a_time(scene: Scene) -> None:
+    """As a node upgrade asks for it, only faster: the disruption budgets hold it back."""
+    release = scene.release
+
+    def evict() -> None:
+        for component in ("frontend", "enginecore"):
+            for pod in release.pods(component):
+                name = pod["metadata"]["name"]
+                until(f"eviction of {name}", functools.partial(evicted, release, name))
+                release.kubectl("rollout", "status", f"deployment/{release.fullname}-{component}", "--timeout=180s")
+
+    load = await under_load(scene, evict)
+    assert load.wrong == []
+
+
+def evicted(release: Release, name: str) -> bool:
+    """Whether the API server took the eviction of a pod; a budget that is used up refuses."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+    path = f"/api/v1/namespaces/{release.namespace}/pods/{name}/eviction"
+    try:
+        release.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+    except NotUpError as error:
+        if "disruption budget" not in str(error):
+            raise
+        return False
+    return True

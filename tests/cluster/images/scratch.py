@@ -31,8 +31,8 @@ def write_image(
         for path, source in files.items():
             entry = tarfile.TarInfo(path.lstrip("/"))
             entry.size, entry.mode = source.stat().st_size, 0o755
-            with source.open("rb") as content:
-                layer.addfile(entry, content)
+            with source.open("rb") as opened:
+                layer.addfile(entry, opened)
     compressed = gzip.compress(tar.getvalue(), compresslevel=1, mtime=0)
     config = {
         "architecture": "amd64",

@@ -1,0 +1,124 @@
+"""What the coordinator's account may do, asked of the API server itself: what the chart's README says, and nothing else."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import HELMS, NewRelease
+from tests.cluster.release import Release
+from tests.cluster.system.cluster import Cluster
+from tests.cluster.values import merged, oracle
+
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+EVERYBODYS = {
+    ("create", name) for name in ("selfsubjectaccessreviews", "selfsubjectrulesreviews", "selfsubjectreviews")
+}
+"""What any account may: ask what it may."""
+
+
+def scaled(**coordinator: object) -> dict[str, object]:
+    """A release whose engines an HPA scales, so that the coordinator writes deletion costs."""
+    return oracle({"enginecore": {"autoscaling": {"mode": "hpa"}}, "coordinator": coordinator})
+
+
+def account(release: Release) -> str:
+    """Whom the API server knows the coordinator as."""
+    return f"system:serviceaccount:{release.namespace}:{release.fullname}-coordinator"
+
+
+def allowed(release: Release, namespace: str) -> set[tuple[str, str]]:
+    """Every verb on every resource that the account may use in a namespace."""
+    resources = release.cluster.kubectl("api-resources", "--no-headers", "-o", "name").split()
+    resources += ["deployments.apps/scale", "pods/exec", "pods/eviction", "pods/log", "nodes/proxy"]
+    checks = [
+        {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {
+                "user": account(release),
+                "groups": [
+                    "system:serviceaccounts",
+                    f"system:serviceaccounts:{release.namespace}",
+                    "system:authenticated",
+                ],
+                "resourceAttributes": attributes(verb, name, namespace),
+            },
+        }
+        for verb, name in itertools.product(VERBS, resources)
+    ]
+    listed = {"apiVersion": "v1", "kind": "List", "items": checks}
+    printed = release.cluster.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
+    found = set()
+    for answer in documents(printed):
+        asked = answer["spec"]["resourceAttributes"]
+        if answer["status"]["allowed"]:
+            resource = "/".join(filter(None, [asked["resource"], asked.get("subresource")]))
+            found.add((asked["verb"], resource))
+    return found - EVERYBODYS
+
+
+def documents(printed: str) -> Iterator[dict[str, Any]]:
+    """One JSON document after the other."""
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(printed.rstrip()):
+        document, at = decoder.raw_decode(printed, at)
+        yield document
+        at += len(printed[at:]) - len(printed[at:].lstrip())
+
+
+def attributes(verb: str, name: str, namespace: str) -> dict[str, str]:
+    """``deployments.apps/scale`` as the API server takes it."""
+    full, _, subresource = name.partition("/")
+    resource, _, group = full.partition(".")
+    return {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "namespace": namespace}
+
+
+def test_the_coordinator_may_patch_pods_and_nothing_else(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(scaled())
+    assert allowed(release, release.namespace) == {("patch", "pods")}
+    assert allowed(release, "kube-system") == set()
+
+
+def test_without_autoscaling_it_has_no_account(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(oracle())
+    assert not release.objects("serviceaccounts,roles,rolebindings")
+    policies = release.cluster.kubectl("get", "validatingadmissionpolicies", "-o", "name")
+    assert release.namespace not in policies
+
+
+@pytest.fixture(scope="module")
+def watched(cluster: Cluster) -> Iterator[Release]:
+    """One release for all patches: none of them changes anything that another one looks at."""
+    release = Release(cluster, str(HELMS["3"]), "demo", "patches")
+    release.install(merged(scaled(), {"frontend": {"replicas": 1}}))
+    yield release
+    release.remove()
+
+
+COST = "controller.kubernetes.io/pod-deletion-cost"
+
+
+@pytest.mark.parametrize(
+    ("component", "patch", "said"),
+    [
+        ("enginecore", {"spec": {"containers": [{"name": "enginecore", "image": "evil:1"}]}}, "nothing of a pod but"),
+        ("enginecore", {"metadata": {"labels": {"a": "b"}}}, "nothing of a pod but"),
+        ("enginecore", {"metadata": {"annotations": {"a": "b"}}}, "no annotation but"),
+        ("enginecore", {"metadata": {"annotations": {COST: "much"}}}, "is a number"),
+        ("frontend", {"metadata": {"annotations": {COST: "1"}}}, "of its own release alone"),
+        ("enginecore", {"metadata": {"annotations": {COST: "1"}}}, ""),
+    ],
+    ids=["image", "label", "annotation", "no number", "no engine", "deletion cost"],
+)
+def test_a_patch_of_a_pod_is_its_deletion_cost_alone(
+    watched: Release, component: str, patch: dict[str, object], said: str
+) -> None:
+    pod = watched.pods(component)[0]["metadata"]["name"]
+    path = f"/api/v1/namespaces/{watched.namespace}/pods/{pod}"
+    status, answer = watched.cluster.patch(path, patch, user=account(watched))
+    assert (status, said in answer["message"]) == (403, True) if said else status == 200, answer

@@ -1,0 +1,66 @@
+"""From the release before to this one and back, while clients call."""
+
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.conftest import NewRelease
+from tests.cluster.load import Clients, Load, undisturbed
+from tests.cluster.test_disruption import MAX_TOKENS, SLOW, in_background
+from tests.cluster.tools.build import ROOT
+from tests.cluster.values import MODEL, ORACLE_ENGINE, merged, oracle
+
+BEFORE = "6426839c7670e2b1d44d03e59f4db680a21256dd"
+"""The commit that stands for the release before; ``python -m tests.cluster.images.build --commit BEFORE --version 0.0.9``."""
+VERSION = "0.0.9"
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def chart_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart as it was."""
+    if not (ROOT / "images" / f"penstock-frontend-{VERSION}.tar").exists():
+        pytest.skip(f"the images of {VERSION} are not built")
+    directory = tmp_path_factory.mktemp("before")
+    archived = subprocess.run(
+        ["git", "archive", BEFORE, "charts/penstock"], cwd=REPOSITORY, check=True, capture_output=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archived)) as tar:
+        tar.extractall(directory, filter="data")
+    return directory / "charts" / "penstock"
+
+
+def values_before(chart: Path) -> dict[str, Any]:
+    """Its own profile for CPUs, with oracle engines."""
+    profile = yaml.safe_load((chart / "profiles" / "cpu-demo-values.yaml").read_text())
+    small = {"requests": {"cpu": "50m", "memory": "128Mi"}}
+    own = {
+        "frontend": {"replicas": 2, "image": {"tag": VERSION}, "resources": small},
+        "coordinator": {"image": {"tag": VERSION}, "resources": small},
+        "enginecore": {"replicas": 2, "image": {"repository": ORACLE_ENGINE, "tag": VERSION}, "resources": small},
+    }
+    return merged(merged(profile, own), SLOW)
+
+
+async def test_upgrade_and_rollback_fail_no_call(new_release: NewRelease, chart_before: Path) -> None:
+    release = new_release(chart=chart_before)
+    release.install(values_before(chart_before))
+    after = new_release()
+
+    def there_and_back() -> None:
+        after.upgrade(oracle(SLOW))
+        release.helm("rollback", release.name, "1", "--wait", "--timeout", "4m")
+
+    # Frontends of the release before refuse new calls on open connections while they drain: a policy that retries is needed.
+    async with Clients(release.target(MODEL)) as clients:
+        known = await undisturbed(clients, MAX_TOKENS)
+        async with Load(clients, known, streams=6, max_tokens=MAX_TOKENS, kinds=["published"]) as load:
+            await load.calls(12)
+            await in_background(there_and_back)
+            await load.calls(12)
+    assert load.wrong == []
