@@ -45,7 +45,7 @@ async def used(system: System) -> None:
     """Everything that is counted only once it happens: a request that ends, one that fails, one that is not accepted."""
     await collect(system.generate())
     await failure(system.generate(model="other"))
-    await system.frontend.frontend._llm.drain(0)
+    system.frontend.frontend._llm.end_all()
     await failure(system.generate())
 
 

@@ -48,12 +48,12 @@ class PageServer:
             self,  # type: ignore[arg-type]  # the part of an EngineView that the page asks
             model="tiny",
             chat=chat,
-            serving=lambda: "" if self.serving else "no engine",
+            serving=lambda: self.serving,
             coordinator=lambda: "connected",
         )
         api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
         api.append(Route("/v1/embeddings", self._embed, methods=["POST"]))
-        app = make_app(CollectorRegistry(), lambda: self.serving, [*page.routes(), *api])
+        app = make_app(CollectorRegistry(), lambda: "" if self.serving else "no engine", [*page.routes(), *api])
         self._http = HttpServer(HttpConfig(host="127.0.0.1", port=port), app)
 
     @property
