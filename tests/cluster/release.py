@@ -96,8 +96,8 @@ class Release:
     def describe(self) -> str:
         """What a person would look at when it does not get ready."""
         try:
-            events = self.kubectl("get", "events", "--sort-by=.lastTimestamp")
-            return self.kubectl("get", "pods", "-o", "wide") + "\n" + "\n".join(events.splitlines()[-30:])
+            warnings = self.kubectl("get", "events", "--field-selector=type=Warning")
+            return self.kubectl("get", "pods", "-o", "wide") + "\n" + warnings
         except NotUpError as error:
             return str(error)
 

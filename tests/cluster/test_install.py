@@ -23,9 +23,10 @@ async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, max_tokens=16)
     assert all(len(tokens) == 16 for tokens in known.values())
-    tested = release.helm("test", release.name, "--logs")
+    tested = release.helm("test", release.name)
     assert "Phase:          Succeeded" in tested
     release.uninstall()
+    release.kubectl("wait", "--for=delete", "pods", "--all", "--timeout=300s")  # helm waits for their owners alone
     everything = release.cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     kinds = [kind for kind in everything if not re.match(r"events|.*metrics\.k8s\.io", kind)]
     left = release.kubectl("get", ",".join(kinds), "-o", "name").split()
@@ -38,7 +39,7 @@ async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release
         ({"enginecore": {"image": {"tag": "no-such"}}}, "no-such"),
         ({"frontend": {"edge": {"apiKeysSecretName": "no-such"}}}, 'secret "no-such" not found'),
         ({"enginecore": {"resources": {"requests": {"cpu": "99"}}}}, "Insufficient cpu"),
-        ({"enginecore": {"gpu": {"count": 1}}}, "Insufficient nvidia.com/gpu"),
+        ({"enginecore": {"gpu": {"count": 1}, "replicas": 4}}, "Insufficient nvidia.com/gpu"),
     ],
     ids=["image", "secret", "cpu", "gpu"],
 )

@@ -14,9 +14,10 @@ from tests.cluster.values import merged, oracle
 
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
 EVERYBODYS = {
-    ("create", name) for name in ("selfsubjectaccessreviews", "selfsubjectrulesreviews", "selfsubjectreviews")
+    *(("create", name) for name in ("selfsubjectaccessreviews", "selfsubjectrulesreviews", "selfsubjectreviews")),
+    *((verb, "clustertrustbundles") for verb in ("get", "list", "watch")),
 }
-"""What any account may: ask what it may."""
+"""What any account may: ask what it may, and whom the cluster trusts."""
 
 
 def scaled(**coordinator: object) -> dict[str, object]:
@@ -121,4 +122,4 @@ def test_a_patch_of_a_pod_is_its_deletion_cost_alone(
     pod = watched.pods(component)[0]["metadata"]["name"]
     path = f"/api/v1/namespaces/{watched.namespace}/pods/{pod}"
     status, answer = watched.cluster.patch(path, patch, user=account(watched))
-    assert (status, said in answer["message"]) == (403, True) if said else status == 200, answer
+    assert (status, said in answer["message"]) == (422, True) if said else status == 200, answer
