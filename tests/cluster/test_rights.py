@@ -110,7 +110,7 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
         ("enginecore", {"spec": {"containers": [{"name": "enginecore", "image": "evil:1"}]}}, "nothing of a pod but"),
         ("enginecore", {"metadata": {"labels": {"a": "b"}}}, "nothing of a pod but"),
         ("enginecore", {"metadata": {"annotations": {"a": "b"}}}, "no annotation but"),
-        ("enginecore", {"metadata": {"annotations": {COST: "much"}}}, "is a number"),
+        ("enginecore", {"metadata": {"annotations": {COST: "much"}}}, "pod-deletion-cost"),
         ("frontend", {"metadata": {"annotations": {COST: "1"}}}, "of its own release alone"),
         ("enginecore", {"metadata": {"annotations": {COST: "1"}}}, ""),
     ],

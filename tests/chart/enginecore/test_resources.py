@@ -47,7 +47,7 @@ def test_only_engines_get_gpus(component: str):
 
 def test_what_an_engine_asks_for_beside_gpus_is_the_values_own():
     assert release(DEMO).container("enginecore")["resources"] == {
-        "requests": {"cpu": "2", "memory": "1Gi"},
+        "requests": {"cpu": "1", "memory": "1Gi"},
         "limits": {"memory": "2Gi"},
     }
     assert release(BARE).container("enginecore")["resources"] == {}
