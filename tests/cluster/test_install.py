@@ -46,7 +46,7 @@ async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release
 def test_what_keeps_pods_from_starting_is_said(new_release: NewRelease, changes: dict[str, object], said: str) -> None:
     release = new_release()
     with pytest.raises(HelmError) as refused:
-        release.install(oracle(changes), "--timeout", "20s")
+        release.install(oracle(changes), "--timeout", "45s")
     assert said in str(refused.value)
 
 
