@@ -140,7 +140,13 @@ async def settled(read: Callable[[], Gauges], before: Gauges) -> None:
 async def test_an_idle_system_tells_what_it_told_before(model: Path, end: Callable[[System], Awaitable[None]]) -> None:
     async with started(model) as system:
         await finished(system)
-        await eventually(lambda: not any(value for (_, name), value in system.gauges.items() if "num_requests" in name))
+        await eventually(
+            lambda: (
+                not any(
+                    value for (_, name), value in system.gauges.items() if "num_requests" in name or "pool_load" in name
+                )
+            )
+        )
         before = system.gauges
         await end(system)
         await settled(lambda: system.gauges, before)
