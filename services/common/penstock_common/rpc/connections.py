@@ -1,7 +1,7 @@
 """The connections of a gRPC server, which gRPC itself counts (channelz)."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # where grpcio-channelz has them from
@@ -25,22 +25,24 @@ class Connections:
 
 
 def _servers() -> Iterator[int]:
-    last = -1
-    while True:
-        page: dict[str, Any] = json.loads(cygrpc.channelz_get_servers(last + 1))
-        for server in page.get("server", ()):
-            last = int(server["ref"]["serverId"])
-            yield last
-        if page.get("end") or not page.get("server"):
-            return
+    return _listed(cygrpc.channelz_get_servers, "server", lambda entry: entry["ref"]["serverId"])
 
 
 def _sockets(server_id: int) -> Iterator[int]:
+    return _listed(
+        lambda start: cygrpc.channelz_get_server_sockets(server_id, start, 0),
+        "socketRef",
+        lambda entry: entry["socketId"],
+    )
+
+
+def _listed(ask: Callable[[int], str], field: str, number: Callable[[Any], str]) -> Iterator[int]:
+    """The numbers of what gRPC lists, from all pages. ``ask``: gives the page that begins at a number."""
     last = -1
     while True:
-        page: dict[str, Any] = json.loads(cygrpc.channelz_get_server_sockets(server_id, last + 1, 0))
-        for socket in page.get("socketRef", ()):
-            last = int(socket["socketId"])
+        page: dict[str, Any] = json.loads(ask(last + 1))
+        for entry in page.get(field, ()):
+            last = int(number(entry))
             yield last
-        if page.get("end") or not page.get("socketRef"):
+        if page.get("end") or not page.get(field):
             return
