@@ -240,11 +240,9 @@ class Load:
                 self.done[number] += 1
 
     async def next_calls(self, count: int) -> None:
-        """Until each client has ended so many more calls. TimeoutError when none ends for long: progress counts, not its pace."""
+        """Until each client has ended so many more calls."""
         before = list(self.done)
-        while any(now - then < count for now, then in zip(self.done, before, strict=True)):
-            ended = sum(self.done)
-            await eventually(lambda ended=ended: sum(self.done) > ended)
+        await eventually(lambda: all(now - then >= count for now, then in zip(self.done, before, strict=True)))
 
     async def end(self) -> None:
         """Let the calls that run end, and begin no more."""
