@@ -47,7 +47,7 @@ def embedder() -> FakeEngine:
     engine.ready.capabilities[:] = ["embed"]
 
     def answer(output: pb.EngineCoreOutput) -> pb.EngineCoreOutput:
-        engine.running.pop(output.request_id)
+        engine.take(output.request_id)
         data = array.array("f", [0.5, -0.25, 3.0]).tobytes()
         vector = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[3], inline=data)
         stop = finish_pb2.FINISH_REASON_STOP

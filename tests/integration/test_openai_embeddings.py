@@ -39,7 +39,7 @@ async def embedder() -> AsyncIterator[FakeEngine]:
     engine.ready.capabilities.append("embed")
 
     def answer(output: pb.EngineCoreOutput) -> pb.EngineCoreOutput:
-        request = engine.running.pop(output.request_id).message
+        request = engine.take(output.request_id).message
         vector = [float(len(request.prompt_token_ids)), *VECTOR][: request.pooling_params.dimensions or None]
         tensor = tensor_pb2.Tensor(
             dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[len(vector)], inline=array.array("f", vector).tobytes()
@@ -174,7 +174,7 @@ def many_numbers(embedder: FakeEngine) -> int:
     """Numbers of each vector that the engine answers with from now on."""
 
     def answer(output: pb.EngineCoreOutput) -> pb.EngineCoreOutput:
-        embedder.running.pop(output.request_id)
+        embedder.take(output.request_id)
         vector = array.array("f", [0.5]) * 4096
         tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[len(vector)], inline=vector.tobytes())
         return pb.EngineCoreOutput(

@@ -88,6 +88,11 @@ class FakeRequest:
         self.script = script
         self.num_sent = len(message.prior_output_token_ids)
 
+    @property
+    def key(self) -> tuple["FakeSession", str]:
+        """Two frontends may call a request the same."""
+        return self.session, self.message.request_id
+
     def token(self, index: int, vocab_size: int) -> int:
         if self.script is not None:
             return self.script[index]
@@ -176,7 +181,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.requests: list[pb.EngineCoreRequest] = []
         self.chunks: list[tensor_pb2.TensorChunk] = []
         self.aborted: list[str] = []
-        self.running: dict[str, FakeRequest] = {}
+        self.running: dict[tuple[FakeSession, str], FakeRequest] = {}
         self.sessions: list[FakeSession] = []
         self.num_steps = 0
         self.step_age = 0.0
@@ -273,6 +278,11 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         for request in list(self.running.values()):
             self._send(request, pb.EngineCoreOutput(finish_reason=reason, error=error))
 
+    def take(self, request_id: str) -> FakeRequest:
+        """The request of the only frontend, which runs no more."""
+        (session,) = self.sessions
+        return self.running.pop((session, request_id))
+
     def step(self) -> None:
         """One step: tokens for every running request, one frame per session."""
         self.num_steps += 1
@@ -331,19 +341,13 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 self._reached("on_abort")
                 self.aborted.extend(message.abort.request_ids)
                 for request_id in message.abort.request_ids:
-                    if self._runs(request_id, session):
-                        del self.running[request_id]
+                    self.running.pop((session, request_id), None)
             elif kind == "utility":
                 self._answer(message.utility, session)
             elif kind == "tensor_chunk":
                 self.chunks.append(message.tensor_chunk)
             self._wake.set()
             self._notify()
-
-    def _runs(self, request_id: str, session: FakeSession) -> bool:
-        """Whether a request of this session is running: a session that came later may have one with the same id."""
-        request = self.running.get(request_id)
-        return request is not None and request.session is session
 
     def _add(self, message: pb.EngineCoreRequest, session: FakeSession) -> None:
         self.requests.append(message)
@@ -354,7 +358,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         elif (end := self._end_of_prior(request)) is not None:
             self._send(request, end)
         else:
-            self.running[message.request_id] = request
+            self.running[request.key] = request
             self._reached("on_add", request)
 
     def _end_of_prior(self, request: FakeRequest) -> pb.EngineCoreOutput | None:
@@ -419,7 +423,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         """End a request with this output."""
         output.request_id, output.attempt = request.message.request_id, request.message.attempt
         output.offset = request.num_sent
-        self.running.pop(output.request_id, None)
+        self.running.pop(request.key, None)
         self._deliver(request.session, [output])
         self._notify()
 
@@ -442,7 +446,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         if params.HasField("logprobs"):
             output.new_logprobs.CopyFrom(logprobs_of(output.new_token_ids, params.logprobs))
         if output.finish_reason:
-            del self.running[message.request_id]
+            del self.running[request.key]
         return output
 
     def _stats(self) -> stats_pb2.SchedulerStats:

@@ -170,7 +170,7 @@ class OracleEngine(FakeEngine):
         script = self._output_of(message)
         if script is None:
             return "the constraint is none of an oracle's"
-        if self._runs(message.request_id, session):
+        if (session, message.request_id) in self.running:
             return f"request {message.request_id} attempt {message.attempt} was sent while another attempt runs"
         prior = list(message.prior_output_token_ids)
         if prior and not message.attempt:
@@ -223,7 +223,7 @@ class OracleEngine(FakeEngine):
         if request.num_sent <= len(request.message.prior_output_token_ids) + self.tokens_per_step:
             yield "after_first_token"
         yield "mid_stream"
-        if request.message.request_id not in self.running:
+        if request.key not in self.running:
             yield "after_last_sent"
         elif request.num_sent + self.tokens_per_step >= request.limit(self.ready.max_model_len):
             yield "before_last"
