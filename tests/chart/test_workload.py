@@ -162,3 +162,9 @@ def test_a_rollout_that_could_replace_nothing_is_refused(key: str):
     settings = (f"{key}.rollingUpdate.maxSurge=0", f"{key}.rollingUpdate.maxUnavailable=0%")
     with pytest.raises(ChartError, match=rf"{key}.rollingUpdate: maxSurge and maxUnavailable are both 0"):
         release(HUB, *settings)
+
+
+@pytest.mark.parametrize("component", ["frontend", "enginecore", "coordinator"])
+def test_why_a_container_ended_is_shown_with_its_pod(component: str):
+    container = release(DEMO).one("Deployment", component)["spec"]["template"]["spec"]["containers"][0]
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"

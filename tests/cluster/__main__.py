@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--minor", choices=sorted(KUBERNETES), default=NEWEST, help="Kubernetes of the control plane")
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("up")
-    start.add_argument("--nodes", type=int, default=3)
+    start.add_argument("--nodes", type=int, default=4)
     start.add_argument("--image", type=Path, action="append", default=[], help="an archive that every node gets")
     commands.add_parser("exec").add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("test")

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Three nodes, the last one tainted as GPU nodes are."""
+    """Four nodes, one of them tainted as GPU nodes are."""
     directory = ROOT / "run"
     images = sorted([*(ROOT / "images").glob("penstock-*.tar"), *(ROOT / "images").glob("torch-*.tar")])
     cluster = Cluster(directory, minor=os.environ.get("PENSTOCK_CLUSTER_MINOR", NEWEST), images=images)

@@ -16,6 +16,7 @@ import openai
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
+from tests.cluster.ghz import Ghz
 
 PROMPTS = tuple(
     f"Once upon a time there were {count} bears" for count in ("two", "three", "four", "five", "six", "seven")
@@ -92,11 +93,11 @@ class Clients:
     """``async with Clients(target) as clients``: one connection of each kind, shared by its streams as programs do."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self.target = target
         self.kinds: dict[str, Send] = {}
 
     async def __aenter__(self) -> "Clients":
-        target = self._target
+        target = self.target
         self._plain = grpc.aio.insecure_channel(f"{target.service}:{target.grpc_port}")
         self._published = published.connect_aio(f"dns:///{target.headless}:50051")
         self._openai = openai.AsyncOpenAI(
@@ -131,9 +132,9 @@ class Clients:
 
 class Load:
     """``async with Load(clients, known, streams=16) as load``: every kind of client has that many streams, which call one
-    after the other while the block lasts and finish what they are at.
+    after the other while the block lasts and finish what they are at; ghz has one.
 
-    ``known``: what each prompt answers undisturbed. ``streams`` can be changed by :meth:`resize`.
+    ``known``: what each prompt answers undisturbed. ``streams`` can be changed by :meth:`resize`. ``kinds``: not all of them.
     """
 
     def __init__(
@@ -145,11 +146,15 @@ class Load:
         self._kinds = tuple(kinds or clients.kinds)
         self._prompts = itertools.cycle(PROMPTS)
         self._wanted = streams
+        address = f"{clients.target.service}:{clients.target.grpc_port}"
+        self._ghz = None if kinds else Ghz(address, text=PROMPTS[0], max_tokens=max_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         self.answers: list[Answer] = []
 
     async def __aenter__(self) -> "Load":
         self.resize(self._wanted)
+        if self._ghz is not None:
+            await self._ghz.start()
         return self
 
     async def __aexit__(
@@ -160,6 +165,8 @@ class Load:
             for task in self._tasks:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=error is not None)
+        if self._ghz is not None:
+            await self._ghz.stop()
 
     def resize(self, streams: int) -> None:
         """So many streams of each kind from now on; what is over that ends with its call."""
@@ -176,7 +183,7 @@ class Load:
     @property
     def wrong(self) -> list[str]:
         """What differs from an undisturbed run, in words."""
-        words = []
+        words = list(self._ghz.wrong) if self._ghz is not None else []
         for answer in self.answers:
             if answer.error:
                 words.append(f"{answer.client}: {answer.error}")

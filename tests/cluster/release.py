@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Release:
 
     def ready(self, component: str) -> list[str]:
         """The names of the component's pods that are ready."""
-        return [pod["metadata"]["name"] for pod in self.pods(component) if _is_ready(pod)]
+        return [pod["metadata"]["name"] for pod in self.pods(component) if is_ready(pod)]
 
     @property
     def fullname(self) -> str:
@@ -97,9 +97,17 @@ class Release:
         """What a person would look at when it does not get ready."""
         try:
             warnings = self.kubectl("get", "events", "--field-selector=type=Warning")
-            return self.kubectl("get", "pods", "-o", "wide") + "\n" + warnings
+            return "\n".join([self.kubectl("get", "pods", "-o", "wide"), warnings, *self._ends()])
         except NotUpError as error:
             return str(error)
+
+    def _ends(self) -> Iterator[str]:
+        """Why containers ended, as ``kubectl describe`` shows it."""
+        for pod in self.objects("pods"):
+            for container in pod["status"].get("containerStatuses", []):
+                for state in (container["state"], container["lastState"]):
+                    if "terminated" in state:
+                        yield f"{pod['metadata']['name']}: {state['terminated'].get('message', '')}"
 
     def _with_values(self, command: str, values: Mapping[str, Any], *flags: str) -> str:
         path = self.cluster.directory / f"{self.namespace}-{self.name}-values.yaml"
@@ -112,6 +120,7 @@ class Release:
             raise HelmError(f"{error}\n{self.describe()}") from error
 
 
-def _is_ready(pod: Mapping[str, Any]) -> bool:
+def is_ready(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod is, by its own conditions."""
     conditions = pod["status"].get("conditions", [])
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

@@ -20,7 +20,7 @@ SLOTS = 16
 MAX_TOKENS = 100
 PLOTS = ROOT / "plots"
 MANY, FEW = 21, 8
-"""Streams of each of three kinds of client: 63 fill four engines of 16 slots, 24 make one and a half, which is two at 0.8."""
+"""Streams of each of three kinds of client. With ghz's one 64 fill four engines of 16 slots; 25 are two engines at 0.8."""
 PATIENCE = 240.0
 
 
@@ -62,7 +62,7 @@ async def until(what: str, true: Callable[[], bool]) -> None:
 
 
 async def rise_and_fall(release: Release, plot: str) -> None:
-    """63 streams, then 24: one engine, four, two. Every call is answered as without all that."""
+    """64 streams, then 25: one engine, four, two. Every call is answered as without all that."""
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         with Watch(release, f"deployment/{release.fullname}-enginecore") as watch:
@@ -82,6 +82,8 @@ async def rise_and_fall(release: Release, plot: str) -> None:
     assert load.wrong == []
     assert turns([number for number in watch.changes(risen) if number]) <= 1
     assert watch.changes(fallen)[-1] == 2
+    assert watch.taken == 2
+    assert watch.dearer == []
 
 
 @pytest.mark.usefixtures("metrics")
@@ -91,22 +93,11 @@ async def test_the_hpa_follows_the_load(new_release: NewRelease) -> None:
     await rise_and_fall(release, "hpa.png")
 
 
-@pytest.mark.usefixtures("keda")
-async def test_keda_follows_the_load(new_release: NewRelease) -> None:
-    release = new_release()
-    release.install(scaled("keda"))
-    await rise_and_fall(release, "keda.png")
-
-
-@pytest.mark.usefixtures("keda")
-async def test_requests_sent_to_nothing_are_answered_once_each(new_release: NewRelease) -> None:
-    release = new_release()
-    autoscaling = {"minReplicas": 0}
-    release.install(scaled("keda", autoscaling=merged(scaled("keda")["enginecore"]["autoscaling"], autoscaling)))
-    deployment = f"deployment/{release.fullname}-enginecore"
+async def wake(release: Release) -> None:
+    """Ten requests sent when there is no engine, the coordinator killed meanwhile: each is answered once."""
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
-        with Watch(release, deployment) as watch:
+        with Watch(release, f"deployment/{release.fullname}-enginecore") as watch:
             await until(
                 "no engine",
                 lambda: bool(watch.samples) and watch.samples[-1].wanted == 0 and not release.pods("enginecore"),
@@ -117,8 +108,32 @@ async def test_requests_sent_to_nothing_are_answered_once_each(new_release: NewR
             [coordinator] = release.pods("coordinator")
             release.kubectl("delete", "pod", coordinator["metadata"]["name"], "--grace-period=0", "--force")
             answers = await asyncio.gather(*calls)
-            print(
-                f"{len(answers)} requests sent to nothing: the last one answered after {time.monotonic() - began:.1f} s"
-            )
+            seconds = time.monotonic() - began
+            print(f"{len(answers)} requests sent to nothing: the last one answered after {seconds:.1f} s")
     assert [answer.error for answer in answers] == [""] * 10
     assert all(answer.tokens == known[answer.prompt] for answer in answers)
+
+
+@pytest.mark.usefixtures("metrics")
+async def test_the_hpa_goes_to_zero_and_back(new_release: NewRelease, cluster: Cluster) -> None:
+    if cluster.control_plane.version < (1, 37):
+        pytest.skip("a HorizontalPodAutoscaler goes to zero from Kubernetes 1.37 on")
+    names = {"load": "penstock_coordinator_pool_load", "kv": "penstock_coordinator_pool_kv_cache_usage"}
+    external = {"metrics": "External", "loadMetric": names["load"], "kvMetric": names["kv"]}
+    release = new_release()
+    release.install(scaled("hpa", autoscaling={"minReplicas": 0, "hpa": external}))
+    await wake(release)
+
+
+@pytest.mark.usefixtures("keda")
+async def test_keda_follows_the_load(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(scaled("keda"))
+    await rise_and_fall(release, "keda.png")
+
+
+@pytest.mark.usefixtures("keda")
+async def test_keda_goes_to_zero_and_back(new_release: NewRelease) -> None:
+    release = new_release()
+    release.install(scaled("keda", autoscaling={"minReplicas": 0}))
+    await wake(release)

@@ -3,13 +3,16 @@
 import asyncio
 import functools
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.cluster.conftest import NewRelease
 from tests.cluster.load import Clients, Load, undisturbed
 from tests.cluster.release import Release
-from tests.cluster.system.cluster import Cluster
+from tests.cluster.system.cluster import GPU_NODE, Cluster
+from tests.cluster.system.node import Node
 from tests.cluster.system.programs import NotUpError, until
 from tests.cluster.values import MODEL, merged, oracle
 
@@ -33,6 +36,11 @@ async def scene(new_release: NewRelease) -> Scene:
     release = new_release()
     release.install(values)
     return Scene(release, values)
+
+
+def empty(cluster: Cluster, node: Node) -> None:
+    """``kubectl drain``, as those who upgrade nodes call it."""
+    cluster.kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s")
 
 
 async def in_background(action: object, *arguments: object) -> None:
@@ -64,8 +72,8 @@ async def test_a_config_change_and_its_rollback(scene: Scene) -> None:
 
 async def test_every_node_is_drained_in_turn(scene: Scene, cluster: Cluster) -> None:
     def drain() -> None:
-        for node in cluster.nodes[:2]:
-            cluster.kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=180s")
+        for node in cluster.nodes:
+            empty(cluster, node)
             cluster.kubectl("uncordon", node.name)
 
     try:
@@ -73,6 +81,32 @@ async def test_every_node_is_drained_in_turn(scene: Scene, cluster: Cluster) -> 
     finally:
         for node in cluster.nodes:
             cluster.kubectl("uncordon", node.name)
+    assert load.wrong == []
+
+
+async def test_two_nodes_are_drained_at_once(scene: Scene, cluster: Cluster) -> None:
+    """What runs on them is moved to the only other one by what the disruption budgets allow at a time."""
+    first, second, kept = (node for node in cluster.nodes if node.number != GPU_NODE)
+    release = scene.release
+    unready: list[int] = []
+
+    def drain() -> None:
+        with ThreadPoolExecutor() as threads:
+            drains = [threads.submit(empty, cluster, node) for node in (first, second)]
+            while not all(drain.done() for drain in drains):
+                unready.append(3 - len(release.ready("enginecore")))
+                unready.append(2 - len(release.ready("frontend")))
+                time.sleep(0.5)
+            for drain in drains:
+                drain.result()
+
+    try:
+        load = await under_load(scene, drain)
+        assert {pod["spec"]["nodeName"] for pod in release.pods("enginecore")} == {kept.name}
+    finally:
+        for node in (first, second):
+            cluster.kubectl("uncordon", node.name)
+    assert max(unready) <= 1
     assert load.wrong == []
 
 

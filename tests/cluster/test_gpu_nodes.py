@@ -1,13 +1,15 @@
 """Engines on nodes with GPUs, which a device plugin offers and nobody else may use."""
 
 import json
+import re
 
 import pytest
 
 from tests.cluster.conftest import NewRelease
 from tests.cluster.gpus import VARIABLE
 from tests.cluster.release import HelmError, Release
-from tests.cluster.system.cluster import GPU_NODE
+from tests.cluster.system.cluster import GPU_NODE, Cluster
+from tests.cluster.system.programs import until
 from tests.cluster.values import merged, oracle
 
 GPU_NODE_NAME = f"node-{GPU_NODE}"
@@ -62,6 +64,49 @@ def test_parts_of_gpus_are_asked_for_by_their_name(new_release: NewRelease) -> N
     release.install(with_gpus(gpu={"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"}))
     assert nodes_of(release, "enginecore") == {GPU_NODE_NAME}
     assert len(set(gpus_of(release, "nvidia.com/mig-1g.10gb"))) == 2
+
+
+DEVICE_CLASS = """
+apiVersion: resource.k8s.io/v1
+kind: DeviceClass
+metadata: {name: gpu.example.com}
+spec: {selectors: [{cel: {expression: device.driver == 'gpu.example.com'}}]}
+"""
+
+
+@pytest.fixture(scope="module")
+def claimed(cluster: Cluster) -> dict[str, object]:
+    """Values for engines that claim their GPU from a driver, which has two on the node."""
+    cluster.control_plane.apply(DEVICE_CLASS)
+    cluster.nodes[GPU_NODE - 1].offer_claims(2)
+    until("the driver's devices", lambda: GPU_NODE_NAME in cluster.kubectl("get", "resourceslices", "-o", "yaml"))
+    selector = "device.attributes['gpu.example.com'].model == 'LATEST-GPU-MODEL'"
+    return {"gpu": {"count": 1, "dra": {"deviceClassName": "gpu.example.com", "selectors": [selector]}}}
+
+
+def claims_of(release: Release) -> list[str]:
+    """The devices that each engine's container was given by the driver."""
+    names = [pod["metadata"]["name"] for pod in release.pods("enginecore")]
+    variables = [release.kubectl("exec", name, "--", "printenv") for name in names]
+    return [device for each in variables for device in re.findall(r"^GPU_DEVICE_\d+=(.*)$", each, flags=re.MULTILINE)]
+
+
+def test_claims_are_allocated_and_shared_by_none(new_release: NewRelease, claimed: dict[str, object]) -> None:
+    release = new_release()
+    release.install(with_gpus(**claimed))
+    assert nodes_of(release, "enginecore") == {GPU_NODE_NAME}
+    assert sorted(claims_of(release)) == ["gpu-0", "gpu-1"]
+    claims = json.loads(release.kubectl("get", "resourceclaims", "-o", "json"))["items"]
+    assert [len(claim["status"]["reservedFor"]) for claim in claims] == [1, 1]
+
+
+def test_an_engine_whose_claim_cannot_be_met_waits_with_the_reason(
+    new_release: NewRelease, claimed: dict[str, object]
+) -> None:
+    release = new_release()
+    with pytest.raises(HelmError, match="cannot allocate all claims"):
+        release.install(with_gpus(**claimed, replicas=4), "--timeout", "30s")
+    assert len(release.ready("enginecore")) == 2
 
 
 def test_the_node_offers_what_it_has(new_release: NewRelease) -> None:

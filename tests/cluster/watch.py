@@ -10,10 +10,11 @@ import msgspec
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tests.cluster.release import Release
+from tests.cluster.release import Release, is_ready
 from tests.cluster.system.programs import NotUpError
 
 EVERY = 1.0
+COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -25,16 +26,29 @@ class Sample(msgspec.Struct, frozen=True):
     ready: int
 
 
+class Engine(msgspec.Struct, frozen=True):
+    """A ready pod at one time. ``cost``: of its deletion, as the coordinator has written it; ``leaving``: it is being deleted."""
+
+    cost: int
+    leaving: bool
+
+
 class Watch:
-    """``with Watch(release) as watch``: samples a workload each second. ``streams`` is set by whoever makes the load."""
+    """``with Watch(release, workload) as watch``: samples the engines' workload each second.
+
+    ``streams`` is set by whoever makes the load. ``dearer``: pods that were taken away while a cheaper one was ready, in words.
+    """
 
     def __init__(self, release: Release, workload: str) -> None:
         self._release = release
         self._workload = workload
         self._over = threading.Event()
         self._began = time.monotonic()
+        self._engines: dict[str, Engine] = {}
         self.streams = 0
         self.samples: list[Sample] = []
+        self.taken = 0
+        self.dearer: list[str] = []
 
     def __enter__(self) -> "Watch":
         self._thread = threading.Thread(target=self._run)
@@ -49,11 +63,35 @@ class Watch:
         while not self._over.wait(EVERY):
             try:
                 found = json.loads(self._release.kubectl("get", self._workload, "-o", "json"))
+                self._compare(self._now_ready())
             except NotUpError:
                 continue  # the API server is what some tests stop
             ready = found["status"].get("readyReplicas", 0)
             at = time.monotonic() - self._began
             self.samples.append(Sample(at=at, streams=self.streams, wanted=found["spec"]["replicas"], ready=ready))
+
+    def _now_ready(self) -> dict[str, Engine]:
+        pods = self._release.objects("pods", "app.kubernetes.io/component=enginecore")
+        return {
+            pod["metadata"]["name"]: Engine(
+                cost=int(pod["metadata"].get("annotations", {}).get(COST, 0)),
+                leaving="deletionTimestamp" in pod["metadata"],
+            )
+            for pod in pods
+            if is_ready(pod)
+        }
+
+    def _compare(self, engines: dict[str, Engine]) -> None:
+        """What has been taken away since the last look was the cheapest, by the costs of then or of now."""
+        before, self._engines = self._engines, engines
+        there = before.keys() & engines.keys()
+        taken = [name for name in there if engines[name].leaving and not before[name].leaving]
+        kept = [name for name in there if not engines[name].leaving]
+        self.taken += len(taken)
+        for name in taken if kept else ():
+            if all(costs[name].cost > min(costs[each].cost for each in kept) for costs in (before, engines)):
+                costs = {each: engines[each].cost for each in kept}
+                self.dearer.append(f"{name}, cost {engines[name].cost}, while there were {costs}")
 
     def changes(self, since: float = 0.0) -> list[int]:
         """The numbers of engines wanted after ``since``, one for each change."""

@@ -158,6 +158,8 @@ topologySpreadConstraints:
 name: {{ .component }}
 image: {{ include "penstock.image" . | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+# Why a container ended is the end of its log: kubectl describe shows it.
+terminationMessagePolicy: FallbackToLogsOnError
 args:
   - --config
   - /etc/penstock/config.yaml

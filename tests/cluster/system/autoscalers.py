@@ -32,7 +32,7 @@ scrape_configs:
       - {source_labels: [__meta_kubernetes_pod_name], target_label: pod}
 """
 
-# The rule that the chart's notes print.
+# The rules of the chart's README.
 ADAPTER_RULES = """
 rules:
   - seriesQuery: '{__name__="penstock:load",namespace!="",pod!=""}'
@@ -42,6 +42,10 @@ rules:
   - seriesQuery: '{__name__="vllm:kv_cache_usage_perc",namespace!="",pod!=""}'
     resources: {overrides: {namespace: {resource: namespace}, pod: {resource: pod}}}
     name: {as: vllm_kv_cache_usage_perc}
+    metricsQuery: sum(<<.Series>>{<<.LabelMatchers>>}) by (<<.GroupBy>>)
+externalRules:
+  - seriesQuery: '{__name__=~"penstock_coordinator_pool_(load|kv_cache_usage)",namespace!=""}'
+    resources: {overrides: {namespace: {resource: namespace}}}
     metricsQuery: sum(<<.Series>>{<<.LabelMatchers>>}) by (<<.GroupBy>>)
 """
 
@@ -63,7 +67,7 @@ def install_prometheus(cluster: Cluster) -> None:
 
 
 def install_adapter(cluster: Cluster) -> None:
-    """prometheus-adapter, which answers for ``custom.metrics.k8s.io``."""
+    """prometheus-adapter, which answers for ``custom.metrics.k8s.io``, and for ``external.metrics.k8s.io`` until KEDA does."""
     _image(cluster, "prometheus-adapter", "prometheus-adapter", ADAPTER_IMAGE)
     rules = [{"apiGroups": [""], "resources": ["pods", "namespaces", "configmaps"], "verbs": ["get", "list", "watch"]}]
     arguments = [
@@ -79,6 +83,7 @@ def install_adapter(cluster: Cluster) -> None:
         cluster,
         *_account("prometheus-adapter", rules),
         *_aggregated("prometheus-adapter", ("v1beta1", "v1beta2"), "custom.metrics.k8s.io"),
+        *_aggregated("prometheus-adapter", ("v1beta1",), "external.metrics.k8s.io"),
         _config_map("prometheus-adapter", {"config.yaml": ADAPTER_RULES}),
         _deployment("prometheus-adapter", ADAPTER_IMAGE, arguments, "/etc/adapter", probe),
         _service("prometheus-adapter", 443, 6443),

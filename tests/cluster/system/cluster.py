@@ -33,7 +33,7 @@ class Cluster:
     ``directory``: where its state and its logs are. ``images``: archives that every node gets.
     """
 
-    def __init__(self, directory: Path, *, minor: str = NEWEST, nodes: int = 3, images: Sequence[Path] = ()) -> None:
+    def __init__(self, directory: Path, *, minor: str = NEWEST, nodes: int = 4, images: Sequence[Path] = ()) -> None:
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         pki = Pki.create(directory / "pki")
@@ -63,7 +63,7 @@ class Cluster:
         for node in self.nodes:
             node.kubelet.start()
         self.wait_for_nodes()
-        for node in self.nodes[GPU_NODE - 1 :]:
+        for node in self.nodes[GPU_NODE - 1 : GPU_NODE]:
             node.offer_gpus(**GPUS)
         self.control_plane.apply(DNS)
         self._resolve_names()

@@ -16,6 +16,7 @@ class ControlPlane:
     """The control plane of one minor version. Its state lives in ``directory``."""
 
     def __init__(self, minor: str, pki: Pki, directory: Path) -> None:
+        self.version = tuple(int(part) for part in minor.split("."))
         self._component = f"kubernetes-{minor}"
         self._pki = pki
         self._directory = directory

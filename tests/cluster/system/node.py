@@ -28,6 +28,7 @@ OWN = (
     "/var/lib/kubelet",
     "/var/lib/containerd",
     "/run/containerd",
+    "/etc/cdi",
     "/etc/cni",
     "/var/lib/cni",
     "/var/log/pods",
@@ -106,6 +107,18 @@ class Node:
         ).start()
         self._programs.append(self.gpus)
         self.gpus.ready(lambda: len(self.gpus.tail().splitlines()) >= len(counts))
+
+    def offer_claims(self, count: int) -> None:
+        """Let the example driver of dynamic resource allocation offer so many GPUs, in the device class gpu.example.com."""
+        config = self._pki.kubeconfig(f"{self.name}-dra", user=f"system:node:{self.name}", groups=("system:nodes",))
+        flags = [f"--node-name={self.name}", f"--num-devices={count}", f"--kubeconfig={config}"]
+        driver = Program(
+            f"{self.name}: DRA driver",
+            [built("dra-driver", "dra-kubeletplugin"), *flags],
+            self._directory / "dra.log",
+            enter=self.enter,
+        ).start()
+        self._programs.append(driver)
 
     def lose(self) -> None:
         """Cut the node off, as a cable pulled would."""

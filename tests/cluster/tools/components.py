@@ -104,4 +104,13 @@ COMPONENTS: dict[str, Component] = {
         },
         copies_replaces=True,
     ),
+    "dra-driver": Component(
+        "sigs.k8s.io/dra-example-driver",
+        "v0.2.1",
+        {"dra-kubeletplugin": "sigs.k8s.io/dra-example-driver/cmd/dra-example-kubeletplugin"},
+    ),
+    "grpcurl": Component(
+        "github.com/fullstorydev/grpcurl", "v1.9.3", {"grpcurl": "github.com/fullstorydev/grpcurl/cmd/grpcurl"}
+    ),
+    "ghz": Component("github.com/bojand/ghz", "v0.121.0", {"ghz": "github.com/bojand/ghz/cmd/ghz"}),
 }

@@ -1,0 +1,49 @@
+"""ghz, a load generator for gRPC, as one more client: it retries nothing, and counts how every call ended."""
+
+import asyncio
+import json
+import signal
+from asyncio.subprocess import PIPE, Process
+
+from tests.cluster.system.programs import built
+
+METHOD = "penstock.inference.v1.InferenceService.Generate"
+
+
+class Ghz:
+    """One stream after the other on one connection to ``address``, from :meth:`start` to :meth:`stop`.
+
+    It finds the method by reflection. What a call answered it does not tell: ``wrong`` has the ends that were none, in words.
+    """
+
+    def __init__(self, address: str, *, text: str, max_tokens: int) -> None:
+        self._address = address
+        self._request = {"text": text, "sampling_params": {"max_tokens": max_tokens, "ignore_eos": True}}
+        self._process: Process | None = None
+        self.calls = 0
+        self.wrong: list[str] = []
+
+    async def start(self) -> None:
+        """Begin to call."""
+        flags = ["--insecure", "--call", METHOD, "--data", json.dumps(self._request), "--concurrency", "1"]
+        # It calls until it is told to stop, and then waits for the call that runs.
+        flags += ["--duration", "1h", "--duration-stop", "wait", "--timeout", "300s", "--format", "json"]
+        self._process = await asyncio.create_subprocess_exec(
+            built("ghz", "ghz"), *flags, self._address, stdout=PIPE, stderr=PIPE
+        )
+
+    async def stop(self) -> None:
+        """End the last call and count. AssertionError when it ended before, with what it said."""
+        if self._process is None:
+            return
+        ended = self._process.returncode is not None
+        if not ended:
+            self._process.send_signal(signal.SIGINT)
+        output, errors = await self._process.communicate()
+        self._process = None
+        assert not ended, f"ghz ended: {errors.decode()}"
+        report = json.loads(output)
+        self.calls = report["count"]
+        self.wrong = [
+            f"ghz: {count} of {self.calls} calls: {error}" for error, count in report["errorDistribution"].items()
+        ]
