@@ -11,6 +11,7 @@ import yaml
 
 from tests.cluster.conftest import NewRelease
 from tests.cluster.load import Clients, Load, undisturbed
+from tests.cluster.release import Release
 from tests.cluster.test_disruption import MAX_TOKENS, SLOW, in_background
 from tests.cluster.tools.build import ROOT
 from tests.cluster.values import MODEL, ORACLE_ENGINE, merged, oracle
@@ -18,6 +19,13 @@ from tests.cluster.values import MODEL, ORACLE_ENGINE, merged, oracle
 BEFORE = "6426839c7670e2b1d44d03e59f4db680a21256dd"
 """The commit that stands for the release before; ``python -m tests.cluster.images.build --commit BEFORE --version 0.0.9``."""
 VERSION = "0.0.9"
+NEW = "0.1.0"
+ORDERS = [
+    ("enginecore", "frontend", "coordinator"),
+    ("coordinator", "enginecore", "frontend"),
+    ("frontend", "coordinator", "enginecore"),
+]
+"""In which services are upgraded, so that each mixture of two releases comes up once."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -64,3 +72,39 @@ async def test_upgrade_and_rollback_fail_no_call(new_release: NewRelease, chart_
             await in_background(there_and_back)
             await load.calls(12)
     assert load.wrong == []
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+async def test_each_mixture_of_versions_serves(
+    new_release: NewRelease, chart_before: Path, order: tuple[str, ...]
+) -> None:
+    """One service after the other goes to this release; under load before, between and after."""
+    release = new_release(chart=chart_before)
+    release.install(values_before(chart_before))
+    deployments = {name: f"deployment/{release.fullname}-{name}" for name in order}
+    versions = []
+    async with Clients(release.target(MODEL)) as clients:
+        known = await undisturbed(clients, MAX_TOKENS)
+        async with Load(clients, known, streams=6, max_tokens=MAX_TOKENS, kinds=["published"]) as load:
+            for deployment in deployments.values():
+                release.kubectl("rollout", "pause", deployment)
+            new_release().upgrade(oracle(SLOW), "--wait=false")
+            for name in order:
+                versions.append({component: version_of(release, component) for component in sorted(order)})
+                await load.calls(12)
+                await in_background(roll, release, deployments[name])
+            await load.calls(12)
+    assert load.wrong == []
+    assert versions == [{name: NEW if name in order[:done] else VERSION for name in sorted(order)} for done in range(3)]
+
+
+def roll(release: Release, deployment: str) -> None:
+    """Let a Deployment that was held back go on, to the end."""
+    release.kubectl("rollout", "resume", deployment)
+    release.kubectl("rollout", "status", deployment, "--timeout=180s")
+
+
+def version_of(release: Release, component: str) -> str:
+    """What all its pods run."""
+    [version] = {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in release.pods(component)}
+    return version
