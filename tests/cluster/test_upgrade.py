@@ -106,5 +106,6 @@ def roll(release: Release, deployment: str) -> None:
 
 def version_of(release: Release, component: str) -> str:
     """What all its pods run."""
-    [version] = {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in release.pods(component)}
+    images = {str(pod["spec"]["containers"][0]["image"]) for pod in release.pods(component)}
+    [version] = {image.rpartition(":")[2] for image in images}
     return version
