@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.cluster.system.addresses import CONTROL_PLANE, SERVICES
 from tests.cluster.system.pki import KeyPair, Pki
 from tests.cluster.system.programs import Program, built, run
+from tests.cluster.tools.components import KUBERNETES
 
 ETCD = "http://127.0.0.1:2379"
 
@@ -17,6 +18,7 @@ class ControlPlane:
 
     def __init__(self, minor: str, pki: Pki, directory: Path) -> None:
         self.version = tuple(int(part) for part in minor.split("."))
+        self.server_version = KUBERNETES[minor]
         self._component = f"kubernetes-{minor}"
         self._pki = pki
         self._directory = directory
