@@ -83,7 +83,7 @@ async def test_an_idle_connection_of_a_frontend_that_drains_gets_one_more_answer
 async def test_an_answer_that_has_begun_is_read_to_its_end(model: Path, manual: FakeEngine) -> None:
     async with serving(model, manual, age=3600.0) as frontend:
         reader, writer = await asyncio.open_connection("127.0.0.1", frontend.frontend.http_port)
-        body = b'{"model": "model", "prompt": "hi", "max_tokens": 2, "stream": true}'
+        body = b'{"model": "model", "prompt": "hi", "max_tokens": 2, "seed": 10, "stream": true}'
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         )

@@ -175,7 +175,7 @@ async def test_a_body_that_is_too_large_is_refused(engine: FakeEngine, model: Pa
 
 async def test_too_many_calls_are_told_when_to_retry(manual: FakeEngine, model: Path) -> None:
     async with openai_server(model, engines=[manual.address], http={"max_requests": 1}) as api:
-        running = asyncio.create_task(api.client.completions.create(model="model", prompt="x", max_tokens=1))
+        running = asyncio.create_task(api.client.completions.create(model="model", prompt="x", max_tokens=1, seed=10))
         await manual.until(lambda e: e.running)
         response = await api.http.post("/v1/completions", json={"prompt": "x"})
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
