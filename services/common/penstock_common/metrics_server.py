@@ -14,6 +14,7 @@ from penstock_common.config.sections import MetricsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
+from penstock_common.security.certificates import Certificates
 from penstock_common.security.tls import server_context
 
 _READ_TIMEOUT = 10.0
@@ -23,14 +24,18 @@ _READ_TIMEOUT = 10.0
 class MetricsServer:
     """Serves ``/metrics`` from a thread until ``stop``."""
 
-    def __init__(self, config: MetricsConfig, registry: CollectorRegistry) -> None:
-        """Raises ConfigError when the port is taken."""
+    def __init__(
+        self, config: MetricsConfig, registry: CollectorRegistry, certificates: Certificates | None = None
+    ) -> None:
+        """``certificates``: told when those of this listener end. Raises ConfigError when the port is taken."""
         self._server: _Server | None = None
         if config.port < 0:
             return
         if not config.tls.enabled:
             warn_of_plaintext(config.host, field="metrics", reads=True)
-        context = server_context(config.tls, field="metrics.tls") if config.tls.enabled else None
+            context = None
+        else:
+            context = server_context(config.tls, field="metrics.tls", certificates=certificates)
         try:
             self._server = make_server(
                 config.host, config.port, make_wsgi_app(registry), server_class=_Server, handler_class=_Handler

@@ -15,6 +15,7 @@ from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.liveness import Liveness
 from penstock_common.rpc.server import SERVICES, RpcServer
+from penstock_common.security.certificates import Certificates
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.kubernetes.link import KubernetesLink
@@ -38,6 +39,8 @@ class Coordinator:
         self._config = config
         self._clock = clock
         self.registry = service_registry("coordinator")
+        self._certificates = Certificates()
+        self.registry.register(self._certificates)
         self.port = 0
         self._tracer = make_tracer(config.tracing, service="coordinator", instance=os.uname().nodename)
         self._calls = CallTelemetry(self.registry, self._tracer)
@@ -47,7 +50,7 @@ class Coordinator:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
         count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock)
-        self._metrics_server = MetricsServer(self._config.metrics, self.registry)
+        self._metrics_server = MetricsServer(self._config.metrics, self.registry, self._certificates)
         self._signals = ScalingSignals(self._config.scaling)
         self.registry.register(PoolCollector(self._signals, self._config.scaling))
         peers = self._config.peers
@@ -58,6 +61,7 @@ class Coordinator:
             interceptors=guards,
             observer=self._calls,
             keepalive=SERVICES,
+            certificates=self._certificates,
         )
         self._kubernetes = KubernetesLink(self._config.kubernetes, self.registry, self._clock)
         self._servicer = CoordinatorServicer(self._cluster, self._kubernetes.replicas)

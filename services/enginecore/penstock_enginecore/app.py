@@ -84,7 +84,7 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
     busy_loop = BusyLoop(engine, control, io.sessions)
     ready = describe(config, engine)
     io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready))
-    metrics = MetricsServer(config.metrics, io.registry)
+    metrics = MetricsServer(config.metrics, io.registry, io.certificates)
     try:
         with (
             signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown),

@@ -11,6 +11,7 @@ from penstock_common.observability.metrics import count_tasks, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.liveness import Liveness
+from penstock_common.security.certificates import Certificates
 from penstock_frontend.assembly import assemble
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.draining import QUIET, Draining
@@ -44,7 +45,7 @@ class Frontend:
         self._readiness = Readiness(without_engines=config.ready_without_engines)
         get_logger().info("loading the tokenizer", model=config.model.path)
         self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)
-        incarnation, kv_events = uuid.uuid4().hex, KvEventFeed()
+        incarnation, kv_events, self._certificates = uuid.uuid4().hex, KvEventFeed(), Certificates()
 
         def engines(outputs: OutputHandler, metrics: FrontendMetrics) -> GrpcEngineClient:
             return GrpcEngineClient(
@@ -54,6 +55,7 @@ class Frontend:
                 on_change=self._on_change,
                 on_moved=metrics.moved,
                 kv_events=kv_events,
+                certificates=self._certificates,
             )
 
         assembly = assemble(
@@ -68,6 +70,7 @@ class Frontend:
         )
         self._assembly = assembly
         self._llm, self._engines, self._metrics = assembly.llm, assembly.engines, assembly.metrics
+        self._metrics.registry.register(self._certificates)
         if config.http.engine_metrics:
             self._metrics.add_engine_loads(self._engines.view.for_metrics)
         self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
@@ -78,6 +81,7 @@ class Frontend:
             coordinator=self._coordinator,
             tracer=self._tracer,
             readiness=self._readiness,
+            certificates=self._certificates,
         )
         if self._coordinator is not None:
             coordinator = self._coordinator
@@ -106,7 +110,7 @@ class Frontend:
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
         await self._servers.start()
-        self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry)
+        self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry, self._certificates)
         if self._coordinator is not None:
             self._coordinator_task = asyncio.create_task(self._coordinator.run(), name="coordinator")
         else:
@@ -201,7 +205,9 @@ class Frontend:
             incarnation=incarnation,
             on_view=self._engines.follow_view,
             reconnect_max=self._config.coordinator.reconnect_max,
-            credentials=ClientCredentials(self._config.coordinator.tls, field="coordinator.tls"),
+            credentials=ClientCredentials(
+                self._config.coordinator.tls, field="coordinator.tls", certificates=self._certificates
+            ),
         )
 
     def _on_change(self) -> None:

@@ -11,6 +11,7 @@ from penstock_common.observability.tracing import Tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
 from penstock_common.rpc.server import RpcServer
+from penstock_common.security.certificates import Certificates
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
 from penstock_frontend.api.grpc import admin, inference
 from penstock_frontend.api.http.page import Page
@@ -44,10 +45,12 @@ class Servers:
         coordinator: CoordinatorClient | None,
         tracer: Tracer | None,
         readiness: Readiness,
+        certificates: Certificates,
     ) -> None:
-        """Raises ConfigError."""
+        """``certificates``: told when those of these listeners end. Raises ConfigError."""
         self._config = config
         self._readiness = readiness
+        self._certificates = certificates
         self._assembly = assembly
         self._coordinator = coordinator
         self._tracer = tracer
@@ -87,6 +90,7 @@ class Servers:
             check_responses=True,
             in_flight=BytesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
             lasting=vllm_engine.LASTING,
+            certificates=self._certificates,
         )
         inference.add_to_server(public.server, assembly.llm, assembly.chat, config, load_labels(config.model))
         card = load_model_card(config.model, assembly.generation_config)
@@ -100,6 +104,7 @@ class Servers:
             interceptors=_admin_guards(self._config, authenticator),
             observer=self._calls,
             field="admin",
+            certificates=self._certificates,
         )
         coordinator = self._coordinator
         admin.add_to_server(
@@ -117,7 +122,7 @@ class Servers:
             allowed_origins=config.http.allowed_origins,
             middleware=_http_guards(config, authenticator),
         )
-        return HttpServer(config.http, HttpTelemetry(app, registry, self._tracer))
+        return HttpServer(config.http, HttpTelemetry(app, registry, self._tracer), self._certificates)
 
     def _page_routes(self) -> list[Route]:
         if not self._config.http.page:

@@ -62,22 +62,30 @@ def replace(path: Path, data: bytes) -> None:
 class Authority:
     """Issues certificates. ``ca`` is what its peers trust, as PEM."""
 
-    def __init__(self, name: str = "test CA") -> None:
+    def __init__(self, name: str = "test CA", *, days: int = 1) -> None:
+        """``days``: how long its certificate lasts."""
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (
-            _builder(self._name, self._name, self._key)
+            _builder(self._name, self._name, self._key, days=days)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
             .sign(self._key, hashes.SHA256())
         )
         self.ca = certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(
-        self, *names: str, uris: tuple[str, ...] = (), expired: bool = False, early: bool = False, ca: bytes = b""
+        self,
+        *names: str,
+        uris: tuple[str, ...] = (),
+        expired: bool = False,
+        early: bool = False,
+        ca: bytes = b"",
+        days: int = 1,
     ) -> Identity:
         """A certificate for DNS names and URIs, good for 127.0.0.1 and localhost as well.
 
         ``expired``, ``early``: its time is over, or has not begun. ``ca``: what its bearer trusts, when not this authority.
+        ``days``: how long it lasts.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0] if names else "nobody")])
@@ -86,7 +94,7 @@ class Authority:
         alternatives.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
         shift = -10 * DAY if expired else 10 * DAY if early else 0 * DAY
         certificate = (
-            _builder(subject, self._name, key, shift)
+            _builder(subject, self._name, key, shift, days=days)
             .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -100,7 +108,12 @@ class Authority:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, shift: dt.timedelta = 0 * DAY
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    shift: dt.timedelta = 0 * DAY,
+    *,
+    days: int,
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC) + shift
     return (
@@ -110,5 +123,5 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - DAY)
-        .not_valid_after(now + DAY)
+        .not_valid_after(now + days * DAY)
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import grpc
 
 from penstock_common.config.sections import ClientTlsConfig, TlsConfig
+from penstock_common.security.certificates import Certificates
 from penstock_common.security.tls import TlsMaterial, watched_material
 
 _ADVICE = {
@@ -16,9 +17,13 @@ _ADVICE = {
 }
 
 
-def server_credentials(config: TlsConfig, *, field: str) -> grpc.ServerCredentials:
-    """Credentials that go by the files as they are at each handshake; open connections stay. Raises ConfigError."""
-    watched = watched_material(config, field=field)
+def server_credentials(
+    config: TlsConfig, *, field: str, certificates: Certificates | None = None
+) -> grpc.ServerCredentials:
+    """Credentials that go by the files as they are at each handshake; open connections stay. ``certificates``: told when these
+    end. Raises ConfigError.
+    """
+    watched = watched_material(config, field=field, certificates=certificates)
     used = watched.current()
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
@@ -40,9 +45,9 @@ def server_credentials(config: TlsConfig, *, field: str) -> grpc.ServerCredentia
 class ClientCredentials:
     """What the channels of one hop are made with: TLS by the files as they are when the channel is made, or none."""
 
-    def __init__(self, config: ClientTlsConfig, *, field: str) -> None:
-        """Raises ConfigError."""
-        self._watched = watched_material(config, field=field) if config.enabled else None
+    def __init__(self, config: ClientTlsConfig, *, field: str, certificates: Certificates | None = None) -> None:
+        """``certificates``: told when those of this hop end. Raises ConfigError."""
+        self._watched = watched_material(config, field=field, certificates=certificates) if config.enabled else None
         self._server_name = config.server_name
 
     def channel(

@@ -21,6 +21,7 @@ from penstock_common.rpc import connections
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
+from penstock_common.security.certificates import Certificates
 
 MAX_METADATA_BYTES = 64 * 1024
 CLEANUP_TIMEOUT = 5.0
@@ -96,13 +97,15 @@ class RpcServer:
         check_responses: bool = False,
         in_flight: BytesInFlight | None = None,
         lasting: Collection[str] = (),
+        certificates: Certificates | None = None,
     ) -> None:
         """``check_responses``: a call whose response is too large to be sent ends with an error that says so. ``in_flight``:
-        counts the messages of calls, and refuses what is too much.
+        counts the messages of calls, and refuses what is too much. ``certificates``: told when those of this listener end.
         """
         self._config = config
         self._field = field
         self._loads = loads
+        self._certificates = certificates
         self._service_names = tuple(service_names)
         self._calls = RunningCalls(lasting)
         limit = config.max_message_bytes if check_responses else None
@@ -122,10 +125,7 @@ class RpcServer:
 
     async def start(self) -> int:
         """Bind and serve, NOT_SERVING at first. Returns the port. Raises ConfigError if it is taken, or for a certificate."""
-        tls = self._config.tls
-        credentials = server_credentials(tls, field=f"{self._field}.tls") if tls.enabled else None
-        if credentials is None:
-            warn_of_plaintext(self._config.host, field=self._field)
+        credentials = self._credentials()
         self.port = self._bind(self.server, self._config.port, credentials, shared=self._config.reuse_port)
         if self._config.health_port >= 0:
             alone = msgspec.structs.replace(self._config, reuse_port=False)
@@ -165,6 +165,12 @@ class RpcServer:
         await self._calls.ended(CLEANUP_TIMEOUT)
         if self._health_server is not None:
             await self._health_server.stop(None)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        if not self._config.tls.enabled:
+            warn_of_plaintext(self._config.host, field=self._field)
+            return None
+        return server_credentials(self._config.tls, field=f"{self._field}.tls", certificates=self._certificates)
 
     def _bind(
         self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None, *, shared: bool = False

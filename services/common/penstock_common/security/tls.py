@@ -2,12 +2,14 @@
 
 import datetime as dt
 import ssl
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_common.errors import ConfigError
+from penstock_common.security.certificates import Certificates
 from penstock_common.security.watched import WatchedFiles, read_bytes
 
 if TYPE_CHECKING:
@@ -15,17 +17,29 @@ if TYPE_CHECKING:
 
 
 class TlsMaterial(msgspec.Struct, frozen=True):
-    """PEM texts; what is not set is empty. ``certificate`` is a chain, ``ca`` a bundle."""
+    """PEM texts; what is not set is empty. ``certificate`` is a chain, ``ca`` a bundle.
+
+    ``ends``: Unix seconds by ``certificate`` and ``ca``, for those that are set. A chain ends with the first of its certificates,
+    a bundle with the last of its authorities.
+    """
 
     certificate: bytes
     key: bytes
     ca: bytes
+    ends: Mapping[str, float]
 
 
-def watched_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> WatchedFiles[TlsMaterial]:
-    """The files of a hop. ``field``: what the configuration calls it (``server.tls``). Raises ConfigError."""
+def watched_material(
+    config: TlsConfig | ClientTlsConfig, *, field: str, certificates: Certificates | None = None
+) -> WatchedFiles[TlsMaterial]:
+    """The files of a hop. ``field``: what the configuration calls it (``server.tls``). ``certificates``: told when they end.
+    Raises ConfigError.
+    """
     paths = (config.certificate, config.key, config.ca)
-    return WatchedFiles(paths, lambda: read_material(config, field=field), what=f"certificates of {field}")
+    watched = WatchedFiles(paths, lambda: read_material(config, field=field), what=f"certificates of {field}")
+    if certificates is not None:
+        certificates.follow(field, lambda: watched.current().ends)
+    return watched
 
 
 def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMaterial:
@@ -33,10 +47,13 @@ def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMate
     certificate whose time is over or has not begun, and a key that is of another certificate.
     """
     certificate = key = ca = b""
+    ends: dict[str, float] = {}
     if config.certificate:
         certificate = read_bytes(config.certificate, field=f"{field}.certificate")
         key = read_bytes(config.key, field=f"{field}.key")
-        leaf = _certificates(certificate, f"{field}.certificate: {config.certificate}")[0]
+        chain = _certificates(certificate, f"{field}.certificate: {config.certificate}")
+        leaf = chain[0]
+        ends["certificate"] = min(map(_end, chain))
         _check_time(leaf, f"{field}.certificate: {config.certificate}")
         _check_key(key, leaf, f"{field}.key: {config.key}", certificate_path=config.certificate)
     if config.ca:
@@ -44,17 +61,22 @@ def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMate
         authorities = _certificates(ca, f"{field}.ca: {config.ca}")
         if len(authorities) == 1:  # of several, some may be on their way in or out
             _check_time(authorities[0], f"{field}.ca: {config.ca}")
-    return TlsMaterial(certificate, key, ca)
+        ends["ca"] = max(map(_end, authorities))
+    return TlsMaterial(certificate, key, ca, ends)
 
 
-def server_context(config: TlsConfig, *, field: str) -> ssl.SSLContext:
-    """The context of a listener; each handshake goes by the files as they are then. Raises ConfigError."""
+def server_context(config: TlsConfig, *, field: str, certificates: Certificates | None = None) -> ssl.SSLContext:
+    """The context of a listener; each handshake goes by the files as they are then. ``certificates``: told when they end. Raises
+    ConfigError.
+    """
     watched = WatchedFiles(
         (config.certificate, config.key, config.ca),
         lambda: _Context(config, field=field),
         what=f"certificates of {field}",
     )
     outer = watched.current().context
+    if certificates is not None:
+        certificates.follow(field, lambda: watched.current().material.ends)
 
     def renew(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
         # Called at every ClientHello, whether or not it names a server.
@@ -69,7 +91,7 @@ class _Context:
     """A context, and what it was made of; equal when made of the same."""
 
     def __init__(self, config: TlsConfig, *, field: str) -> None:
-        self._material = read_material(config, field=field)
+        self.material = read_material(config, field=field)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         # A resumed session would be let in by the authorities of the time when it was begun.
@@ -78,13 +100,13 @@ class _Context:
         try:
             self.context.load_cert_chain(config.certificate, config.key)
             if config.ca:
-                self.context.load_verify_locations(cadata=self._material.ca.decode("ascii"))
+                self.context.load_verify_locations(cadata=self.material.ca.decode("ascii"))
                 self.context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as e:  # an SSLError is an OSError
             raise ConfigError(f"{field}: {config.certificate}: {e}") from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and other._material == self._material
+        return isinstance(other, _Context) and other.material == self.material
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -96,6 +118,10 @@ def _certificates(pem: bytes, where: str) -> "list[x509.Certificate]":
         return x509.load_pem_x509_certificates(pem)
     except ValueError as e:
         raise ConfigError(f"{where}: no certificate in PEM: {e}") from None
+
+
+def _end(certificate: "x509.Certificate") -> float:
+    return certificate.not_valid_after_utc.timestamp()
 
 
 def _check_time(certificate: "x509.Certificate", where: str) -> None:

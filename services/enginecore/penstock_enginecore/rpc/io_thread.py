@@ -18,6 +18,7 @@ from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
+from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_enginecore.config import EngineCoreConfig
@@ -52,6 +53,9 @@ class IoThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
         self.registry = service_registry("enginecore")
         """What the process tells of itself and its calls, for others to add to."""
+        self.certificates = Certificates()
+        """Those of its listeners and connections."""
+        self.registry.register(self.certificates)
         count_tasks(self.registry, self._loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
@@ -62,7 +66,9 @@ class IoThread:
             max_message_bytes=config.server.max_message_bytes,
         )
         self._servicer = EngineCoreServicer(self.sessions)
-        self._coordinator_credentials = ClientCredentials(config.coordinator.tls, field="coordinator.tls")
+        self._coordinator_credentials = ClientCredentials(
+            config.coordinator.tls, field="coordinator.tls", certificates=self.certificates
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._coordinator: CoordinatorClient | None = None
         self._server: RpcServer
@@ -99,6 +105,7 @@ class IoThread:
             observer=CallTelemetry(self.registry, self._tracer),
             keepalive=SERVICES,
             loads=True,
+            certificates=self.certificates,
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         self.port = await self._server.start()

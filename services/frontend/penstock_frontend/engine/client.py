@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.observability.incidents import incident
+from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
@@ -23,7 +24,8 @@ class GrpcEngineClient:
     """The EngineClient over one session per engine.
 
     ``on_change`` is called whenever ``usable`` or ``num_held`` may have changed, ``on_moved`` with the number of sequences that
-    have left their engines, ``kv_events`` is told how the engines' prefix caches change.
+    have left their engines, ``kv_events`` is told how the engines' prefix caches change, ``certificates`` when those of the
+    connections end.
     """
 
     def __init__(
@@ -35,12 +37,13 @@ class GrpcEngineClient:
         on_change: Callable[[], None],
         on_moved: Callable[[int], None],
         kv_events: KvEventListener,
+        certificates: Certificates,
     ) -> None:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
         self._num_waiting = 0
         self._tell_change = on_change
-        self._pool = EnginePool(config, incarnation=incarnation)
+        self._pool = EnginePool(config, incarnation=incarnation, certificates=certificates)
         router = Router(start=hash(incarnation))  # frontends start their rotation at different engines
         self.view = EngineLoads(self._pool, router)
         self._dispatch = Dispatch(

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock_common.errors import Internal
 from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
@@ -21,11 +22,12 @@ class EnginePool:
     no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up.
     """
 
-    def __init__(self, config: FrontendConfig, *, incarnation: str) -> None:
+    def __init__(self, config: FrontendConfig, *, incarnation: str, certificates: Certificates) -> None:
+        """``certificates``: told when those of these connections end. Raises ConfigError."""
         self.view = ClusterView()
         """The coordinator's last view; empty where there is no coordinator."""
         self._config = config
-        self._credentials = ClientCredentials(config.engine_tls, field="engine_tls")
+        self._credentials = ClientCredentials(config.engine_tls, field="engine_tls", certificates=certificates)
         self._incarnation = incarnation
         self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}

@@ -21,6 +21,7 @@ from penstock_common.addresses import with_port
 from penstock_common.errors import ConfigError
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
 from penstock_common.observability.logging import get_logger
+from penstock_common.security.certificates import Certificates
 from penstock_common.security.tls import server_context
 from penstock_frontend.api.http.connection import HttpConnection, connections
 from penstock_frontend.api.openai import document
@@ -67,8 +68,10 @@ def make_app(
 class HttpServer:
     """uvicorn inside the running event loop. Port -1: nothing is served."""
 
-    def __init__(self, config: HttpConfig, app: ASGIApp) -> None:
+    def __init__(self, config: HttpConfig, app: ASGIApp, certificates: Certificates | None = None) -> None:
+        """``certificates``: told when those of this listener end."""
         self._config = config
+        self._certificates = certificates
         self._connection = connections(config.header_timeout, config.max_connection_age or math.inf)
         self._server = _Server(
             uvicorn.Config(
@@ -91,7 +94,7 @@ class HttpServer:
         if self._config.port < 0:
             return -1
         if self._config.tls.enabled:
-            context = server_context(self._config.tls, field="http.tls")
+            context = server_context(self._config.tls, field="http.tls", certificates=self._certificates)
             self._server.config.ssl_context_factory = lambda *_: context
         else:
             warn_of_plaintext(self._config.host, field="http")
