@@ -33,6 +33,63 @@ def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):
     assert {"text", "sampling_params"} <= set(messages_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
 
 
+KV_CACHE = "config.cache.kv_cache_memory the KV cache is sized by the node's free memory"
+
+
+def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
+    text = notes(tmp_path, HUB)
+    assert "Wait until the model is loaded:" in text
+    assert "Frontends are ready once they have seen an engine that is." in text
+    assert "There may be no engine" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        (
+            ("enginecore.autoscaling.mode=keda", "enginecore.autoscaling.minReplicas=0"),
+            "the first call has one started",
+        ),
+        (("enginecore.replicas=0",), "There is no engine while enginecore.replicas is 0."),
+        (
+            (
+                "enginecore.pools.a.replicas=0",
+                "enginecore.pools.b.autoscaling.mode=keda",
+                "enginecore.pools.b.autoscaling.minReplicas=0",
+            ),
+            "the first call has one started",
+        ),
+    ],
+)
+def test_where_there_may_be_no_engine_frontends_need_none_to_be_ready(
+    tmp_path: Path, settings: tuple[str, ...], engines: str
+):
+    text = notes(tmp_path, HUB, *settings)
+    assert engines in text
+    assert "Frontends are ready once the coordinator has told them of the cluster, with or without engines." in text
+    assert "have seen an engine" not in text
+
+
+def test_what_a_pool_leaves_out_is_pointed_out_by_the_pools_own_value(tmp_path: Path):
+    text = notes(tmp_path, POOLS, "enginecore.pools.bare.gpu.count=0", "enginecore.pools.bare.modelCache.claimName=c")
+    assert f"NOTE: without enginecore.pools.bare.{KV_CACHE}" in text
+    assert (
+        "NOTE: each new engine pod downloads the model. With enginecore.pools.default.modelCache.claimName and "
+        "enginecore.pools.spot.modelCache.claimName they share a volume." in text
+    )
+
+
+def test_what_every_pool_has_is_not_pointed_out(tmp_path: Path):
+    assert KV_CACHE not in notes(tmp_path, POOLS)
+
+
+def test_a_pool_may_have_what_the_engines_values_leave_out(tmp_path: Path):
+    pool = ("enginecore.pools.a.config.cache.kv_cache_memory=1GiB", "enginecore.pools.a.modelCache.claimName=models")
+    text = notes(tmp_path, HUB, "enginecore.gpu.count=0", *pool)
+    assert KV_CACHE not in text
+    assert "downloads the model" not in text
+
+
 def test_autoscaling_names_the_metrics_that_an_adapter_must_offer(tmp_path: Path):
     text = notes(tmp_path, AUTOSCALED, "enginecore.autoscaling.hpa.loadMetric=busy")
     assert "2 to 16 engine(s) of 1 GPU(s) each" in text
