@@ -1,5 +1,6 @@
 """Every metric and label that the chart's rules, its dashboard and the pages name is one that running services serve."""
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +8,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock_common.rpc.credentials import ClientCredentials
+from penstock_common.security.certificates import Certificates
+from penstock_coordinator.kubernetes.errors import KubernetesError
+from penstock_coordinator.kubernetes.failures import Failures
+from penstock_coordinator.kubernetes.rights import Right
 from tests.fakes.frontends.frontend_server import collect, failure
+from tests.fakes.network.certificates import Authority
 from tests.fakes.systems.small_system import System, started
 
 queries = pytest.importorskip(
@@ -49,12 +56,24 @@ async def used(system: System) -> None:
     await failure(system.generate())
 
 
+def in_kubernetes(folder: Path) -> CollectorRegistry:
+    """What is served only where there is TLS, and where an API server refuses something."""
+    registry = CollectorRegistry()
+    registry.register(certificates := Certificates())
+    tls = Authority().issue("penstock-frontend").write(folder).client()
+    ClientCredentials(tls, field="coordinator.tls", certificates=certificates)
+    failures = Failures(registry, "serving", time.monotonic)
+    failures.failed(KubernetesError(Right.PATCH_PODS, "Forbidden", "it is"))
+    return registry
+
+
 @pytest.mark.parametrize("source", ["rules", "dashboard", "pages"])
-async def test_what_queries_name_is_served(model: Path, source: str) -> None:
+async def test_what_queries_name_is_served(model: Path, source: str, tmp_path: Path) -> None:
     named = {"rules": queries.of_rules, "dashboard": queries.of_dashboard, "pages": queries.of_pages}[source]()
     async with started(model) as system:
         await used(system)
-        there = served(registry for _, registry in system._registries)
+        registries = [registry for _, registry in system._registries]
+        there = served([*registries, in_kubernetes(tmp_path / "tls")])
     there |= {metric: set(labels) for metric, labels in OF_PROMETHEUS.items()}
     assert len(named) > 3
     assert problems(named, there) == []

@@ -6,7 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
-from tests.monitoring.system import ENGINES, LIMIT, System
+import grpc
+
+from penstock.keda import externalscaler_pb2 as pb
+from penstock.keda import externalscaler_pb2_grpc
+from penstock_common.rpc.channel import make_channel
+from tests.monitoring.system import ENGINES, LIMIT, RENEWED, System
 
 Fault = Callable[[System], AbstractAsyncContextManager[None]]
 
@@ -107,6 +112,39 @@ async def restarts(system: System) -> AsyncIterator[None]:
     yield
 
 
+@contextlib.asynccontextmanager
+async def forgotten_certificate(system: System) -> AsyncIterator[None]:
+    system.issue(days=1)
+    yield
+    system.issue(days=RENEWED)
+
+
+@contextlib.asynccontextmanager
+async def missing_right(system: System) -> AsyncIterator[None]:
+    """Engines get work, so that what their pods cost to remove is another than before, and may not be written."""
+    system.api_server.status = 403
+    async with system.asked(clients=8):
+        yield
+    system.api_server.status = 200
+
+
+@contextlib.asynccontextmanager
+async def wrong_scaled_object(system: System) -> AsyncIterator[None]:
+    """KEDA asks again and again with a target that is none."""
+
+    async def ask(keda: "externalscaler_pb2_grpc.ExternalScalerAsyncStub") -> None:
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await keda.IsActive(pb.ScaledObjectRef(name="engines", scalerMetadata={"targetLoad": "much"}))
+            await asyncio.sleep(0.2)
+
+    async with make_channel(system.coordinator.address) as channel:
+        asking = asyncio.create_task(ask(externalscaler_pb2_grpc.ExternalScalerStub(channel)))
+        yield
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
 CASES = {
     case.fault.__name__: case
     for case in (
@@ -120,5 +158,8 @@ CASES = {
         Case(slow_steps, {"PenstockFirstTokenSlow", "PenstockTokensSlow"}),
         Case(another_engine, {"PenstockVariantsMixed", "PenstockVersionsMixed"}),
         Case(restarts, {"PenstockRestarting"}),
+        Case(forgotten_certificate, {"PenstockCertificateExpires"}),
+        Case(missing_right, {"PenstockKubernetesFailures"}),
+        Case(wrong_scaled_object, {"PenstockScalerErrors"}),
     )
 }

@@ -3,7 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ class Use(NamedTuple):
     labels: frozenset[str]
 
 
-def rules(**values: Any) -> dict[str, list[dict[str, Any]]]:
-    """The rules of a release by their groups. ``values``: those of ``metrics.prometheusRule``."""
-    text = yaml.safe_dump({"metrics": {"prometheusRule": {"enabled": True, **values}}})
+def rules(release: Mapping[str, Any] | None = None, **values: Any) -> dict[str, list[dict[str, Any]]]:
+    """The rules of a release by their groups. ``release``: its values; ``values``: those of ``metrics.prometheusRule``."""
+    text = yaml.safe_dump({**(release or {}), "metrics": {"prometheusRule": {"enabled": True, **values}}})
     (manifest,) = [m for m in _rendered(text) if m["kind"] == "PrometheusRule"]
     return {group["name"]: group["rules"] for group in manifest["spec"]["groups"]}
 

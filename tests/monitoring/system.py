@@ -11,6 +11,8 @@ import httpx
 import msgspec
 
 from tests.fakes.engines.faulty_engine import Faults
+from tests.fakes.network.certificates import Authority, Files
+from tests.fakes.network.kubernetes_api import Server
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import Service
 from tests.monitoring import queries
@@ -25,6 +27,8 @@ LIMIT = 40
 """Requests that the frontend has at once."""
 THRESHOLDS = {"firstTokenSeconds": 5, "interTokenSeconds": 1.5}
 """Above what a busy machine needs without a fault."""
+RENEWED = 90
+"""Days that a certificate lasts which nobody needs to be told of."""
 
 
 class Engine(Service):
@@ -58,10 +62,18 @@ class System:
     """``async with System(model, folder)``: everything serves and is scraped when the block begins."""
 
     def __init__(self, model: Path, folder: Path) -> None:
+        self.api_server = Server()
         self.coordinator = Service(
-            "penstock_coordinator", lease_seconds=1, restart_grace=1, metrics_flag="metrics.port"
+            "tests.fakes.systems.kubernetes_coordinator",
+            lease_seconds=1,
+            restart_grace=1,
+            metrics_flag="metrics.port",
+            kubernetes__deletion_costs="true",
         )
         self.engines = [Engine(number, model, self.coordinator.address, folder) for number in range(ENGINES)]
+        self._authority = Authority(days=RENEWED)
+        self._certificates = folder / "certificates"
+        certificate = self.issue(days=RENEWED)
         self.frontend = Service(
             "penstock_frontend",
             metrics_flag="http.port",
@@ -70,6 +82,8 @@ class System:
             frontend_id="frontend-0",
             coordinator__address=self.coordinator.address,
             admin__port=0,
+            admin__tls__certificate=certificate.certificate,
+            admin__tls__key=certificate.key,
             http__host="127.0.0.1",
             http__engine_metrics="false",
             engine_wait_timeout=WAIT,
@@ -77,6 +91,10 @@ class System:
         )
         rules = hurried(queries.rules(**THRESHOLDS))
         self.prometheus = Prometheus(dict(self._targets()), rules)
+
+    def issue(self, *, days: int) -> Files:
+        """Give the frontend's port for operators a certificate that lasts so long."""
+        return self._authority.issue("penstock-frontend", days=days).write(self._certificates)
 
     @property
     def services(self) -> list[Service]:
@@ -97,6 +115,8 @@ class System:
 
     async def __aenter__(self) -> "System":
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.api_server)
+            self.coordinator.environment["API_SERVER"] = self.api_server.url
             for service in self.services:
                 await stack.enter_async_context(service)
             await asyncio.gather(*(service.serving() for service in self.services))

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from charts import lint
+from penstock_coordinator.rpc.external_scaler import SERVICE_NAME
 from tests.chart.monitoring.test_prometheusrule import rules, rules_of
 from tests.chart.rendering import HUB, VALUE_SETS, Release
 
@@ -32,6 +33,57 @@ def test_a_threshold_is_its_value(value: str, threshold: float, alert: str, tmp_
     assert not ends_so.search(rules()[alert]["expr"])
 
 
+def test_certificates_are_told_of_so_many_days_before_their_end():
+    assert rules()["PenstockCertificateExpires"]["expr"].endswith(" < 7 * 86400")
+    assert rules(f"{VALUE}certificateDays=2")["PenstockCertificateExpires"]["expr"].endswith(" < 2 * 86400")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("enginecore.autoscaling.mode=keda", "enginecore.autoscaling.minReplicas=0"),
+        ("enginecore.replicas=0",),
+        ("enginecore.pools.a.replicas=0", "enginecore.pools.b.replicas=0"),
+    ],
+)
+def test_where_there_may_be_no_engine_only_one_that_is_waited_for_is_missed(settings: tuple[str, ...]):
+    missed = rules(*settings)["PenstockNoEngine"]
+    assert "penstock:requests_held" in missed["expr"]
+    assert missed["for"] == rules()["PenstockEngineUnreachable"]["for"]
+    assert "unless" in rules(*settings)["PenstockRequestsHeld"]["expr"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("enginecore.autoscaling.mode=keda",),
+        (
+            "enginecore.pools.a.autoscaling.mode=keda",
+            "enginecore.pools.a.autoscaling.minReplicas=0",
+            "enginecore.pools.b.replicas=1",
+        ),
+    ],
+)
+def test_where_a_pool_has_to_have_an_engine_none_is_missed_at_once(settings: tuple[str, ...]):
+    missed = rules(*settings)["PenstockNoEngine"]
+    assert (
+        missed["expr"]
+        == 'sum by (namespace, release) (penstock_coordinator_engines{namespace="serving",release="demo",state="serving"}) == 0'
+    )
+    assert missed["for"] == "5m"
+    assert "unless" not in rules(*settings)["PenstockRequestsHeld"]["expr"]
+
+
+def test_no_alert_is_lost_with_the_engines():
+    assert rules("enginecore.replicas=0").keys() == rules().keys()
+    assert not [name for name, rule in rules().items() if "where" in rule]
+
+
+def test_kedas_service_is_the_coordinators():
+    assert f'grpc_service="{SERVICE_NAME}"' in rules()["PenstockScalerErrors"]["expr"]
+
+
 def test_requests_are_held_for_as_long_as_is_said():
     assert rules()["PenstockRequestsHeld"]["for"] == "120s"
     assert rules(f"{VALUE}heldSeconds=600")["PenstockRequestsHeld"]["for"] == "600s"
@@ -46,5 +98,7 @@ def test_an_engine_may_take_as_long_to_start_as_its_probe_allows():
 
 
 def test_every_word_is_filled_in():
-    words = re.compile(r"SELECTOR|NAMESPACE|INSTANCE|FULLNAME|START_UP|HELD_FOR|KV_CACHE_USAGE|RATIO|_SECONDS")
+    words = re.compile(
+        r"SELECTOR|NAMESPACE|INSTANCE|FULLNAME|START_UP|HELD_FOR|KV_CACHE_USAGE|CERTIFICATE_DAYS|RATIO|_SECONDS"
+    )
     assert not [name for name, rule in rules().items() if words.search(str(rule))]

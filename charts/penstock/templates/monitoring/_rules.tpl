@@ -13,6 +13,7 @@
       | replace "FULLNAME" (include "penstock.fullname" .)
       | replace "START_UP" (printf "%ds" (add $startUp 60))
       | replace "HELD_FOR" (printf "%ds" (int $values.heldSeconds))
+      | replace "CERTIFICATE_DAYS" (toString $values.certificateDays)
       | replace "KV_CACHE_USAGE" (toString $values.kvCacheUsage)
       | replace "ERROR_RATIO" (toString $values.errorRatio)
       | replace "FIRST_TOKEN_SECONDS" (toString $values.firstTokenSeconds)

@@ -1,13 +1,9 @@
 """The client against an API server that fails; what the real one does is tested in a cluster."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 
 import pytest
 import structlog.testing
-from lightkube.config.kubeconfig import KubeConfig
-from lightkube.config.models import User
 from prometheus_client import CollectorRegistry
 
 from penstock_common.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -19,78 +15,18 @@ from penstock_coordinator.kubernetes.cost_writer import CostWriter
 from penstock_coordinator.kubernetes.errors import KubernetesError
 from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.replicas import Replicas
-
-REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 500: "InternalError"}
-
-
-class Server:
-    """An API server with one Deployment, that answers with ``status``, does not answer at 0, or speaks no JSON at -1."""
-
-    def __init__(self) -> None:
-        self.status = 200
-        self.replicas = 2
-        self.requests: list[tuple[str, str, object]] = []
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        lengths = [line.split(":")[1] for line in head.splitlines() if line.lower().startswith("content-length:")]
-        body = await reader.readexactly(int(lengths[0])) if lengths else b""
-        method, path, _ = head.split(" ", 2)
-        self.requests.append((method, path.partition("?")[0], json.loads(body) if body else None))
-        if self.status == 0:
-            return
-        answer = b"<html>" if self.status == -1 else json.dumps(self._answer(path, body)).encode()
-        kind = "text/html" if self.status == -1 else "application/json"
-        writer.write(
-            f"HTTP/1.1 {502 if self.status == -1 else self.status} x\r\ncontent-type: {kind}\r\nconnection: close\r\n"
-            f"content-length: {len(answer)}\r\n\r\n".encode()
-            + answer
-        )
-        await writer.drain()
-        writer.close()
-
-    def _answer(self, path: str, body: bytes) -> object:
-        if self.status != 200:
-            reason = REASONS[self.status]
-            return {"kind": "Status", "code": self.status, "reason": reason, "message": f"it is {reason}"}
-        if path.endswith("/scale") or "/scale?" in path:
-            if body:
-                self.replicas = json.loads(body)["spec"]["replicas"]
-            return {
-                "kind": "Scale",
-                "apiVersion": "autoscaling/v1",
-                "metadata": {"name": "d"},
-                "spec": {"replicas": self.replicas},
-            }
-        return {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "a"}}
+from tests.fakes.network.kubernetes_api import REASONS, Server, account_at
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    server = Server()
-    server.url = await server.start()
-    yield server
-    await server.stop()
+    async with Server() as server:
+        yield server
 
 
 @pytest.fixture
 async def api(server: Server) -> AsyncIterator[KubernetesApi]:
-    config = KubeConfig.from_one(
-        cluster=KubeConfig.from_server(server.url).get().cluster, user=User(token="t"), namespace="serving"
-    )
-    api = KubernetesApi(config)
+    api = KubernetesApi(account_at(server.url))
     yield api
     await api.close()
 
