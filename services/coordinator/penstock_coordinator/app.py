@@ -75,7 +75,9 @@ class Coordinator:
             await self._kubernetes.stop()
             raise
         self._ticking = asyncio.create_task(self._tick(), name="tick")
-        self._kubernetes.start(lambda: self._cluster.view() if self._cluster.known else None)
+        self._kubernetes.start(
+            lambda: self._cluster.view() if self._cluster.known else None, slots=self._config.scaling.slots
+        )
         liveness = Liveness(self._rpc, lambda: [self._ticking, *self._kubernetes.tasks], clock=time.monotonic)
         self._living = asyncio.create_task(liveness.run(), name="liveness")
         await self._rpc.set_serving(True)

@@ -35,7 +35,11 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 0.8
     slots: Annotated[
         int,
-        Meta(ge=1, le=65_536, description="Requests that an engine runs at once, for pools that have none to ask."),
+        Meta(
+            ge=1,
+            le=65_536,
+            description="Requests that an engine runs at once, for pools that have none to ask and engines that do not say.",
+        ),
     ] = 256
     idle_seconds: Annotated[
         float,

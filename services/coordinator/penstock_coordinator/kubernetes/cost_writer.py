@@ -30,14 +30,16 @@ class CostWriter:
     """Runs beside the service, which never waits for it. An engine's id is its pod's name."""
 
     def __init__(
-        self, api: PodApi, failures: Failures, *, view: Callable[[], ClusterView | None], clock: Clock
+        self, api: PodApi, failures: Failures, *, slots: int, view: Callable[[], ClusterView | None], clock: Clock
     ) -> None:
-        """``view``: the engines now, None while they are not known. ``clock`` gives monotonic seconds."""
+        """``slots``: requests that an engine runs at once which does not say. ``view``: the engines now, None while they are not
+        known. ``clock`` gives monotonic seconds.
+        """
         self._api = api
         self._failures = failures
         self._view = view
         self._now = clock
-        self._costs = DeletionCosts(interval=INTERVAL)
+        self._costs = DeletionCosts(interval=INTERVAL, slots=slots)
 
     async def run(self) -> None:
         """Write what is due, for ever."""

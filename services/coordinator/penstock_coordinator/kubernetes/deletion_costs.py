@@ -11,8 +11,6 @@ _PARTS = 1024
 """Of a full engine, which a cost counts."""
 _MOST = 2**30
 """Costs are 32 bits."""
-_SLOTS = 256
-"""Of an engine that does not say how many it has."""
 
 
 class CostPatch(msgspec.Struct, frozen=True):
@@ -30,8 +28,10 @@ class DeletionCosts:
     Times are seconds of one monotonic clock that the caller passes in.
     """
 
-    def __init__(self, *, interval: float) -> None:
+    def __init__(self, *, interval: float, slots: int) -> None:
+        """``slots``: requests that an engine runs at once which does not say."""
         self._interval = interval
+        self._slots = slots
         self._written: dict[str, tuple[int, float]] = {}
         self._tried_at: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -42,7 +42,7 @@ class DeletionCosts:
         due = []
         for engine in view.engines:
             cost, at = self._written.get(engine.engine_id, (None, -math.inf))
-            patch = CostPatch(engine.engine_id, deletion_cost(engine))
+            patch = CostPatch(engine.engine_id, deletion_cost(engine, self._slots))
             if engine.engine_id not in self._gone and patch.cost != cost and now - at >= self._interval:
                 due.append(patch)
         return sorted(due, key=lambda patch: self._tried_at.get(patch.pod, -math.inf))
@@ -65,10 +65,13 @@ class DeletionCosts:
         self._gone &= there
 
 
-def deletion_cost(engine: EngineStatus) -> int:
-    """0 for an idle engine, else its load in powers of two, so that few changes of the load are one of the cost."""
+def deletion_cost(engine: EngineStatus, slots: int) -> int:
+    """0 for an idle engine, else its load in powers of two, so that few changes of the load are one of the cost.
+
+    ``slots``: requests that it runs at once if it does not say.
+    """
     requests = engine.num_running_reqs + engine.num_waiting_reqs
     if not requests:
         return 0
-    parts = math.ceil(requests * _PARTS / (engine.max_num_seqs or _SLOTS))
+    parts = math.ceil(requests * _PARTS / (engine.max_num_seqs or slots))
     return min(1 << (parts - 1).bit_length(), _MOST)

@@ -30,10 +30,12 @@ class KubernetesLink:
         self._failures = Failures(registry, "" if self._api is None else self._api.namespace, clock)
         self.replicas = Replicas(config, self._api, self._failures)
 
-    def start(self, view: Callable[[], ClusterView | None]) -> None:
-        """Write what pods cost to remove from now on. ``view``: the engines, None while they are not known."""
+    def start(self, view: Callable[[], ClusterView | None], *, slots: int) -> None:
+        """Write what pods cost to remove from now on. ``view``: the engines, None while they are not known. ``slots``: requests
+        that an engine runs at once which does not say.
+        """
         if self._api is not None and self._config.deletion_costs:
-            writer = CostWriter(self._api, self._failures, view=view, clock=self._now)
+            writer = CostWriter(self._api, self._failures, slots=slots, view=view, clock=self._now)
             self._writing = asyncio.create_task(writer.run(), name="deletion costs")
 
     @property

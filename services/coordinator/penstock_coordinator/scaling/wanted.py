@@ -13,11 +13,11 @@ _ROUNDING = 1e-6
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
     """How loaded the engines of a pool shall be on average."""
 
-    load: float = 0.8
+    load: float
     """Requests that run and wait, over those that run at once."""
-    kv_cache_usage: float = 0.8
+    kv_cache_usage: float
     """Used fraction of the KV cache."""
-    slots: int = 256
+    slots: int
     """Requests that an engine runs at once, for a pool that has no engine to ask."""
 
 

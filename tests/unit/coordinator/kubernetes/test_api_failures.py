@@ -101,7 +101,7 @@ async def test_a_server_that_is_not_there_is_unreachable(api: KubernetesApi, ser
 async def test_a_missing_right_is_told_once_counted_and_tried_again(
     api: KubernetesApi, server: Server, failures: Failures, registry: CollectorRegistry, clock: Clock
 ) -> None:
-    writer = CostWriter(api, failures, view=lambda: view(running=2), clock=clock)
+    writer = CostWriter(api, failures, slots=256, view=lambda: view(running=2), clock=clock)
     server.status = 403
     with structlog.testing.capture_logs() as logs:
         for now in (0.0, 0.5, 1.0, 1.5, 3.0):
@@ -120,7 +120,7 @@ async def test_a_missing_right_is_told_once_counted_and_tried_again(
 async def test_an_engine_that_is_no_pod_is_no_failure(
     api: KubernetesApi, server: Server, failures: Failures, registry: CollectorRegistry, clock: Clock
 ) -> None:
-    writer = CostWriter(api, failures, view=view, clock=clock)
+    writer = CostWriter(api, failures, slots=256, view=view, clock=clock)
     server.status = 404
     await writer.write_due()
     await writer.write_due()
@@ -131,7 +131,7 @@ async def test_an_engine_that_is_no_pod_is_no_failure(
 async def test_nothing_is_written_while_the_cluster_is_not_known(
     api: KubernetesApi, server: Server, failures: Failures, clock: Clock
 ) -> None:
-    await CostWriter(api, failures, view=lambda: None, clock=clock).write_due()
+    await CostWriter(api, failures, slots=256, view=lambda: None, clock=clock).write_due()
     assert server.requests == []
 
 

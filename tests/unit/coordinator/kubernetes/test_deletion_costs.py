@@ -21,7 +21,7 @@ def view(*engines):
 
 @pytest.fixture
 def costs():
-    return DeletionCosts(interval=15.0)
+    return DeletionCosts(interval=15.0, slots=256)
 
 
 def write(costs, now, *engines):
@@ -37,13 +37,18 @@ def write(costs, now, *engines):
     [(0, 0, 8, 0), (1, 0, 8, 128), (2, 0, 8, 256), (3, 0, 8, 512), (8, 0, 8, 1024), (8, 1, 8, 2048), (0, 1, 8, 128)],
 )
 def test_costs_are_powers_of_two_of_the_load(running, waiting, slots, cost):
-    assert deletion_cost(engine(running=running, waiting=waiting, slots=slots)) == cost
+    assert deletion_cost(engine(running=running, waiting=waiting, slots=slots), 256) == cost
 
 
 def test_the_least_load_costs_more_than_none_and_no_cost_exceeds_32_bits():
-    assert deletion_cost(engine(running=1, slots=65_536)) == 1
-    assert deletion_cost(engine(running=2**31, slots=1)) == 2**30
-    assert deletion_cost(engine(running=1, slots=0)) == 4
+    assert deletion_cost(engine(running=1, slots=65_536), 256) == 1
+    assert deletion_cost(engine(running=2**31, slots=1), 256) == 2**30
+
+
+def test_an_engine_that_does_not_say_its_slots_has_those_of_the_configuration(costs):
+    assert deletion_cost(engine(running=1, slots=0), 256) == 4
+    assert deletion_cost(engine(running=1, slots=0), 64) == 16
+    assert write(costs, 0.0, engine(running=1, slots=0)) == [CostPatch("a", 4)]
 
 
 def test_every_pod_is_written_once_because_nobody_knows_what_is_there(costs):

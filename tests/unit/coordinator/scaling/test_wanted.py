@@ -19,8 +19,8 @@ def test_engines_are_wanted_until_load_and_kv_cache_meet_their_targets(load, kv,
 
 def test_each_signal_has_a_target_of_its_own():
     pool = PoolLoad(load=1.0, kv_cache_usage=1.0)
-    assert wanted_replicas(pool, Targets(load=0.5, kv_cache_usage=1.0)) == 2
-    assert wanted_replicas(pool, Targets(load=1.0, kv_cache_usage=0.25)) == 4
+    assert wanted_replicas(pool, Targets(load=0.5, kv_cache_usage=1.0, slots=10)) == 2
+    assert wanted_replicas(pool, Targets(load=1.0, kv_cache_usage=0.25, slots=10)) == 4
 
 
 def test_held_requests_count_by_the_slots_of_the_pools_engines():
