@@ -39,7 +39,7 @@ SET_BY_CHART = (
         "auth.jwt.jwks",
     }
     | {"scaling.pools"}
-    | _below("kubernetes", KubernetesConfig) - {"kubernetes.max_replicas"}
+    | _below("kubernetes", KubernetesConfig) - {"kubernetes.min_replicas", "kubernetes.max_replicas"}
     | _below("server.tls", TlsConfig)
     | _below("http.tls", TlsConfig)
     | _below("coordinator.tls", ClientTlsConfig)

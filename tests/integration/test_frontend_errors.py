@@ -140,7 +140,7 @@ async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: Fro
     assert error.reason == "PROMPT_TOO_LONG"
 
 
-@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora", "Scale"])
+@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras", "PinLora"])
 async def test_admin_methods_of_later_features_are_refused_by_name(frontend: FrontendServer, method: str) -> None:
     error = await failure(getattr(frontend.admin, method)(getattr(admin_pb, f"{method}Request")()))
     assert isinstance(error, Unimplemented)

@@ -4,7 +4,7 @@ Every value is validated when the struct is built; unknown keys are refused by `
 means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
+from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
 
 
@@ -67,15 +68,36 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         dict[str, str],
         Meta(description="By pool, what the number of its engines belongs to, so that Scale is refused."),
     ] = {}
-    max_replicas: Annotated[int, Meta(ge=1, le=10_000, description="Engines of a pool that Scale may ask for.")] = 100
+    min_replicas: Annotated[
+        dict[str, Annotated[int, Meta(ge=0, le=10_000)]],
+        Meta(description="By pool, the fewest engines that Scale may ask for; 0 for those it does not name."),
+    ] = {}
+    max_replicas: Annotated[
+        int, Meta(ge=1, le=10_000, description="Most engines of a pool that Scale may ask for.")
+    ] = 100
 
     def __post_init__(self) -> None:
         check_fields("kubernetes", self)
+        for pool, fewest in self.min_replicas.items():
+            if self.deployments and pool not in self.pools:
+                known = ", ".join(sorted(self.pools))
+                raise ConfigError(
+                    f"kubernetes.min_replicas has pool {pool!r}; pools: {known}{nearest(pool, self.pools)}"
+                )
+            if fewest > self.max_replicas:
+                raise ConfigError(
+                    f"kubernetes.min_replicas.{pool} is {fewest}; it must not exceed max_replicas = {self.max_replicas}"
+                )
 
     @property
     def enabled(self) -> bool:
         """Whether there is anything to change."""
         return self.deletion_costs or bool(self.deployments)
+
+    @property
+    def pools(self) -> Set[str]:
+        """Those whose number of engines belongs to anybody."""
+        return self.deployments.keys() | self.owners.keys()
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

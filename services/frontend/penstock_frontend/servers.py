@@ -106,10 +106,7 @@ class Servers:
             field="admin",
             certificates=self._certificates,
         )
-        coordinator = self._coordinator
-        admin.add_to_server(
-            operators.server, self._assembly.engines, lambda: coordinator is not None and coordinator.connected
-        )
+        admin.add_to_server(operators.server, self._assembly.engines, self._coordinator)
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:

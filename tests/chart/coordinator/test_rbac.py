@@ -48,6 +48,13 @@ def test_operators_scale_the_deployments_of_the_release_and_no_others():
             assert "replicas" not in deployment["spec"]
 
 
+def test_operators_have_bounds():
+    bounds = ("coordinator.config.kubernetes.min_replicas.default=1", "coordinator.config.kubernetes.max_replicas=9")
+    config = release(HUB, SCALE, *bounds).config("coordinator")["kubernetes"]
+    assert (config["min_replicas"], config["max_replicas"]) == ({"default": 1}, 9)
+    assert config["deployments"].keys() == {"default"}
+
+
 def test_each_right_can_be_left_out():
     without_costs = release(HUB, SCALE, "coordinator.kubernetes.deletionCosts=false")
     assert [rule["resources"] for rule in rules(without_costs)] == [["deployments/scale"]]

@@ -4,7 +4,7 @@ from penstock_common.config.command_line import from_command_line
 from penstock_common.config.loader import load
 from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError
-from penstock_coordinator.config import CoordinatorConfig
+from penstock_coordinator.config import CoordinatorConfig, KubernetesConfig
 from penstock_frontend.config import FrontendConfig
 
 
@@ -28,6 +28,9 @@ def test_the_first_view_waits_for_one_lease_unless_told_otherwise():
         ("server.port", "65536"),
         ("metrics.port", "-2"),
         ("log.level", "loud"),
+        ("kubernetes.max_replicas", "0"),
+        ("kubernetes.min_replicas", "{default: -1}"),
+        ("kubernetes.min_replicas", "{default: 101}"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(key, value):
@@ -73,3 +76,13 @@ def test_every_field_can_be_set_from_the_environment():
     keys = {setting.key for setting in settings_of(CoordinatorConfig)}
     assert keys >= {"lease_seconds", "restart_grace", "server.port", "log.format"}
     assert load(CoordinatorConfig, environ={"PENSTOCK_LEASE_SECONDS": "7"}).lease_seconds == 7.0
+
+
+def test_the_fewest_engines_are_those_of_a_pool_that_somebody_scales():
+    pools = {"deployments": {"default": "engines"}, "owners": {"spot": "ScaledObject s"}}
+    assert KubernetesConfig(**pools, min_replicas={"default": 1, "spot": 2}).min_replicas["default"] == 1
+    with pytest.raises(ConfigError, match=r"kubernetes\.min_replicas has pool 'defualt'.*did you mean 'default'"):
+        KubernetesConfig(**pools, min_replicas={"defualt": 1})
+    with pytest.raises(ConfigError, match=r"min_replicas\.default is 9; it must not exceed max_replicas = 8"):
+        KubernetesConfig(**pools, min_replicas={"default": 9}, max_replicas=8)
+    assert KubernetesConfig(min_replicas={"default": 1}).pools == set()

@@ -35,39 +35,46 @@ class Replicas:
         self._failures = failures
         self._changing = asyncio.Lock()
 
-    async def scale(self, pool: str, replicas: int) -> int:
+    async def scale(self, pool: str, replicas: int | None) -> int:
         """Have ``replicas`` engines in ``pool``; empty: the default one. Returns how many there were to be before.
 
         Raises InvalidArgument, FailedPrecondition where somebody else owns the number or a right is missing, and Unavailable.
         """
+        if replicas is None:
+            raise InvalidArgument("replicas is not set", field="replicas")
         pool = pool or DEFAULT_POOL
-        most = self._config.max_replicas
-        if not 1 <= replicas <= most:
-            raise InvalidArgument(f"replicas is {replicas}; it must be from 1 to {most}", field="replicas")
+        self._check_pool(pool)
         if owner := self._config.owners.get(pool):
             raise FailedPrecondition(
                 f"the number of engines of pool {pool!r} belongs to {owner}: change its bounds instead",
                 field="pool",
                 reason="REPLICAS_OWNED",
             )
-        deployment = self._deployment(pool)
-        if self._api is None or not deployment:
+        deployment = self._config.deployments.get(pool)
+        if self._api is None or deployment is None:
             raise FailedPrecondition(
                 "this coordinator changes no number of engines: its kubernetes.deployments is empty",
                 reason="NOT_IN_KUBERNETES",
             )
+        self._check_number(pool, replicas)
         async with self._changing:
             previous = await self._change(self._api, deployment, replicas)
         get_logger().info("scaled", pool=pool, deployment=deployment, replicas=replicas, previous=previous)
         return previous
 
-    def _deployment(self, pool: str) -> str:
-        known = self._config.deployments
+    def _check_pool(self, pool: str) -> None:
+        known = self._config.pools
         if known and pool not in known:
             raise InvalidArgument(
                 f"pool is {pool[:100]!r}; pools: {', '.join(sorted(known))}{nearest(pool, known)}", field="pool"
             )
-        return known.get(pool, "")
+
+    def _check_number(self, pool: str, replicas: int) -> None:
+        fewest, most = self._config.min_replicas.get(pool, 0), self._config.max_replicas
+        if not fewest <= replicas <= most:
+            raise InvalidArgument(
+                f"replicas is {replicas}; it must be from {fewest} to {most} in pool {pool!r}", field="replicas"
+            )
 
     async def _change(self, api: ScaleApi, deployment: str, replicas: int) -> int:
         try:

@@ -81,7 +81,8 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
         """Change the number of engines of a pool. Raises as ``Replicas.scale``."""
-        return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, request.replicas))
+        replicas = request.replicas if request.HasField("replicas") else None
+        return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, replicas))
 
     def _take(self, session: int, report: pb.EngineReport) -> bool:
         """One report of a registered engine; returns whether the engine has left."""
@@ -147,12 +148,15 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
 
 
 def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Who may call what, by the names in certificates: an engine cannot act as a frontend, and neither as an operator."""
+    """Who may call what, by the names in certificates: an engine cannot act as a frontend, and neither as an operator.
+
+    Operators reach most of it through a frontend, which has checked them.
+    """
     methods = {
         "EngineSession": peers.engines,
         "FrontendSession": peers.frontends,
         "GetCluster": peers.frontends + peers.operators,
-        "Scale": peers.operators,
+        "Scale": peers.frontends + peers.operators,
     }
     return {f"/{SERVICE_NAME}/{method}": names for method, names in methods.items()}
 

@@ -1,4 +1,4 @@
-"""The frontend's session with the coordinator: which engines there are."""
+"""The frontend's session with the coordinator: which engines there are; and what operators ask of it."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,11 +7,19 @@ import grpc
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
+from penstock_common.errors import FailedPrecondition, PermissionDenied, RequestFailed, Unavailable
+from penstock_common.observability.tracing import current_call
 from penstock_common.rpc import cluster
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
 from penstock_common.rpc.reconnect import Reconnector
+from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView
+
+SCALE_TIMEOUT = 20.0
+"""Seconds: the coordinator asks an API server twice, and may be at an earlier change of the number."""
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""Codes that a call ends with by itself; the coordinator's own errors have details."""
 
 Session = grpc.aio.StreamStreamCall[pb.FrontendReport, pb.ClusterView]
 
@@ -65,6 +73,34 @@ class CoordinatorClient:
         """Tell the coordinator how many requests wait here because no engine is up."""
         self._num_held = num_held_requests
         self._demand_changed.set()
+
+    async def scale(self, pool: str, replicas: int | None) -> int:
+        """Have ``replicas`` engines in ``pool``; None: it was not said. Returns how many there were to be before.
+
+        The session need not be there: a coordinator that has just started sends no views for a while. Raises what the coordinator
+        refuses it with, and Unavailable when it does not answer; then nobody knows whether it has changed the number.
+        """
+        request = pb.ScaleRequest(pool=pool, replicas=replicas)
+        metadata = tuple((current_call.get() or {}).items())
+        async with make_channel(self._address, credentials=self._credentials) as channel:
+            stub = service_pb2_grpc.CoordinatorServiceStub(channel)
+            try:
+                response = await stub.Scale(request, timeout=SCALE_TIMEOUT, metadata=metadata)
+            except grpc.aio.AioRpcError as e:
+                raise self._failure(e) from None
+        return response.previous_replicas
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> RequestFailed:
+        failed = from_rpc_error(error)
+        if error.code() in _NO_ANSWER and all(key != DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+            return Unavailable(
+                f"the coordinator at {self._address} does not answer: {advised(failed.message)}",
+                reason="COORDINATOR_AWAY",
+                retry_after=1.0,
+            )
+        if isinstance(failed, PermissionDenied):  # it is not the caller who was refused
+            return FailedPrecondition(f"the coordinator refuses this frontend: {failed.message}", reason=failed.reason)
+        return failed
 
     async def _session(self) -> None:
         async with make_channel(self._address, credentials=self._credentials) as channel:

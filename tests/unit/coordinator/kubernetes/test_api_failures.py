@@ -149,20 +149,41 @@ async def test_scale_changes_the_number_and_tells_the_one_before(
     assert server.requests == [("GET", path, None), ("PATCH", path, {"spec": {"replicas": 5}})]
 
 
+async def test_scale_takes_a_pool_to_zero_and_back(api: KubernetesApi, server: Server, failures: Failures) -> None:
+    scaled = replicas(api, failures)
+    assert await scaled.scale("default", 0) == 2
+    assert server.replicas == 0
+    assert await scaled.scale("default", 3) == 0
+    assert server.replicas == 3
+
+
 @pytest.mark.parametrize(
     ("pool", "number", "error", "text"),
     [
-        ("", 0, InvalidArgument, "replicas is 0; it must be from 1 to 8"),
-        ("", 9, InvalidArgument, "replicas is 9; it must be from 1 to 8"),
+        ("", None, InvalidArgument, "replicas is not set"),
+        ("", 9, InvalidArgument, "replicas is 9; it must be from 0 to 8 in pool 'default'"),
+        ("steady", 1, InvalidArgument, "replicas is 1; it must be from 2 to 8 in pool 'steady'"),
+        ("steady", 0, InvalidArgument, "replicas is 0; it must be from 2 to 8 in pool 'steady'"),
         ("spot", 1, FailedPrecondition, "the number of engines of pool 'spot' belongs to ScaledObject engines-spot"),
-        ("defualt", 1, InvalidArgument, r"pool is 'defualt'; pools: default; did you mean 'default'\?"),
+        ("defualt", 1, InvalidArgument, r"pool is 'defualt'; pools: default, spot, steady; did you mean 'default'\?"),
     ],
 )
 async def test_scale_refuses_what_is_not_its_own(
-    api: KubernetesApi, server: Server, failures: Failures, pool: str, number: int, error: type[Exception], text: str
+    api: KubernetesApi,
+    server: Server,
+    failures: Failures,
+    pool: str,
+    number: int | None,
+    error: type[Exception],
+    text: str,
 ) -> None:
+    config = {
+        "deployments": {"default": "engines", "steady": "engines-steady"},
+        "owners": {"spot": "ScaledObject engines-spot"},
+        "min_replicas": {"steady": 2},
+    }
     with pytest.raises(error, match=text):
-        await replicas(api, failures, owners={"spot": "ScaledObject engines-spot"}).scale(pool, number)
+        await replicas(api, failures, **config).scale(pool, number)
     assert server.requests == []
 
 

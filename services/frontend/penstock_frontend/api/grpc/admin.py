@@ -1,7 +1,7 @@
 """The operators' API, ``penstock.admin.v1.AdminService``."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -10,12 +10,16 @@ import msgspec
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
-from penstock_common.errors import InvalidArgument, NotFound, RequestFailed
+from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, RequestFailed
 from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
+from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import engine_to_proto
+from penstock_common.rpc.guard import peer_names
+from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.api.grpc.utilities import ask_all
-from penstock_frontend.ports import EngineClient
+from penstock_frontend.auth.principal import current_principal
+from penstock_frontend.ports import Coordinator, EngineClient
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -45,9 +49,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     engine, after all have answered: the others have done what was asked.
     """
 
-    def __init__(self, engines: EngineClient, coordinator_connected: Callable[[], bool]) -> None:
+    def __init__(self, engines: EngineClient, coordinator: Coordinator | None) -> None:
+        """``coordinator``: None where the engines are those of the configuration."""
         self._engines = engines
-        self._coordinator_connected = coordinator_connected
+        self._coordinator = coordinator
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         """Stops scheduling; answers when the engines are paused."""
@@ -91,7 +96,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         """The cluster as this frontend sees it."""
         return pb.GetClusterResponse(
             engines=[engine_to_proto(status) for status in self._engines.view.cluster()],
-            coordinator_connected=self._coordinator_connected(),
+            coordinator_connected=self._coordinator is not None and self._coordinator.connected,
             variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.view.variants()],
         )
 
@@ -144,6 +149,20 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
             raise result
         return int(result)
 
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        """Changes the number of engines of a pool. What may be asked for the coordinator knows."""
+        if self._coordinator is None:
+            raise FailedPrecondition(
+                "this frontend has no coordinator, which changes the number of engines: its coordinator.address is empty",
+                reason="NO_COORDINATOR",
+            )
+        replicas = request.replicas if request.HasField("replicas") else None
+        previous = await self._coordinator.scale(request.pool, replicas)
+        get_logger().info(
+            "scaled", pool=request.pool or DEFAULT_POOL, replicas=replicas, previous=previous, by=_caller(context)
+        )
+        return pb.ScaleResponse(previous_replicas=previous)
+
     async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
         """Calls a method on every worker; which methods there are the engines know."""
         if not request.method:
@@ -161,11 +180,17 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return await ask_all(self._engines, method, *arguments)
 
 
-def add_to_server(server: grpc.aio.Server, engines: EngineClient, coordinator_connected: Callable[[], bool]) -> None:
-    """Serve the operators' API on ``server``."""
+def add_to_server(server: grpc.aio.Server, engines: EngineClient, coordinator: Coordinator | None) -> None:
+    """Serve the operators' API on ``server``. ``coordinator``: None where the engines are those of the configuration."""
     # The methods that the class does not define are added by its decorator, which mypy does not see.
-    servicer = AdminServicer(engines, coordinator_connected)  # type: ignore[abstract]
+    servicer = AdminServicer(engines, coordinator)  # type: ignore[abstract]
     service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+
+
+def _caller(context: Context) -> str:
+    """Who calls, for logs: by the name of a key or token, or those in a certificate; empty where nobody is asked."""
+    principal = current_principal.get()
+    return ", ".join(peer_names(context)) if principal is None else principal.name
 
 
 def _pause_mode(mode: int) -> str:
