@@ -42,6 +42,7 @@ PROGRAMS_NOT_RUN = {
 COMMANDS_NOT_RUN = {
     README_SERVES: "is the server of these tests",
     "penstock serve MODEL": "MODEL is the reader's",
+    "penstock scale": "needs a cluster, which tests/integration/test_scale.py has",
     "penstock bench --rate 10 --duration 60": "takes a minute",
     "penstock bench --prompts prompts.jsonl": "the file is the reader's",
     "curl localhost:8200/": "asks a gateway",

@@ -1,5 +1,6 @@
 """Operators change the number of engines: a frontend, a coordinator, and an API server that can fail."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes.api import KubernetesApi
 from penstock_frontend.config import CoordinatorClientConfig
 from penstock_frontend.rpc import coordinator_client
+from penstock_local.cli import main
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer, failure
 from tests.fakes.network.certificates import Authority
@@ -244,3 +246,20 @@ async def test_the_call_belongs_to_the_operators_trace() -> None:
     finally:
         await rpc.stop(0)
     assert traced.items() <= dict(seen).items()
+
+
+async def test_the_command_scales_the_cluster(
+    frontend: FrontendServer, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{frontend.frontend.admin_port}"
+
+    async def command(*arguments: str) -> int:
+        return await asyncio.to_thread(main, ["scale", "--admin-address", address, *arguments])
+
+    assert await command("5") == 0
+    assert server.replicas == 5
+    assert "pool default: 2 engines wanted before, 5 now\n" in capsys.readouterr().out
+    assert await command("--pool", "sport", "5") == 1
+    assert "pools: auto, default, spot, steady; did you mean 'spot'?" in capsys.readouterr().err
+    assert await command("--pool", "spot", "5") == 1
+    assert "belongs to ScaledObject engines-spot: change its bounds instead" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from penstock_common.errors import WRONG_MODEL_KIND, PenstockError, RequestFaile
 from penstock_common.types.outputs import FinishReason
 from penstock_local.console import DIM, dim, fail, paint
 from penstock_local.conversation import Conversation, SaveError
-from penstock_local.generate import describe_end, describe_failure
+from penstock_local.failures import describe_failure
+from penstock_local.generate import describe_end
 from penstock_local.line_reader import LineReader
 from penstock_local.rpc.client import ChatMessage, InferenceClient, Piece, ServerUnreachableError
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
+from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_local import flags
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
@@ -31,6 +32,7 @@ examples:
   penstock chat --system "Answer briefly."
   penstock bench --concurrency 16 --requests 200
   penstock status
+  penstock scale --pool spot 4
 
 'penstock COMMAND --help' explains a command.
 """
@@ -79,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_status(commands)
+    _add_scale(commands)
     add_bench(commands)
     _add_demo(commands)
     return parser
@@ -202,6 +205,27 @@ def _add_status(commands: Any) -> None:
     )
 
 
+def _add_scale(commands: Any) -> None:
+    parser = commands.add_parser(
+        "scale",
+        help="change the number of engines of a cluster in Kubernetes",
+        description="Change the number of engines of a pool, in Kubernetes, where no autoscaler does. What it was and what is "
+        "wanted now goes to standard output; `penstock status` shows the engines come and go.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_scale)
+    parser.add_argument(
+        "replicas", type=flags.integer(0, 2**32 - 1), metavar="N", help="engines that the pool is to have"
+    )
+    parser.add_argument("--pool", metavar="NAME", default=DEFAULT_POOL, help="whose (default: %(default)s)")
+    parser.add_argument(
+        "--admin-address",
+        default=flags.DEFAULT_ADMIN_ADDRESS,
+        metavar="ADDRESS",
+        help="of the operators' API of any of the frontends (default: %(default)s)",
+    )
+
+
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
@@ -269,6 +293,13 @@ def _run_status(arguments: argparse.Namespace) -> int:
             )
         )
     )
+
+
+def _run_scale(arguments: argparse.Namespace) -> int:
+    from penstock_local.scale import ScaleOptions, scale
+
+    options = ScaleOptions(admin_address=arguments.admin_address, pool=arguments.pool, replicas=arguments.replicas)
+    return asyncio.run(scale(options))
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from penstock_common.errors import RequestFailed
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.outputs import FinishReason
 from penstock_local.console import dim, fail
+from penstock_local.failures import describe_failure
 from penstock_local.logprobs_table import logprobs_table
 from penstock_local.rpc.client import InferenceClient, Piece, ServerUnreachableError
 
@@ -84,13 +85,6 @@ async def generate(options: GenerateOptions) -> int:
     if _end_line(sequences):
         _write_about(sequences, seconds=time.monotonic() - started)
     return 0
-
-
-def describe_failure(error: RequestFailed) -> str:
-    """The server's message with the field at fault, if one is, and when to try again."""
-    field = f" ({error.field})" if error.field and error.field not in error.message else ""
-    retry = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
-    return f"{error.code}: {error.message}{field}{retry}"
 
 
 def describe_end(ends: Collection[Piece], *, seconds: float) -> str:

@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock_common.config.checks import check_flags
-from penstock_common.errors import PenstockError, RequestFailed
+from penstock_common.errors import PenstockError
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_local.console import fail
-from penstock_local.generate import describe_failure
+from penstock_local.failures import of_operators_api, one_line
 from penstock_local.rpc.admin import AdminClient, Cluster
-from penstock_local.rpc.client import ServerUnreachableError
 from penstock_local.rpc.health import serving
 
 EXIT_FAILED = 1
@@ -85,7 +84,7 @@ async def status(options: StatusOptions) -> int:
         try:
             snapshot = await take_snapshot(admin, options)
         except PenstockError as e:
-            fail(_explain(e))
+            fail(of_operators_api(e))
             return EXIT_FAILED
         if options.json:
             sys.stdout.write(json.dumps(as_json(snapshot), indent=2) + "\n")
@@ -136,7 +135,7 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
                     shown = table(await take_snapshot(admin, options), options, width=console.width)
                     live.update(Group(shown, footer), refresh=True)
                 except PenstockError as e:
-                    live.update(Group(shown, Text(_one_line(e), style="red"), footer), refresh=True)
+                    live.update(Group(shown, Text(one_line(e), style="red"), footer), refresh=True)
         except asyncio.CancelledError:
             # Ctrl-C is how one leaves: no error, and nothing else cancels this.
             task = asyncio.current_task()
@@ -249,17 +248,3 @@ def _usage(fraction: float) -> Text:
     filled = min(round(fraction * _BAR_WIDTH), _BAR_WIDTH)
     style = "red" if fraction > 0.9 else "cyan"
     return Text.assemble(("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "dim"), f" {fraction:4.0%}")
-
-
-def _one_line(error: PenstockError) -> str:
-    return describe_failure(error) if isinstance(error, RequestFailed) else str(error)
-
-
-def _explain(error: PenstockError) -> str:
-    text = _one_line(error)
-    if isinstance(error, ServerUnreachableError):
-        return (
-            f"{text}\nIs a frontend running? Its operators' port listens on its own machine alone, as a rule; "
-            "--admin-address says where."
-        )
-    return text

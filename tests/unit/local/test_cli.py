@@ -8,7 +8,7 @@ import pytest
 from penstock_local.cli import main
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["chat"], ["bench"], ["status"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["chat"], ["bench"], ["status"], ["scale"], ["demo"]])
 def test_help_explains_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])
@@ -39,7 +39,7 @@ def test_a_size_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--kv-cache-memory: 'lots' is not a size" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["cli", "serve", "generate", "chat", "bench.bench", "status", "demo"])
+@pytest.mark.parametrize("module", ["cli", "serve", "generate", "chat", "bench.bench", "status", "scale", "demo"])
 def test_the_command_imports_neither_torch_nor_transformers(module: str) -> None:
     heavy = {"torch", "transformers", "numpy", "matplotlib"}
     check = f"import sys, penstock_local.{module}; sys.exit(bool({heavy} & set(sys.modules)))"
@@ -88,7 +88,7 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
     [
         (
             ["serv", "m"],
-            "'serv' is not known; known: serve, generate, chat, status, bench, demo; did you mean 'serve'?",
+            "'serv' is not known; known: serve, generate, chat, status, scale, bench, demo; did you mean 'serve'?",
         ),
         (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda"),
         (["serve", "m", "--dtype", "fp16"], "--dtype: 'fp16' is not known; known: auto, float32, bfloat16, float16"),

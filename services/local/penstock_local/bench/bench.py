@@ -18,7 +18,7 @@ from penstock_local.bench.prompts import prompts
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import Report, as_json, latency_table, make_report, summary_table
 from penstock_local.console import fail, say
-from penstock_local.generate import describe_failure
+from penstock_local.failures import describe_failure
 from penstock_local.rpc.client import InferenceClient, ModelInfo, ServerUnreachableError
 from penstock_local.rpc.load_client import LoadClient
 

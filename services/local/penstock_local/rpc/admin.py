@@ -41,7 +41,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminClient:
-    """Asks a frontend about its cluster. Use as an async context manager."""
+    """Asks a frontend about its cluster, and for changes of it. Use as an async context manager."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -78,6 +78,15 @@ class AdminClient:
             for v in response.variants
         )
         return Cluster(engines=tuple(engines), coordinator_connected=response.coordinator_connected, variants=variants)
+
+    async def scale(self, pool: str, replicas: int, *, deadline: float) -> int:
+        """Have ``replicas`` engines in ``pool``. Returns how many there were to be before. Raises as ``cluster`` does."""
+        request = messages_pb2.ScaleRequest(pool=pool, replicas=replicas)
+        try:
+            response = await self._stub.Scale(request, timeout=deadline)
+        except grpc.aio.AioRpcError as e:
+            raise await call_failure(e, self.address, prefix=ADMIN) from None
+        return response.previous_replicas
 
     async def engine_info(self, *, deadline: float) -> dict[str, dict[str, Any]]:
         """What each connected engine is and holds, by engine id. Raises as ``cluster`` does, also for a single slow engine."""
