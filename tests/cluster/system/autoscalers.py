@@ -1,14 +1,12 @@
 """What scales by metrics: Prometheus, the adapter that shows its series to the HPA, and KEDA. Installed when asked for."""
 
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.cluster.images.scratch import write_image
 from tests.cluster.system.cluster import Cluster
-from tests.cluster.system.programs import built, run
-from tests.cluster.tools.build import ROOT, download
+from tests.cluster.system.programs import run
+from tests.cluster.tools.build import download
 from tests.cluster.tools.components import COMPONENTS
 
 NAMESPACE = "monitoring"
@@ -52,7 +50,7 @@ externalRules:
 
 def install_prometheus(cluster: Cluster) -> None:
     """A Prometheus that scrapes every pod with the usual annotations each second: ``prometheus.monitoring:9090``."""
-    _image(cluster, "prometheus", "prometheus", PROMETHEUS_IMAGE)
+    cluster.import_program("prometheus", "prometheus", PROMETHEUS_IMAGE)
     rules = [{"apiGroups": [""], "resources": ["pods", "services", "endpoints"], "verbs": ["get", "list", "watch"]}]
     arguments = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/tmp/data"]
     _apply(
@@ -68,7 +66,7 @@ def install_prometheus(cluster: Cluster) -> None:
 
 def install_adapter(cluster: Cluster) -> None:
     """prometheus-adapter, which answers for ``custom.metrics.k8s.io``, and for ``external.metrics.k8s.io`` until KEDA does."""
-    _image(cluster, "prometheus-adapter", "prometheus-adapter", ADAPTER_IMAGE)
+    cluster.import_program("prometheus-adapter", "prometheus-adapter", ADAPTER_IMAGE)
     rules = [{"apiGroups": [""], "resources": ["pods", "namespaces", "configmaps"], "verbs": ["get", "list", "watch"]}]
     arguments = [
         f"--prometheus-url=http://prometheus.{NAMESPACE}.svc:9090",
@@ -94,7 +92,7 @@ def install_adapter(cluster: Cluster) -> None:
 def install_keda(cluster: Cluster) -> None:
     """KEDA's operator and its metrics server from its own manifests, without the webhooks."""
     for program, image in (("keda-operator", "/keda"), ("keda-adapter", "/keda-adapter")):
-        _image(cluster, "keda", program, KEDA_IMAGES[image], path=image)
+        cluster.import_program("keda", program, KEDA_IMAGES[image], path=image)
     component = COMPONENTS["keda"]
     manifests = run(
         cluster.control_plane.kubectl[0],
@@ -112,16 +110,6 @@ def install_keda(cluster: Cluster) -> None:
     _apply(cluster, *kept)
     for name in ("keda-operator", "keda-metrics-apiserver"):
         _rolled_out(cluster, "keda", name)
-
-
-def _image(cluster: Cluster, component: str, program: str, name: str, *, path: str = "") -> None:
-    archive = ROOT / "images" / f"{program}.tar"
-    inside = path or f"/{program}"
-    source = Path(built(component, program))
-    if not archive.exists() or archive.stat().st_mtime < source.stat().st_mtime:
-        write_image(archive, name, {inside: source}, [inside])
-    for node in cluster.nodes:
-        node.import_image(archive)
 
 
 def _apply(cluster: Cluster, *objects: dict[str, Any]) -> None:

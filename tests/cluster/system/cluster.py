@@ -36,7 +36,7 @@ class Cluster:
     def __init__(self, directory: Path, *, minor: str = NEWEST, nodes: int = 4, images: Sequence[Path] = ()) -> None:
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
-        pki = Pki.create(directory / "pki")
+        self.pki = pki = Pki.create(directory / "pki")
         unpacked = containerd.filled([*own_images(), *images])
         self.control_plane = ControlPlane(minor, pki, directory / "control-plane")
         self.nodes = [
@@ -73,6 +73,16 @@ class Cluster:
     def wait_for_nodes(self) -> None:
         """Return when every node is ready."""
         until("nodes ready", self._nodes_ready)
+
+    def import_program(self, component: str, program: str, image: str, *, path: str = "") -> None:
+        """Give every node the image ``image`` of a program that is built; it is at ``path``, or at ``/PROGRAM``."""
+        archive = ROOT / "images" / f"{program}.tar"
+        inside = path or f"/{program}"
+        source = Path(built(component, program))
+        if not archive.exists() or archive.stat().st_mtime < source.stat().st_mtime:
+            write_image(archive, image, {inside: source}, [inside])
+        for node in self.nodes:
+            node.import_image(archive)
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """What ``kubectl`` prints as the cluster's administrator."""

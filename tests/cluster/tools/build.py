@@ -51,7 +51,8 @@ def replacements(go_mod: str) -> list[str]:
 
 def go_mod(name: str, component: Component) -> str:
     """The text of the ``go.mod`` that ``component`` is built with."""
-    theirs = (download(component.module, component.version) / "go.mod").read_text()
+    source = component.replaced.get(component.module, f"{component.module} {component.version}")
+    theirs = (download(*source.split()) / "go.mod").read_text()
     go = re.search(r"^go (\S+)$", theirs, flags=re.MULTILINE)
     assert go, f"{component.module}: no go version in its go.mod"
     lines = [f"module penstock.test/{name}", "", f"go {go[1]}", ""]
@@ -62,13 +63,14 @@ def go_mod(name: str, component: Component) -> str:
         lines += [f"replace {path} => {path} v0.{parts[1]}.{parts[2]}" for path in required_staging(theirs)]
     if component.copies_replaces:
         lines += [f"replace {line}" for line in replacements(theirs)]
+    lines += [f"replace {path} => {other}" for path, other in component.replaced.items()]
     lines += [f"tool {package}" for package in component.packages.values()]
     return "\n".join(lines) + "\n"
 
 
 def built_from(component: Component) -> str:
     """What tells whether a program has to be built again."""
-    return hashlib.sha256(repr(component).encode()).hexdigest()
+    return hashlib.sha256(component.recipe.encode()).hexdigest()
 
 
 def build(name: str, component: Component, parallel: int) -> None:

@@ -14,8 +14,8 @@ class Component:
     """Programs that are built together, because they share a list of modules.
 
     ``packages`` maps the name of a program to its import path, ``tags`` are Go build tags, ``variables`` are what the
-    linker sets (import path and name → value), ``replaced`` are modules that stand in for others, as ``PATH => PATH VERSION``,
-    and ``staging`` says that the module requires the parts of Kubernetes at v0.0.0, which only its own tree has.
+    linker sets (import path and name → value), ``replaced`` names what stands in for a module, as ``PATH VERSION``, and
+    ``staging`` says that the module requires the parts of Kubernetes at v0.0.0, which only its own tree has.
     """
 
     module: str
@@ -25,6 +25,12 @@ class Component:
     variables: dict[str, str] = field(default_factory=dict)
     staging: bool = False
     copies_replaces: bool = False
+    replaced: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def recipe(self) -> str:
+        """Whatever its programs depend on."""
+        return "".join(map(repr, filter(None, [self, self.replaced])))
 
 
 def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
@@ -113,4 +119,10 @@ COMPONENTS: dict[str, Component] = {
         "github.com/fullstorydev/grpcurl", "v1.9.3", {"grpcurl": "github.com/fullstorydev/grpcurl/cmd/grpcurl"}
     ),
     "ghz": Component("github.com/bojand/ghz", "v0.121.0", {"ghz": "github.com/bojand/ghz/cmd/ghz"}),
+    "kube-router": Component(
+        "github.com/cloudnativelabs/kube-router/v2",
+        "v2.2.1",
+        {"kube-router": "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"},
+        replaced={"github.com/cloudnativelabs/kube-router/v2": "github.com/k3s-io/kube-router/v2 v2.2.1"},
+    ),
 }

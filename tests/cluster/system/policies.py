@@ -1,0 +1,78 @@
+"""What makes NetworkPolicies count: the firewall of kube-router on every node, while it is wanted."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+from tests.cluster.system.addresses import SERVICES
+from tests.cluster.system.cluster import Cluster
+from tests.cluster.system.node import Node
+from tests.cluster.system.programs import NotUpError, Program, built
+
+USER = "kube-router"
+CHAIN = "KUBE-ROUTER-FORWARD"
+
+RIGHTS = f"""
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {{name: {USER}}}
+rules:
+  - apiGroups: [""]
+    resources: [namespaces, pods, services, nodes, endpoints]
+    verbs: [get, list, watch]
+  - apiGroups: [networking.k8s.io]
+    resources: [networkpolicies]
+    verbs: [list, watch]
+  - apiGroups: [discovery.k8s.io]
+    resources: [endpointslices]
+    verbs: [list, watch]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {{name: {USER}}}
+roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {USER}}}
+subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: {USER}}}]
+"""
+
+
+@contextlib.contextmanager
+def firewalls(cluster: Cluster) -> Iterator[None]:
+    """While it lasts, every node keeps to the NetworkPolicies; it takes a moment for a new one to count."""
+    cluster.control_plane.apply(RIGHTS)
+    programs = {node: _firewall(cluster, node) for node in cluster.nodes}
+    try:
+        for program in programs.values():
+            program.start()
+        for node, program in programs.items():
+            program.ready(functools.partial(_has_rules, node))
+        yield
+    finally:
+        for node, program in programs.items():
+            program.stop()
+            # Nobody else uses iptables there: the rules of Services are in tables of nftables.
+            node.run("iptables", "--table=filter", "--flush")
+            node.run("iptables", "--table=filter", "--delete-chain")
+            node.run("ipset", "destroy")
+
+
+def _firewall(cluster: Cluster, node: Node) -> Program:
+    command = [
+        built("kube-router", "kube-router"),
+        f"--kubeconfig={cluster.pki.kubeconfig(f'{node.name}-{USER}', user=USER)}",
+        f"--hostname-override={node.name}",
+        f"--service-cluster-ip-range={SERVICES}",
+        "--run-firewall=true",
+        "--run-router=false",
+        "--run-service-proxy=false",
+        "--health-port=0",
+        "--iptables-sync-period=10s",
+    ]
+    log = cluster.directory / node.name / "kube-router.log"
+    return Program(f"{node.name}: kube-router", command, log, enter=node.enter)
+
+
+def _has_rules(node: Node) -> bool:
+    try:
+        return "-j" in node.run("iptables", "--table=filter", "--list-rules", CHAIN)
+    except NotUpError:
+        return False
