@@ -1,6 +1,7 @@
 """A release of the chart: helm's commands, and what the cluster says of its pods."""
 
 import json
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 
 from tests.cluster.load import Target
 from tests.cluster.system.cluster import Cluster
-from tests.cluster.system.programs import NotUpError
+from tests.cluster.system.programs import NotUpError, until
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "penstock"
 
@@ -88,9 +89,10 @@ class Release:
         return self.name if "penstock" in self.name else f"{self.name}-penstock"
 
     def target(self, model: str) -> Target:
-        """Where clients reach it."""
+        """Where clients reach it, once kube-proxy here has heard of its frontends."""
         service = self.fullname + "-frontend"
         address = self.kubectl("get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
+        until(f"{service} reached", lambda: _connects(address, 50051))
         return Target(service=address, headless=f"{service}-headless.{self.namespace}.svc.cluster.local", model=model)
 
     def describe(self) -> str:
@@ -118,6 +120,14 @@ class Release:
             )
         except HelmError as error:
             raise HelmError(f"{error}\n{self.describe()}") from error
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:

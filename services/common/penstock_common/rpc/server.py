@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import grpc
 import grpc_health.v1.health as health
-import grpc_reflection.v1alpha.reflection as reflection
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -17,7 +16,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
-from penstock_common.rpc import connections
+from penstock_common.rpc import connections, reflection
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
@@ -117,8 +116,7 @@ class RpcServer:
         self._connections = connections.Connections()
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
+        reflection.serve(self.server, (*self._service_names, health.SERVICE_NAME))
         self._health_server: grpc.aio.Server | None = None
         self.port = 0
         self.health_port = -1
