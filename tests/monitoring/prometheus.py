@@ -16,7 +16,7 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 
 PROGRAMS = Path(__file__).resolve().parents[2] / "build" / "cluster" / "bin"
-PACE = "500ms"
+PACE = "1s"
 SHORTEST = 8
 """Seconds: what a window needs for several scrapes on a busy machine."""
 
@@ -31,7 +31,7 @@ def program(name: str) -> Path:
 
 
 def hurried(rules: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """The same rules for people who cannot wait: windows of minutes are of as many seconds, and alerts fire after one."""
+    """The same rules for people who cannot wait: windows of minutes are of as many seconds, and alerts fire after three."""
 
     def window(found: re.Match[str]) -> str:
         minutes = int(found[1])
@@ -40,7 +40,7 @@ def hurried(rules: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[dict[st
     changed: dict[str, list[dict[str, Any]]] = {}
     for group, of_group in rules.items():
         changed[group] = [
-            rule | {"expr": re.sub(r"\[(\d+)m\]", window, rule["expr"])} | ({"for": "1s"} if "alert" in rule else {})
+            rule | {"expr": re.sub(r"\[(\d+)m\]", window, rule["expr"])} | ({"for": "3s"} if "alert" in rule else {})
             for rule in of_group
         ]
     return changed
