@@ -106,7 +106,7 @@ def test_arguments_are_those_of_the_entry_point(component: str, tmp_path: Path):
     assert release(DEMO).volumes(component)["config"]["configMap"]["name"] == f"demo-penstock-{component}"
     missing = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match="No such file"):
-        from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)])
+        from_command_line(STRUCTS[component], prog="x", description="", argv=[arguments[0], str(missing)]).load()
 
 
 @pytest.mark.parametrize("component", SERVICES)

@@ -28,14 +28,17 @@ class Service:
 
     def __init__(self, module: str, *, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object) -> None:
         """``flags``: dotted config keys, written with two underscores for the dot. ``metrics_flag``: the one that says where
-        ``/metrics`` is; it gets a free port, ``metrics_port``. ``host``: an address of the loopback interface.
+        ``/metrics`` is; it gets a free port, ``metrics_port``. ``host``: an address of the loopback interface. Only warnings are
+        logged, unless there is a file (``config``), which then says what is.
         """
         self.host = host
         self.module = module
         self.port = free_port()
         self.metrics_port = 0
         named = {key.replace("__", ".").replace("_", "-"): value for key, value in flags.items()}
-        named |= {"server.host": host, "server.port": self.port, "log.level": "warning"}
+        named |= {"server.host": host, "server.port": self.port}
+        if "config" not in named:
+            named["log.level"] = "warning"
         if metrics_flag:
             self.metrics_port = named[metrics_flag] = free_port()
         self._arguments = [f"--{key}={value}" for key, value in named.items()]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock_common.config.reread import Reread
 from penstock_frontend.call_types import ChatMessage, ChatRequest, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import ChatRenderer
@@ -65,7 +66,7 @@ async def test_the_prompt_has_the_tokens_that_transformers_gives_it(
     )
     config = ModelConfig(path=str(model))
     tokenizer = load_model_files(config, num_threads=1).tokenizer
-    renderer = ChatRenderer(load_chat_templates(config), tokenizer, LimitsConfig())
+    renderer = ChatRenderer(load_chat_templates(config), tokenizer, Reread(LimitsConfig()))
     rendered = await renderer.render(ChatRequest(messages=messages, tools=tools, add_generation_prompt=open_turn))
     assert rendered.prompt == want
     ids = (await tokenizer.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)).ids
@@ -81,6 +82,6 @@ async def test_a_continued_message_ends_where_transformers_ends_it(model: Path, 
     want = theirs.apply_chat_template(as_dicts(messages), continue_final_message=True, tokenize=False)
     config = ModelConfig(path=str(model))
     tokenizer = load_model_files(config, num_threads=1).tokenizer
-    renderer = ChatRenderer(load_chat_templates(config), tokenizer, LimitsConfig())
+    renderer = ChatRenderer(load_chat_templates(config), tokenizer, Reread(LimitsConfig()))
     assert (await renderer.render(ChatRequest(messages=messages, continue_final_message=True))).prompt == want
     tokenizer.close()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import httpx
+import msgspec
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
@@ -191,6 +192,28 @@ async def test_tenant_weight_and_deadline_reach_the_engine_by_every_way(
         assert began < request.deadline < time.time() + PATIENCE + 1
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_another_weight_and_other_limits_hold_for_the_requests_that_come_next(
+    engine: FakeEngine, model: Path
+) -> None:
+    options = {"limits": LimitsConfig(max_requests=1), "fairness": FairnessConfig(default_weight=0.5)}
+    async with openai_server(model, engines=[engine.address], **options) as server:
+        calls = [asyncio.create_task(chat(server))]
+        await engine.until(lambda e: len(e.running) == 1)
+        assert {way.__name__: (await way(server)).code for way in WAYS} == {
+            way.__name__: "RESOURCE_EXHAUSTED" for way in WAYS
+        }
+        config = msgspec.structs.replace(
+            server.server.config, limits=LimitsConfig(max_requests=3), fairness=FairnessConfig(default_weight=2.5)
+        )
+        server.server.frontend.apply(config)
+        calls += [asyncio.create_task(way(server)) for way in (generate, chat_completions)]
+        await engine.until(lambda e: len(e.running) == 3)
+        assert sorted(request.tenant_weight for request in engine.requests) == [0.5, 2.5, 2.5]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_a_tenant_at_its_limit_is_named_in_a_quota_failure_and_others_are_served(

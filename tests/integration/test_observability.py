@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
@@ -161,6 +162,30 @@ async def test_prompts_and_outputs_are_logged_when_that_is_asked_for(
         texts[output.index] = texts[output.index] + output.text if kind == 1 else output.text
     [line] = about_requests(logs)
     assert (line["prompt"], line["outputs"]) == ("a secret", texts)
+
+
+async def test_prompts_are_logged_only_of_requests_all_of_which_was_to_be_logged(
+    manual: FakeEngine, model: Path
+) -> None:
+    all_of_it, lines_alone = LogConfig(requests=True, prompts=True), LogConfig(requests=True)
+
+    async def lines_of(before: LogConfig, after: LogConfig) -> list[Any]:
+        """What is logged of a request during which the configuration of the log is replaced."""
+        async with FrontendServer(model, engines=[manual.address], log=before) as frontend:
+            with capture_logs() as logs:
+                call = frontend.generate("a secret", max_tokens=1)
+                await manual.until(lambda e: len(e.running) == 1)
+                frontend.frontend.apply(msgspec.structs.replace(frontend.config, log=after))
+                manual.step()
+                await collect(call)
+                await eventually(lambda: about_requests(logs))
+        return about_requests(logs)
+
+    [kept] = await lines_of(all_of_it, all_of_it)
+    assert kept["prompt"] == "a secret"
+    for before, after in ((all_of_it, lines_alone), (lines_alone, all_of_it)):
+        [line] = await lines_of(before, after)
+        assert not {"prompt", "outputs"} & line.keys()
 
 
 async def test_every_line_of_a_requests_task_has_its_id(frontend: FrontendServer, monkeypatch: Any) -> None:

@@ -1,5 +1,6 @@
 """How many bytes of what is large a service holds at once: messages of clients, answers to them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from penstock_common.errors import ResourceExhausted
@@ -11,10 +12,11 @@ SMALL = 64 * 1024
 class BytesInFlight:
     """Counts what calls have, from when it is there until nobody holds it. On one event loop.
 
-    ``limit`` in bytes, which ``setting`` names in errors. ``what``: the plural of what is counted, as in "messages".
+    ``limit`` tells it in bytes, as it is now, and ``setting`` names it in errors. ``what``: the plural of what is counted, as in
+    "messages".
     """
 
-    def __init__(self, limit: int, setting: str, *, what: str = "messages") -> None:
+    def __init__(self, limit: Callable[[], int], setting: str, *, what: str = "messages") -> None:
         self._limit = limit
         self._setting = setting
         self._what = what
@@ -23,10 +25,10 @@ class BytesInFlight:
     def refusal(self, size: int) -> ResourceExhausted | None:
         """Why so many bytes are not taken now. They are taken, however many, where no others are held."""
         total = self.num_bytes + size
-        if size <= SMALL or not self.num_bytes or total <= self._limit:
+        if size <= SMALL or not self.num_bytes or total <= (limit := self._limit()):
             return None
         return ResourceExhausted(
-            f"{self._what} of {total} bytes would be in memory; {self._setting} is {self._limit}",
+            f"{self._what} of {total} bytes would be in memory; {self._setting} is {limit}",
             reason=f"{self._what.upper()}_IN_FLIGHT",
             retry_after=1.0,
         )

@@ -5,6 +5,7 @@ import sys
 
 from penstock_common.allocator import give_back_large_blocks, use_few_arenas
 from penstock_common.config.command_line import from_command_line
+from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
@@ -15,16 +16,17 @@ from penstock_coordinator.config import CoordinatorConfig
 def main() -> int:
     """Exit code: 0 after a clean stop, 2 when the configuration is wrong."""
     try:
-        config = from_command_line(
+        source = from_command_line(
             CoordinatorConfig,
             prog="penstock-coordinator",
             description="Penstock's coordinator: which engines there are, and their load.",
         )
-        configure(config.log, service="coordinator")
+        config_file = ConfigFile(source)
+        configure(config_file.running.log, service="coordinator")
         name_process("coordinator")
         use_few_arenas()
         give_back_large_blocks()
-        asyncio.run(serve(config))
+        asyncio.run(serve(config_file))
     except ConfigError as e:
         print(f"penstock-coordinator: {e}", file=sys.stderr)
         return 2

@@ -6,9 +6,10 @@ import signal
 import time
 
 from penstock_common.addresses import with_port
+from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
@@ -111,13 +112,14 @@ class Coordinator:
             await asyncio.sleep(interval)
 
 
-async def serve(config: CoordinatorConfig) -> None:
+async def serve(config_file: ConfigFile[CoordinatorConfig]) -> None:
     """Run until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    coordinator = Coordinator(config)
+    coordinator = Coordinator(config_file.running)
     await coordinator.start()
-    await stop.wait()
+    async with config_file.followed(lambda config: configure(config.log, service="coordinator")):
+        await stop.wait()
     await coordinator.stop()

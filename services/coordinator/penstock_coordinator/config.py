@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
+from penstock_common.config.kinds import REREAD
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
@@ -136,7 +137,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     server: ServerConfig = ServerConfig(port=50050)
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()
-    log: LogConfig = LogConfig()
+    log: Annotated[LogConfig, REREAD] = LogConfig()
     tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 from penstock_common.allocator import use_few_arenas
 from penstock_common.config.command_line import from_command_line
+from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
@@ -17,15 +18,16 @@ from penstock_enginecore.structured_output.children import Children
 def main() -> int:
     """Exit code: 0 after a requested stop, 2 for a wrong configuration, 1 when loading or a step failed."""
     try:
-        config = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
-        children = Children(config.structured_output)
+        source = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
+        config_file = ConfigFile(source)
+        children = Children(config_file.running.structured_output)
         use_few_arenas()
         children.start_early()  # they import what they need beside this process
         # torch is imported here, after flags are checked
         from penstock_enginecore.executor.factory import make_executor
         from penstock_enginecore.structured_output.factory import make_grammar_backend
 
-        run(config, make_executor, partial(make_grammar_backend, children=children))
+        run(config_file, make_executor, partial(make_grammar_backend, children=children))
     except ConfigError as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 
+from penstock_common.config_file import ConfigFile
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
@@ -32,7 +33,7 @@ GENERATES = ("generate", "prefix_caching", "chunked_prefill")
 
 
 def run(
-    config: EngineCoreConfig,
+    config_file: ConfigFile[EngineCoreConfig],
     make_executor: Callable[[EngineCoreConfig], Executor],
     make_grammars: GrammarBackendFactory | None = None,
 ) -> None:
@@ -42,6 +43,7 @@ def run(
     since the start. Raises ConfigError, ModelLoadError, or what killed the loop.
     A signal while loading ends the process at once: there is nothing to drain.
     """
+    config = config_file.running
     configure(config.log, service="enginecore")
     name_process("enginecore", config.engine_id)
     started = time.monotonic()
@@ -50,7 +52,7 @@ def run(
     def progress(text: str) -> None:
         log.info(text, seconds=round(time.monotonic() - started, 1))
 
-    io = IoThread(config)
+    io = IoThread(config, config_file)
     io.start()
     try:
         progress("importing torch and transformers")

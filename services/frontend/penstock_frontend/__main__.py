@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from penstock_common.allocator import give_back_large_blocks, use_few_arenas
 from penstock_common.config.command_line import from_command_line
+from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import configure
 from penstock_common.process import name_process
@@ -18,16 +19,18 @@ from penstock_frontend.config import FrontendConfig
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until a stop signal. Returns the exit code: 2 when the configuration is wrong."""
     try:
-        config = from_command_line(
+        source = from_command_line(
             FrontendConfig, prog="penstock_frontend", description="The public APIs of Penstock.", argv=argv
         )
+        config_file = ConfigFile(source)
+        config = config_file.running
         configure(config.log, service="frontend")
         name_process("frontend", config.frontend_id)
         use_few_arenas()
         give_back_large_blocks()
         # An interrupt comes through during start-up alone; later the signal is handled.
         with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
-            runner.run(run(config))
+            runner.run(run(config_file))
     except ConfigError as e:
         sys.stderr.write(f"penstock_frontend: {e}\n")
         return 2

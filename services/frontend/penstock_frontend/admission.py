@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from penstock_common.config.reread import Reread
 from penstock_common.drain_rate import DrainRate, retry_after
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -71,7 +72,7 @@ class Admission:
 
     def __init__(
         self,
-        limits: LimitsConfig,
+        limits: Reread[LimitsConfig],
         clock: Clock = time.monotonic,
         *,
         on_full: Callable[[], None] = lambda: None,
@@ -86,7 +87,7 @@ class Admission:
 
     def check(self, demands: Sequence[Demand]) -> None:
         """Raise ResourceExhausted, with the time until there is room, unless these requests of one tenant may come in."""
-        limits, here = self._limits, self._all
+        limits, here = self._limits.now, self._all
         count = here.count + len(demands)
         if count > limits.max_requests:
             raise ResourceExhausted(
@@ -107,9 +108,10 @@ class Admission:
         """Let a request in. Raises ResourceExhausted."""
         self.check([demand])
         self._all.enter(demand.length)
-        if self._limits.max_tenant_requests:
-            self._tenants.setdefault(demand.tenant, InFlight(self._clock)).enter(demand.length, demand.sequences)
-        self._look()
+        if (there := self._tenants.get(demand.tenant)) is None:
+            there = self._tenants[demand.tenant] = InFlight(self._clock)
+        there.enter(demand.length, demand.sequences)
+        self.look()
 
     def leave(self, demand: Demand, *, served: bool) -> None:
         """A request that was let in is over. ``served``: it was begun."""
@@ -118,11 +120,11 @@ class Admission:
             there.leave(demand.length, demand.sequences, served=served)
             if not there.count:
                 del self._tenants[demand.tenant]
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
-        """Whether it is full now."""
-        limits, here = self._limits, self._all
+    def look(self) -> None:
+        """See whether it is full now: for when the limits have changed, which ends nothing that is in flight."""
+        limits, here = self._limits.now, self._all
         used = max(here.count / limits.max_requests, here.length / limits.max_prompt_length_in_flight)
         if (full := used > _ROOM if self.full else used >= 1.0) != self.full:
             self.full = full
@@ -134,7 +136,7 @@ class Admission:
         return len(self._tenants)
 
     def _check_tenant(self, demands: Sequence[Demand]) -> None:
-        limit, tenant = self._limits.max_tenant_requests, demands[0].tenant
+        limit, tenant = self._limits.now.max_tenant_requests, demands[0].tenant
         whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
         if (most := max(demand.sequences for demand in demands)) > limit:  # there will never be room
             raise InvalidArgument(

@@ -5,8 +5,9 @@ import signal
 import time
 import uuid
 
+from penstock_common.config_file import ConfigFile
 from penstock_common.metrics_server import MetricsServer
-from penstock_common.observability.logging import get_logger
+from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
@@ -127,6 +128,12 @@ class Frontend:
         tasks = [self._coordinator_task, self._servers.http.task]
         return [task for task in tasks if task is not None]
 
+    def apply(self, config: FrontendConfig) -> None:
+        """Take from ``config`` what is read anew. Requests in flight go on, whatever the limits are now."""
+        settings = self._assembly.settings
+        settings.limits.now, settings.fairness.now, settings.log.now = config.limits, config.fairness, config.log
+        self._llm.limits_changed()
+
     async def main_loop(self) -> None:
         """Keep the health service true until ``stop``."""
         told = False
@@ -229,14 +236,20 @@ class Frontend:
             self._changed.set()
 
 
-async def run(config: FrontendConfig) -> None:
+async def run(config_file: ConfigFile[FrontendConfig]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
-    frontend = Frontend(config)
+    frontend = Frontend(config_file.running)
+
+    def apply(config: FrontendConfig) -> None:
+        configure(config.log, service="frontend")
+        frontend.apply(config)
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, frontend.stop)
     try:
         await frontend.startup()
-        await frontend.main_loop()
+        async with config_file.followed(apply):
+            await frontend.main_loop()
     finally:
         await frontend.shutdown()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
@@ -26,6 +27,14 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model
 E = TypeVar("E", bound=EngineClient)
 
 
+class LiveSettings(NamedTuple):
+    """What may be read anew while requests are served."""
+
+    limits: Reread[LimitsConfig]
+    fairness: Reread[FairnessConfig]
+    log: Reread[LogConfig]
+
+
 class Assembly(NamedTuple, Generic[E]):
     """What serves requests, whatever protocol they come by."""
 
@@ -39,6 +48,7 @@ class Assembly(NamedTuple, Generic[E]):
     """Prompts in, outputs and vectors out."""
     chat: ChatCalls
     """Conversations in, answers out."""
+    settings: LiveSettings
 
 
 def assemble(
@@ -48,7 +58,7 @@ def assemble(
     tokenizer_threads: int,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
     fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
-    log: LogConfig | None = None,
+    log: LogConfig = LogConfig(),  # noqa: B008 - it is not changed
     tracer: Tracer | None = None,
     on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
@@ -57,6 +67,7 @@ def assemble(
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
     ``on_full``: called whenever ``llm.full`` has changed.
     """
+    settings = LiveSettings(Reread(limits), Reread(fairness), Reread(log))
     files = load_model_files(model, num_threads=tokenizer_threads)
     tokenizer, metrics = files.tokenizer, FrontendMetrics(model.name)
     templates = load_chat_templates(model)
@@ -65,8 +76,8 @@ def assemble(
         tokenizer,
         files.generation_config,
         model_name=model.name,
-        limits=limits,
-        fairness=fairness,
+        limits=settings.limits,
+        fairness=settings.fairness,
         reasoning=reasoning_of(parsers.reasoning, tokenizer),
     )
     outputs = OutputProcessor(tokenizer, metrics)
@@ -77,19 +88,21 @@ def assemble(
         inputs=inputs,
         outputs=outputs,
         engines=client,
-        limits=limits,
-        observer=RequestObserver(metrics, log, tracer),
+        limits=settings.limits,
+        observer=RequestObserver(metrics, settings.log, tracer),
         pooling=PoolingCalls(
-            inputs=PoolingInputs(tokenizer, inputs, limits),
+            inputs=PoolingInputs(tokenizer, inputs, settings.limits),
             outputs=pooled,
             engines=client,
             answers=BytesInFlight(
-                limits.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
+                lambda: settings.limits.now.max_answer_bytes_in_flight,
+                "limits.max_answer_bytes_in_flight",
+                what="answers",
             ),
         ),
         on_full=on_full,
     )
-    renderer = ChatRenderer(templates, tokenizer, limits, tool_parser=model.tool_parser)
+    renderer = ChatRenderer(templates, tokenizer, settings.limits, tool_parser=model.tool_parser)
     return Assembly(
         tokenizer=tokenizer,
         generation_config=files.generation_config,
@@ -97,4 +110,5 @@ def assemble(
         engines=client,
         llm=llm,
         chat=ChatCalls(llm, renderer, parsers, tokenizer),
+        settings=settings,
     )

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -44,7 +45,7 @@ class AsyncLLM:
         inputs: InputProcessor,
         outputs: OutputProcessor,
         engines: EngineClient,
-        limits: LimitsConfig,
+        limits: Reread[LimitsConfig],
         observer: RequestObserver,
         pooling: PoolingCalls,
         on_full: Callable[[], None],
@@ -74,6 +75,10 @@ class AsyncLLM:
     def full(self) -> bool:
         """Whether this frontend has as many requests in flight as it may."""
         return self._admission.full
+
+    def limits_changed(self) -> None:
+        """Tell ``on_full`` where there is room now, or none any more."""
+        self._admission.look()
 
     @property
     def num_live(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
 from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
@@ -33,9 +34,9 @@ _SAMPLING_ATTRIBUTES = {
 class RequestObserver:
     """Watches the requests of this frontend, whatever protocol they come by."""
 
-    def __init__(self, metrics: FrontendMetrics, log: LogConfig | None = None, tracer: Tracer | None = None) -> None:
+    def __init__(self, metrics: FrontendMetrics, log: Reread[LogConfig], tracer: Tracer | None = None) -> None:
         self.metrics = metrics
-        self.log = log or LogConfig()
+        self.log = log
         self.tracer = tracer
 
     def refused(self, error: RequestFailed) -> None:
@@ -70,7 +71,7 @@ class ObservedRequest:
     def begin(self, request: R) -> R:
         """Returns the request as engines should get it: with the trace context of its own span, when there are traces."""
         self._deadline = request.context.deadline
-        if self._observer.log.prompts:
+        if self._observer.log.now.prompts:
             self._texts = {"prompt": _prompt(request)}
         tracer = self._observer.tracer
         if tracer is None:
@@ -87,7 +88,7 @@ class ObservedRequest:
 
     def output(self, output: RequestOutput, *, cumulative: bool) -> None:
         """A piece of output is on its way to the client; kept for the log if that is wanted."""
-        if not self._observer.log.prompts:
+        if not self._texts:
             return
         outputs: dict[int, str] = self._texts.setdefault("outputs", {})
         outputs[output.index] = output.text if cumulative else outputs.get(output.index, "") + output.text
@@ -108,7 +109,7 @@ class ObservedRequest:
         code = "" if done and not self._code else self._code or self._given_up()
         if code:
             self._observer.metrics.failed(code)
-        if self._observer.log.requests:
+        if self._observer.log.now.requests:
             self._write(states, code)
         if self._span is not None:
             attributes = _attributes(self._request_id, self._observer.metrics.model, request, states)
@@ -127,12 +128,14 @@ class ObservedRequest:
             fields |= {} if first is None else {"first_token_after": round(first, 4)}
             preemptions = sum(state.num_preemptions for state in states)
             fields |= {"preemptions": preemptions} if preemptions else {}
+        # Where that was switched on meanwhile, the beginning is missing; where it was switched off, nobody wants them any more.
+        texts = self._texts if self._observer.log.now.prompts else {}
         if code:
             if self._error is not None:
                 fields |= {"reason": self._error.reason, "field": self._error.field}
-            get_logger().info("request failed", code=code, **fields, **self._texts)
+            get_logger().info("request failed", code=code, **fields, **texts)
         else:
-            get_logger().info("request finished", finish=_finish_reasons(states), **fields, **self._texts)
+            get_logger().info("request finished", finish=_finish_reasons(states), **fields, **texts)
 
 
 def _attributes(

@@ -88,11 +88,15 @@ class Servers:
             interceptors=_public_guards(authenticator),
             observer=self._calls,
             check_responses=True,
-            in_flight=BytesInFlight(config.limits.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"),
+            in_flight=BytesInFlight(
+                lambda: assembly.settings.limits.now.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"
+            ),
             lasting=vllm_engine.LASTING,
             certificates=self._certificates,
         )
-        inference.add_to_server(public.server, assembly.llm, assembly.chat, config, load_labels(config.model))
+        inference.add_to_server(
+            public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, load_labels(config.model)
+        )
         card = load_model_card(config.model, assembly.generation_config)
         vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events, self._readiness)
         return public
@@ -114,7 +118,7 @@ class Servers:
         app = make_app(
             registry,
             lambda: self._readiness.why,
-            [*openai.routes(llm, self._assembly.chat, config), *self._page_routes()],
+            [*openai.routes(llm, self._assembly.chat, config, self._assembly.settings.limits), *self._page_routes()],
             exception_handlers=openai.EXCEPTION_HANDLERS,
             allowed_origins=config.http.allowed_origins,
             middleware=_http_guards(config, authenticator),

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock_common.config.command_line import from_command_line
+from penstock_common.config_file import ConfigFile
 from penstock_common.observability import metrics
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
@@ -73,8 +74,8 @@ def main() -> None:
     """Serve until SIGTERM."""
     if version := os.environ.get("FAULTY_VERSION"):
         metrics.service_version = lambda: version
-    config = from_command_line(EngineCoreConfig, prog="faulty-engine", description=__doc__ or "")
-    run(config, lambda config: FaultyExecutor(config, Path(os.environ["FAULTY_ENGINE"])))
+    config_file = ConfigFile(from_command_line(EngineCoreConfig, prog="faulty-engine", description=__doc__ or ""))
+    run(config_file, lambda config: FaultyExecutor(config, Path(os.environ["FAULTY_ENGINE"])))
 
 
 if __name__ == "__main__":

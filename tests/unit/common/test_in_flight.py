@@ -43,7 +43,7 @@ class Served:
     """``async with Served() as served``: a real server around Service."""
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.in_flight = BytesInFlight(limit, "limits.of_this")
+        self.in_flight = BytesInFlight(lambda: limit, "limits.of_this")
         self.service = Service()
 
     async def __aenter__(self) -> "Served":

@@ -60,7 +60,7 @@ def test_the_clocks_that_engines_replaced_are_refused_with_what_is_there_instead
     with pytest.raises(ConfigError, match=f"unknown key '{key}': {INSTEAD}"):
         load(config, file=file, environ={})
     with pytest.raises(ConfigError, match=f"{key}.*{INSTEAD}"):
-        from_command_line(config, prog="p", description="", argv=[f"--{key.replace('_', '-')}", "30"])
+        from_command_line(config, prog="p", description="", argv=[f"--{key.replace('_', '-')}", "30"]).load()
 
 
 def test_a_removed_key_with_a_section_is_refused_from_the_environment_too():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import ConfigError, DeadlineExceeded, ResourceExhausted
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.prompt_embeds import PromptEmbeds
@@ -31,7 +32,7 @@ def refused(action: Callable[[], Any]) -> ResourceExhausted:
 
 
 def test_requests_are_counted_until_they_leave() -> None:
-    admission = Admission(LimitsConfig(max_requests=2), FakeClock())
+    admission = Admission(Reread(LimitsConfig(max_requests=2)), FakeClock())
     admission.enter(Demand())
     admission.enter(Demand())
     error = refused(lambda: admission.enter(Demand()))
@@ -42,7 +43,7 @@ def test_requests_are_counted_until_they_leave() -> None:
 
 
 def test_prompts_are_counted_by_their_lengths() -> None:
-    admission = Admission(LimitsConfig(max_prompt_length_in_flight=100), FakeClock())
+    admission = Admission(Reread(LimitsConfig(max_prompt_length_in_flight=100)), FakeClock())
     admission.enter(Demand(length=60))
     error = refused(lambda: admission.enter(Demand(length=41)))
     assert "101 characters and token ids would be in flight" in error.message
@@ -53,13 +54,13 @@ def test_prompts_are_counted_by_their_lengths() -> None:
 
 
 def test_any_one_prompt_is_let_in_where_there_is_no_other() -> None:
-    admission = Admission(LimitsConfig(max_prompt_length_in_flight=100), FakeClock())
+    admission = Admission(Reread(LimitsConfig(max_prompt_length_in_flight=100)), FakeClock())
     admission.enter(Demand(length=1000))
     refused(lambda: admission.enter(Demand(length=1)))
 
 
 def test_several_requests_are_asked_for_together() -> None:
-    admission = Admission(LimitsConfig(max_requests=3, max_tenant_requests=2), FakeClock())
+    admission = Admission(Reread(LimitsConfig(max_requests=3, max_tenant_requests=2)), FakeClock())
     admission.check([Demand("a")] * 2)
     assert "max_requests is 3" in refused(lambda: admission.check([Demand("a")] * 4)).message
     assert "max_tenant_requests is 2" in refused(lambda: admission.check([Demand("a")] * 3)).message
@@ -68,7 +69,7 @@ def test_several_requests_are_asked_for_together() -> None:
 
 
 def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() -> None:
-    admission = Admission(LimitsConfig(max_tenant_requests=1), FakeClock())
+    admission = Admission(Reread(LimitsConfig(max_tenant_requests=1)), FakeClock())
     admission.enter(Demand("a"))
     admission.enter(Demand("b"))
     error = refused(lambda: admission.enter(Demand("a")))
@@ -81,7 +82,7 @@ def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() ->
 def test_a_full_frontend_has_room_again_when_a_tenth_is_free() -> None:
     told: list[bool] = []
     limits = LimitsConfig(max_requests=20, max_prompt_length_in_flight=1000)
-    admission = Admission(limits, FakeClock(), on_full=lambda: told.append(admission.full))
+    admission = Admission(Reread(limits), FakeClock(), on_full=lambda: told.append(admission.full))
     for _ in range(20):
         admission.enter(Demand())
     assert told == [True]
@@ -93,8 +94,30 @@ def test_a_full_frontend_has_room_again_when_a_tenth_is_free() -> None:
     assert told == [True, False, True]
 
 
+def test_limits_that_change_hold_for_what_comes_next_and_end_nothing() -> None:
+    told: list[bool] = []
+    limits = Reread(LimitsConfig(max_requests=3))
+    admission = Admission(limits, FakeClock(), on_full=lambda: told.append(admission.full))
+    for _ in range(2):
+        admission.enter(Demand("a"))
+    limits.now = LimitsConfig(max_requests=1)
+    admission.look()
+    assert told == [True], "who asks for its health hears of it"
+    assert "2 requests are running; limits.max_requests is 1" in refused(lambda: admission.enter(Demand())).message
+    limits.now = LimitsConfig(max_requests=10, max_tenant_requests=2)
+    admission.look()
+    assert told == [True, False]
+    assert refused(lambda: admission.enter(Demand("a"))).reason == "TENANT_QUOTA", "what came before counts"
+    for _ in range(2):
+        admission.leave(Demand("a"), served=True)
+    admission.enter(Demand("a"))
+    limits.now = LimitsConfig()
+    admission.leave(Demand("a"), served=True)
+    assert admission.num_tenants == 0
+
+
 def test_a_tenant_without_requests_is_forgotten() -> None:
-    admission = Admission(LimitsConfig(max_tenant_requests=1), FakeClock())
+    admission = Admission(Reread(LimitsConfig(max_tenant_requests=1)), FakeClock())
     for index in range(100):
         admission.enter(Demand(f"t{index}"))
         admission.leave(Demand(f"t{index}"), served=True)
@@ -103,7 +126,7 @@ def test_a_tenant_without_requests_is_forgotten() -> None:
 
 def test_the_time_to_retry_after_is_that_of_the_measured_rate() -> None:
     clock = FakeClock()
-    admission = Admission(LimitsConfig(max_requests=2, max_prompt_length_in_flight=250), clock)
+    admission = Admission(Reread(LimitsConfig(max_requests=2, max_prompt_length_in_flight=250)), clock)
     demand = Demand(length=100)
     admission.enter(demand)
     admission.enter(demand)

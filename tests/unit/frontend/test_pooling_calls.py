@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from penstock_common.in_flight import SMALL, BytesInFlight
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason, RequestError
@@ -16,7 +17,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import PoolingRequest
-from penstock_frontend.config import LimitsConfig, ModelConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.pooling_calls import PoolingCalls
 from penstock_frontend.ports import ModelLimits
@@ -70,12 +71,12 @@ class Rig:
 
     def __init__(self) -> None:
         tokenizer = Tokenizer(small_tokenizers.byte_level())
-        limits = LimitsConfig()
-        inputs = InputProcessor(tokenizer, {}, model_name="model", limits=limits)
+        limits = Reread(LimitsConfig())
+        inputs = InputProcessor(tokenizer, {}, model_name="model", limits=limits, fairness=Reread(FairnessConfig()))
         self.engines = SilentEngines()
         self.done: list[PooledState] = []
         self.outputs = PooledOutputs(lambda state, _: self.done.append(state))
-        self.answers = BytesInFlight(5 * SMALL, "limits.max_answer_bytes_in_flight", what="answers")
+        self.answers = BytesInFlight(lambda: 5 * SMALL, "limits.max_answer_bytes_in_flight", what="answers")
         self.calls = PoolingCalls(
             inputs=PoolingInputs(tokenizer, inputs, limits),
             outputs=self.outputs,

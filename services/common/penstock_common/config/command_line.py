@@ -1,8 +1,8 @@
 """A service's command line: ``--config FILE`` and a flag for each setting, explained by what the structs say of them."""
 
 import argparse
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -12,11 +12,25 @@ from penstock_common.config.settings import Section, Setting, removed, sections_
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def from_command_line(config_type: type[T], *, prog: str, description: str, argv: Sequence[str] | None = None) -> T:
-    """Parse ``--config FILE`` and one flag per setting. Raises ConfigError; exits on ``--help`` and malformed flags."""
+class ConfigSource(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """Where a service's configuration comes from, beside the environment: a file, empty without one, and flags by dotted keys."""
+
+    config_type: type[T]
+    file: str
+    flags: Mapping[str, str]
+
+    def load(self) -> T:
+        """Read it, as it is now. Raises ConfigError."""
+        return load(self.config_type, file=self.file, overrides=self.flags)
+
+
+def from_command_line(
+    config_type: type[T], *, prog: str, description: str, argv: Sequence[str] | None = None
+) -> ConfigSource[T]:
+    """Parse ``--config FILE`` and one flag per setting. Exits on ``--help`` and malformed flags."""
     args = vars(parser_of(config_type, prog=prog, description=description).parse_args(argv))
-    file = args.pop("config")
-    return load(config_type, file=file, overrides={k: v for k, v in args.items() if v is not None})
+    file = args.pop("config") or ""
+    return ConfigSource(config_type=config_type, file=file, flags={k: v for k, v in args.items() if v is not None})
 
 
 def parser_of(config_type: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:

@@ -10,6 +10,9 @@ import msgspec
 from penstock_common.config.sizes import format_bytes
 from penstock_common.errors import nearest
 
+REREAD = msgspec.Meta(extra={"reread": True})
+"""Annotates a section at the top of a service's configuration that is read anew while the service runs (``config.reread``)."""
+
 _OF_META = ("ge", "gt", "le", "lt", "min_length", "description")
 
 
@@ -98,6 +101,11 @@ def description_of(annotation: Any) -> str:
     """The description that ``annotation`` has itself; empty: none."""
     metas = typing.get_args(annotation)[1:] if typing.get_origin(annotation) is Annotated else ()
     return next((m.description for m in reversed(metas) if isinstance(m, msgspec.Meta) and m.description), "")
+
+
+def is_reread(annotation: Any) -> bool:
+    """Whether ``REREAD`` is among what annotates it."""
+    return typing.get_origin(annotation) is Annotated and REREAD in typing.get_args(annotation)[1:]
 
 
 def _read(annotation: Any, found: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"config file {path}: {e.strerror or e}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or a date that does not exist
         raise ConfigError(f"config file {path} is not valid YAML: {e}") from None
     if data is None:
         return {}

@@ -5,10 +5,12 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.config.kinds import Kind, description_of, kind_of, struct_in
+from penstock_common.config.kinds import Kind, description_of, is_reread, kind_of, struct_in
 from penstock_common.config.sizes import format_bytes
 
 ENV_PREFIX = "PENSTOCK_"
+
+_READ_ANEW = " Read anew while the service runs, when the file changes."
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,7 @@ def _sections(
         default = _default(field) if defaults is None else getattr(defaults, field.name)
         if (nested := struct_in(field.type)) is not None:
             about = description_of(field.type) or _summary(nested)
+            about += _READ_ANEW if is_reread(field.type) else ""
             within += _sections(nested, key=name, description=about, defaults=default)
         else:
             required = defaults is None and field.required

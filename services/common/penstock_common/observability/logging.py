@@ -21,7 +21,8 @@ REQUEST_LOGGER = "penstock.requests"
 
 
 def configure(config: LogConfig, *, service: str) -> None:
-    """Send the logs of this process to standard error. ``service`` is in every line in JSON.
+    """Send the logs of this process to standard error. ``service`` is in every line in JSON. Called again, it changes what is
+    logged and how, by loggers that are in use too.
 
     Loggers of Penstock's packages follow ``config.level``; of others, warnings are shown.
     """
@@ -53,7 +54,7 @@ def configure(config: LogConfig, *, service: str) -> None:
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        cache_logger_on_first_use=False,  # a logger that has been used would never hear of another level
     )
     structlog.contextvars.clear_contextvars()
     _configure_standard_library(config, level, shared, renderer)
@@ -105,13 +106,20 @@ def _write_traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
     out.write("\n".join(map(_escaped, plain.getvalue().split("\n"))))
 
 
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Ours among the handlers of the root."""
+
+
 def _configure_standard_library(
     config: LogConfig,
     level: int,
     shared: list[structlog.typing.Processor],
     renderer: list[structlog.typing.Processor],
 ) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    root = logging.getLogger()
+    handler = next((each for each in root.handlers if isinstance(each, _StandardError)), None) or _StandardError(
+        sys.stderr
+    )
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(), *shared],

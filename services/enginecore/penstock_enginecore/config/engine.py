@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from penstock_common.addresses import with_default_port
 from penstock_common.config.checks import check_fields
+from penstock_common.config.kinds import REREAD
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -106,7 +107,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     server: ServerConfig = ServerConfig(port=50052)
     peers: PeersConfig = PeersConfig()
     metrics: MetricsConfig = MetricsConfig()
-    log: LogConfig = LogConfig()
+    log: Annotated[LogConfig, REREAD] = LogConfig()
     tracing: TracingConfig = TracingConfig()
     profiler: ProfilerConfig = ProfilerConfig()
     error_dump: ErrorDumpConfig = ErrorDumpConfig()

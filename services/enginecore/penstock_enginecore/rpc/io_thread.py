@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.addresses import with_default_port, with_port
 from penstock_common.config.sections import PeersConfig
-from penstock_common.observability.logging import get_logger
+from penstock_common.config_file import ConfigFile
+from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry, tell_connected
 from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
@@ -47,8 +48,10 @@ class IoThread:
     alive, not accepting) and wedged or dead (not alive) are told apart.
     """
 
-    def __init__(self, config: EngineCoreConfig) -> None:
+    def __init__(self, config: EngineCoreConfig, config_file: ConfigFile[EngineCoreConfig] | None = None) -> None:
+        """``config_file`` is followed, for what is read anew."""
         self._config = config
+        self._config_file = config_file
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
         self.registry = service_registry("enginecore")
@@ -109,6 +112,8 @@ class IoThread:
         )
         service_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.server)
         self.port = await self._server.start()
+        if self._config_file is not None:
+            self._tasks.append(asyncio.create_task(self._config_file.follow(_apply), name="config file"))
         log.info("listening", address=with_port(self._config.server.host, self.port))
 
     async def _attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
@@ -180,6 +185,11 @@ class IoThread:
         self.sessions.close_all()
         await self._server.stop(FLUSH_TIMEOUT)
         log.info("stopped")
+
+
+def _apply(config: EngineCoreConfig) -> None:
+    """Take what is read anew."""
+    configure(config.log, service="enginecore")
 
 
 def _allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:

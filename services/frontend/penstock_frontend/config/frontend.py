@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from penstock_common.addresses import split
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
+from penstock_common.config.kinds import REREAD
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -194,8 +195,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = PeersConfig()
     auth: AuthConfig = AuthConfig()
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenize.")] = 2
-    limits: LimitsConfig = LimitsConfig()
-    fairness: FairnessConfig = FairnessConfig()
+    limits: Annotated[LimitsConfig, REREAD] = LimitsConfig()
+    fairness: Annotated[FairnessConfig, REREAD] = FairnessConfig()
     retries: RetriesConfig = RetriesConfig()
     detection: DetectionConfig = DetectionConfig()
     engine_wait_timeout: Annotated[
@@ -225,7 +226,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "to other frontends; what runs then ends as UNAVAILABLE.",
         ),
     ] = 300.0
-    log: LogConfig = LogConfig()
+    log: Annotated[LogConfig, REREAD] = LogConfig()
     tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:

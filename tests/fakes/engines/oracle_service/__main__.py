@@ -10,6 +10,7 @@ import sys
 
 from penstock_common.allocator import use_few_arenas
 from penstock_common.config.command_line import from_command_line
+from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
@@ -22,10 +23,10 @@ from tests.fakes.engines.oracle_service.pace import pace_from
 def main() -> int:
     """Exit codes as the enginecore's: 0 after a requested stop, 2 for a wrong configuration, 1 when it cannot go on."""
     try:
-        config = from_command_line(EngineCoreConfig, prog="oracle-engine", description=__doc__ or "")
+        config_file = ConfigFile(from_command_line(EngineCoreConfig, prog="oracle-engine", description=__doc__ or ""))
         pace = pace_from(os.environ)
         use_few_arenas()
-        run(config, lambda config: PacedExecutor(config, pace))
+        run(config_file, lambda config: PacedExecutor(config, pace))
     except ConfigError as e:
         print(f"oracle-engine: {e}", file=sys.stderr)
         return 2

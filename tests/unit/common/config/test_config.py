@@ -52,7 +52,7 @@ def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_pa
 def test_flag_names_derive_from_the_struct() -> None:
     config = from_command_line(
         Outer, prog="x", description="", argv=["--name", "n", "--inner.size", "2MB", "--flag", "true"]
-    )
+    ).load()
     assert config == Outer(name="n", inner=Inner(size=2_000_000), flag=True)
     assert {setting.key for setting in settings_of(Outer)} >= {"name", "inner.size", "server.max_message_bytes"}
 
@@ -159,3 +159,8 @@ def test_a_misspelt_environment_variable_is_refused_and_others_are_left_alone() 
 def test_nan_is_outside_every_range() -> None:
     with pytest.raises(ConfigError, match="x is nan"):
         check_range("x", float("nan"), low=0.0)
+
+
+def test_a_date_that_does_not_exist_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load(Outer, file=write(tmp_path, "name: 2026-02-31"), environ={})

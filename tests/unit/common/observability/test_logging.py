@@ -127,3 +127,36 @@ def test_json_says_what_clients_sent() -> None:
     line = json.loads(text.splitlines()[0])
     assert line["field"].startswith("<\x1b\x9b\x07")
     assert text.isascii()
+
+
+CHANGING = """
+import logging, sys
+from penstock_common.config.sections import LogConfig
+from penstock_common.observability.logging import REQUEST_LOGGER, configure, get_logger
+log = get_logger()
+library, requests = logging.getLogger("penstock_enginecore.core"), logging.getLogger(REQUEST_LOGGER)
+for config in (
+    LogConfig(level="info", format="json"),
+    LogConfig(level="debug", format="json", requests=True),
+    LogConfig(level="warning", format="json", requests=True),
+    LogConfig(level="info", format="text"),
+):
+    configure(config, service="frontend")
+    log.debug("ours at debug")
+    log.info("ours at info")
+    library.debug("library at debug")
+    library.info("library at info")
+    requests.info("a request")
+    print("--", file=sys.stderr)
+"""
+
+
+def test_another_configuration_holds_for_loggers_that_are_in_use() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGING], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    *as_json, as_text, _ = done.stderr.split("--\n")
+    at_info = ["ours at info", "library at info"]
+    at_debug = ["ours at debug", "ours at info", "library at debug", "library at info", "a request"]
+    assert [[json.loads(line)["event"] for line in part.splitlines()] for part in as_json] == [at_info, at_debug, []]
+    assert [re.sub(r"^\S+ \[info\] ", "", line).split(" [")[0] for line in as_text.splitlines()] == at_info

@@ -7,6 +7,7 @@ import grpc
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
+from penstock_common.config.reread import Reread
 from penstock_common.errors import NotFound
 from penstock_common.types.pooling import PoolingTask
 from penstock_frontend.admission import demand_of
@@ -15,7 +16,7 @@ from penstock_frontend.api.grpc.session import GenerateSession
 from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.config import FrontendConfig
+from penstock_frontend.config import FrontendConfig, LimitsConfig
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -28,18 +29,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     """Turns calls into requests of the AsyncLLM. Errors become statuses in the server's interceptor."""
 
-    def __init__(self, llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, labels: Sequence[str]) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        chat: ChatCalls,
+        config: FrontendConfig,
+        limits: Reread[LimitsConfig],
+        labels: Sequence[str],
+    ) -> None:
         self._llm = llm
         self._chat = chat
         self._labels = labels
         self._model = config.model
-        self._limits = config.limits
+        self._limits = limits
         self._pace = Pace(NUMBERS_PER_TURN)
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continues a prompt; the output is streamed."""
-        converted = generate_messages.generate_request(request, **_call(context), limits=self._limits)
+        converted = generate_messages.generate_request(request, **_call(context), limits=self._limits.now)
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
@@ -63,7 +71,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Answers a conversation; the answer is streamed."""
-        converted = chat_messages.chat_request(request, **_call(context), limits=self._limits)
+        converted = chat_messages.chat_request(request, **_call(context), limits=self._limits.now)
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted))
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         async for output in self._chat.run(converted, live):
@@ -137,10 +145,15 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
 
 def add_to_server(
-    server: grpc.aio.Server, llm: AsyncLLM, chat_calls: ChatCalls, config: FrontendConfig, labels: Sequence[str]
+    server: grpc.aio.Server,
+    llm: AsyncLLM,
+    chat_calls: ChatCalls,
+    config: FrontendConfig,
+    limits: Reread[LimitsConfig],
+    labels: Sequence[str],
 ) -> None:
     """Serve the public API of ``llm`` on ``server``. ``labels``: names of the model's classes, in order."""
-    servicer = InferenceServicer(llm, chat_calls, config, labels)
+    servicer = InferenceServicer(llm, chat_calls, config, limits, labels)
     service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from penstock.common.v1 import finish_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
 from penstock_common.observability.incidents import incident
 from penstock_common.rpc.interceptor import check_response_size
@@ -41,7 +42,7 @@ class GenerateSession:
         *,
         metadata: Mapping[str, str],
         time_left: Callable[[], float | None],
-        limits: LimitsConfig,
+        limits: Reread[LimitsConfig],
         max_response_bytes: int,
     ) -> None:
         """``time_left``: seconds until the call's deadline, which is that of each request. A request with a larger response than
@@ -124,13 +125,13 @@ class GenerateSession:
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
-        if len(self._running) >= (limit := self._limits.max_session_requests):
+        if len(self._running) >= (limit := self._limits.now.max_session_requests):
             raise ResourceExhausted(
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is {limit}",
                 retry_after=self._in_flight.retry_after(1),
             )
         request = generate_messages.generate_request(
-            message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits
+            message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits.now
         )
         live = self._llm.accept(request.context.external_request_id, demand_of(request))
         self._in_flight.enter()

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock_common.config.reread import Reread
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
@@ -18,16 +19,16 @@ from penstock_frontend.api.openai.models import Models
 from penstock_frontend.api.openai.tokenization import Tokenization
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
-from penstock_frontend.config import FrontendConfig
+from penstock_frontend.config import FrontendConfig, LimitsConfig
 
 
-def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig) -> Sequence[Route]:
+def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, limits: Reread[LimitsConfig]) -> Sequence[Route]:
     """All of them."""
     gate, bodies = Gate(config.http), Bodies(config.http)
     name = config.model.name
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     posts: dict[str, Handler] = {
-        "/v1/completions": Completions(llm, model=name, limits=config.limits),
+        "/v1/completions": Completions(llm, model=name, limits=limits),
         "/v1/chat/completions": ChatCompletions(llm, chat, model=name),
         "/v1/embeddings": Embeddings(llm, model=name),
         "/tokenize": tokenization.tokenize,

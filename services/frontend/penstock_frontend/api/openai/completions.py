@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import Demand, demand_of
@@ -59,7 +60,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class Completions:
     """The handler."""
 
-    def __init__(self, llm: AsyncLLM, *, model: str, limits: LimitsConfig) -> None:
+    def __init__(self, llm: AsyncLLM, *, model: str, limits: Reread[LimitsConfig]) -> None:
         self._llm = llm
         self._model = model
         self._limits = limits
@@ -69,7 +70,7 @@ class Completions:
         body = await raw.decode(CompletionRequest)
         self._llm.inputs.check_model(body.model or "")
         _check(body)
-        given = prompts.split(body.prompt, self._limits.max_prompts)
+        given = prompts.split(body.prompt, self._limits.now.max_prompts)
         self._check_sequences(len(given), body.n or 1)
         making = _Making(self._llm, body, call, self._model)
         generation = Generation(self._llm, await making.sources(given), raw)
@@ -78,7 +79,7 @@ class Completions:
         return await making.whole(generation)
 
     def _check_sequences(self, prompts: int, n: int) -> None:
-        limit = self._limits.max_sequences_per_call
+        limit = self._limits.now.max_sequences_per_call
         if prompts > 1 and prompts * n > limit:
             raise InvalidArgument(
                 f"n is {n}: with {prompts} prompts these are {prompts * n} sequences; limits.max_sequences_per_call is {limit}",

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, GenerateRequest, Tool, ToolCall
 from penstock_frontend.config import LimitsConfig
@@ -30,7 +31,12 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, templates: ChatTemplates, tokenizer: Tokenizer, limits: LimitsConfig, *, tool_parser: str = registry.AUTO
+        self,
+        templates: ChatTemplates,
+        tokenizer: Tokenizer,
+        limits: Reread[LimitsConfig],
+        *,
+        tool_parser: str = registry.AUTO,
     ) -> None:
         self.templates = templates
         takes_tools = not templates.hides_tools or tool_parser not in (registry.AUTO, registry.NONE)
@@ -40,7 +46,7 @@ class ChatRenderer:
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
         """The request with its conversation as a prompt. Raises InvalidArgument."""
-        check_conversation(request.messages, request.tools, self._limits)
+        check_conversation(request.messages, request.tools, self._limits.now)
         if request.may_call and self._why_no_tools:
             raise InvalidArgument(self._why_no_tools, field="tools")
         return GenerateRequest(
@@ -52,7 +58,7 @@ class ChatRenderer:
 
     def _prompt(self, request: ChatRequest) -> str:
         _check_turns(request)
-        limit = self._limits.max_prompt_length
+        limit = self._limits.now.max_prompt_length
         size = 0
         messages = []
         for index, message in enumerate(request.messages):

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
 from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_common.types.request import EngineCoreRequest
@@ -21,7 +22,7 @@ POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
 class PoolingInputs:
     """Validates and tokenizes. Every error names the input, the value and the limit."""
 
-    def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: LimitsConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: Reread[LimitsConfig]) -> None:
         self._tokenizer = tokenizer
         self._inputs = inputs
         self._limits = limits
@@ -31,9 +32,9 @@ class PoolingInputs:
         """Raise InvalidArgument for a call without inputs, or with too many."""
         if count == 0:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
-        if count > self._limits.max_pooling_inputs:
+        if count > (limit := self._limits.now.max_pooling_inputs):
             raise InvalidArgument(
-                f"{field} has {count} entries; limits.max_pooling_inputs is {self._limits.max_pooling_inputs}",
+                f"{field} has {count} entries; limits.max_pooling_inputs is {limit}",
                 field=field,
             )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, NotFound, Unimplemented, nearest
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
@@ -34,8 +35,8 @@ class InputProcessor:
         generation_config: Mapping[str, Any],
         *,
         model_name: str,
-        limits: LimitsConfig,
-        fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
+        limits: Reread[LimitsConfig],
+        fairness: Reread[FairnessConfig],
         reasoning: Reasoning | None = None,
     ) -> None:
         """``reasoning``: behind it constraints hold. Raises ConfigError when the model's own defaults are out of range."""
@@ -44,7 +45,7 @@ class InputProcessor:
         self._model_name = model_name
         self._limits = limits
         self.reasoning = reasoning
-        self.fairness = fairness
+        self._fairness = fairness
         self._serial = itertools.count(1)
 
     def check_model(self, name: str, *, field: str = "model") -> None:
@@ -56,18 +57,19 @@ class InputProcessor:
     def request_id(self, given: str) -> str:
         """The request's id for its client: the given one or a random one."""
         size = len(given.encode())
-        if size > self._limits.max_request_id_bytes:
+        if size > self._limits.now.max_request_id_bytes:
             raise InvalidArgument(
-                f"request_id has {size} bytes; the limit is {self._limits.max_request_id_bytes}", field="request_id"
+                f"request_id has {size} bytes; the limit is {self._limits.now.max_request_id_bytes}", field="request_id"
             )
         return given or uuid.uuid4().hex
 
     def check_tenant(self, tenant: str) -> None:
         """Raise InvalidArgument when a tenant's name is too long."""
         size = len(tenant.encode())
-        if size > self._limits.max_tenant_bytes:
+        if size > self._limits.now.max_tenant_bytes:
             raise InvalidArgument(
-                f"routing.tenant has {size} bytes; the limit is {self._limits.max_tenant_bytes}", field="routing.tenant"
+                f"routing.tenant has {size} bytes; the limit is {self._limits.now.max_tenant_bytes}",
+                field="routing.tenant",
             )
 
     def checked_context(self, context: RequestContext, request_id: str) -> RequestContext:
@@ -78,24 +80,24 @@ class InputProcessor:
         self.check_tenant(context.tenant)
         self._check_trace_context(context.trace_context)
         salt_size = len(context.cache_salt.encode())
-        if salt_size > self._limits.max_cache_salt_bytes:
+        if salt_size > self._limits.now.max_cache_salt_bytes:
             raise InvalidArgument(
-                f"cache_salt has {salt_size} bytes; the limit is {self._limits.max_cache_salt_bytes}",
+                f"cache_salt has {salt_size} bytes; the limit is {self._limits.now.max_cache_salt_bytes}",
                 field="cache_salt",
             )
         return msgspec.structs.replace(
             context,
             external_request_id=request_id,
             arrival_time=time.time(),
-            tenant_weight=self.fairness.weight_of(context.tenant),
+            tenant_weight=self._fairness.now.weight_of(context.tenant),
         )
 
     def _check_trace_context(self, trace_context: Mapping[str, str]) -> None:
         size = sum(len(name.encode()) + len(value.encode()) for name, value in trace_context.items())
-        if size > self._limits.max_trace_context_bytes:
+        if size > self._limits.now.max_trace_context_bytes:
             raise InvalidArgument(
                 f"routing.trace_context has {size} bytes; limits.max_trace_context_bytes is "
-                f"{self._limits.max_trace_context_bytes}",
+                f"{self._limits.now.max_trace_context_bytes}",
                 field="routing.trace_context",
             )
 
@@ -106,7 +108,7 @@ class InputProcessor:
         where they are known: a prompt far beyond them is refused before it is tokenized.
         """
         context = self.checked_context(request.context, request_id)
-        params = sampling_params.resolve(request.sampling, self._defaults, self._limits)
+        params = sampling_params.resolve(request.sampling, self._defaults, self._limits.now)
         if params.bad_words:
             params = await self._with_bad_words(params)
         if limits is not None:
@@ -148,10 +150,10 @@ class InputProcessor:
 
     def check_length(self, prompt: str | Sequence[int], *, field: str) -> None:
         """Raise InvalidArgument when a text or list of token ids is too long to be worth looking at."""
-        if len(prompt) > self._limits.max_prompt_length:
+        if len(prompt) > self._limits.now.max_prompt_length:
             what = "characters" if isinstance(prompt, str) else "ids"
             raise InvalidArgument(
-                f"{field} has {len(prompt)} {what}; the limit is {self._limits.max_prompt_length}", field=field
+                f"{field} has {len(prompt)} {what}; the limit is {self._limits.now.max_prompt_length}", field=field
             )
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
@@ -167,7 +169,7 @@ class InputProcessor:
     async def _prompt(self, request: GenerateRequest, limits: ModelLimits | None, *, truncated: bool) -> JoinedPrompt:
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
-            longest, what = self._limits.max_prompt_length, "limits.max_prompt_length"
+            longest, what = self._limits.now.max_prompt_length, "limits.max_prompt_length"
             if limits is not None and not truncated and limits.max_model_len < longest:
                 longest, what = limits.max_model_len, "max_model_len"
             return await self._mixed(prompt, longest, what, add_special_tokens=request.add_special_tokens)

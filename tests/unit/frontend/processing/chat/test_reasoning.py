@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from penstock_common.config.reread import Reread
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_common.types.sampling import StructuredOutput
 from penstock_frontend.call_types import GenerateRequest
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.processing.chat.reasoning import reasoning_of
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 from penstock_frontend.processing.prompts.input import InputProcessor
@@ -35,7 +36,14 @@ def tokens(tokenizer: Tokenizer) -> ReasoningTokens:
 @pytest.fixture
 def inputs(tokenizer: Tokenizer) -> InputProcessor:
     reasoning = reasoning_of(Qwen3ReasoningParser, tokenizer)
-    return InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig(), reasoning=reasoning)
+    return InputProcessor(
+        tokenizer,
+        {},
+        model_name="demo",
+        limits=Reread(LimitsConfig()),
+        fairness=Reread(FairnessConfig()),
+        reasoning=reasoning,
+    )
 
 
 async def sent(inputs: InputProcessor, prompt: str | list[int], **sampling: object) -> EngineCoreRequest:
@@ -73,7 +81,9 @@ async def test_without_a_constraint_there_is_nothing_to_tell(inputs: InputProces
 
 async def test_a_model_that_does_not_reason_is_constrained_at_once(tokenizer: Tokenizer) -> None:
     assert reasoning_of(None, tokenizer) is None
-    inputs = InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig())
+    inputs = InputProcessor(
+        tokenizer, {}, model_name="demo", limits=Reread(LimitsConfig()), fairness=Reread(FairnessConfig())
+    )
     request = await sent(inputs, "hi<think>", **CONSTRAINED)
     assert (request.reasoning_parser_kwargs, request.reasoning_ended) == (None, None)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
@@ -29,7 +30,9 @@ class Renderer:
     def __init__(self, model: Path, *, tool_parser: str = "auto") -> None:
         config = ModelConfig(path=str(model))
         self.tokenizer = load_model_files(config, num_threads=1).tokenizer
-        self.renderer = ChatRenderer(load_chat_templates(config), self.tokenizer, LIMITS, tool_parser=tool_parser)
+        self.renderer = ChatRenderer(
+            load_chat_templates(config), self.tokenizer, Reread(LIMITS), tool_parser=tool_parser
+        )
 
     async def prompt(self, *messages: ChatMessage, **fields: Any) -> str:
         prompt = (await self.renderer.render(ChatRequest(messages=messages, **fields))).prompt
@@ -131,7 +134,9 @@ async def test_a_continued_message_is_trimmed_where_the_template_trims(llama: Re
 
 async def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(chatml: Renderer) -> None:
     with pytest.raises(InvalidArgument, match="does not write the last message's content") as error:
-        renderer = ChatRenderer(ChatTemplates({"default": "{{ messages[0].content }}"}, {}), chatml.tokenizer, LIMITS)
+        renderer = ChatRenderer(
+            ChatTemplates({"default": "{{ messages[0].content }}"}, {}), chatml.tokenizer, Reread(LIMITS)
+        )
         await renderer.render(ChatRequest(messages=[HI, CALL], continue_final_message=True))
     assert error.value.field == "continue_final_message"
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from tokenizers import normalizers
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.request_context import RequestContext
 from penstock_frontend.call_types import GenerateRequest
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
@@ -31,7 +32,13 @@ def tokenizer() -> Iterator[Tokenizer]:
 
 @pytest.fixture
 def inputs(tokenizer: Tokenizer) -> InputProcessor:
-    return InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig(max_prompt_length=50))
+    return InputProcessor(
+        tokenizer,
+        {},
+        model_name="demo",
+        limits=Reread(LimitsConfig(max_prompt_length=50)),
+        fairness=Reread(FairnessConfig()),
+    )
 
 
 async def process(inputs: InputProcessor, **fields: Any) -> EngineCoreRequest:
@@ -134,7 +141,9 @@ async def test_a_bad_word_without_tokens_is_refused() -> None:
     backend = small_tokenizers.byte_level()
     backend.normalizer = normalizers.Strip()
     tokenizer = Tokenizer(backend)
-    inputs = InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig())
+    inputs = InputProcessor(
+        tokenizer, {}, model_name="demo", limits=Reread(LimitsConfig()), fairness=Reread(FairnessConfig())
+    )
     with pytest.raises(InvalidArgument, match="bad_words\\[1\\] is ' ', which has no tokens") as e:
         await process(inputs, prompt="x", sampling={"bad_words": ("a", " ")})
     tokenizer.close()
@@ -145,7 +154,9 @@ async def test_a_bad_word_without_tokens_is_refused() -> None:
 async def test_a_text_far_beyond_the_engines_limit_is_refused_unread(
     tokenizer: Tokenizer, params: dict[str, Any]
 ) -> None:
-    inputs = InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig())
+    inputs = InputProcessor(
+        tokenizer, {}, model_name="demo", limits=Reread(LimitsConfig()), fairness=Reread(FairnessConfig())
+    )
     request = GenerateRequest(prompt="x" * 641, sampling=params)
     with pytest.raises(InvalidArgument, match="text has 641 characters; for max_model_len 10") as e:
         await inputs.process(request, "r", LIMITS)

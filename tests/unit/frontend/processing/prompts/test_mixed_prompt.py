@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
@@ -23,7 +24,13 @@ LIMITS = ModelLimits(max_model_len=10_000, vocab_size=400, hidden_size=4)
 @pytest.fixture
 def inputs() -> Iterator[InputProcessor]:
     tokenizer = Tokenizer(small_tokenizers.byte_level())
-    yield InputProcessor(tokenizer, {}, model_name="demo", limits=LimitsConfig(max_prompt_length=20_000))
+    yield InputProcessor(
+        tokenizer,
+        {},
+        model_name="demo",
+        limits=Reread(LimitsConfig(max_prompt_length=20_000)),
+        fairness=Reread(FairnessConfig()),
+    )
     tokenizer.close()
 
 

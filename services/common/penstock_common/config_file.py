@@ -1,0 +1,70 @@
+"""A service's config file while the service runs."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from penstock_common.config.command_line import ConfigSource
+from penstock_common.config.reread import differences, with_reread
+from penstock_common.observability.incidents import incident
+from penstock_common.observability.logging import get_logger
+from penstock_common.security.watched import WatchedFiles
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+LOOK_INTERVAL = 2.0
+"""Seconds between two looks at whether the file has changed."""
+
+
+class ConfigFile(Generic[T]):
+    """The configuration that runs, and what becomes of it when the file changes.
+
+    Sections that are read anew (``config.reread``) are applied; of other settings that have changed the log says once that they
+    need a restart. Environment and flags stand above the new file as they stood above the old one. A file that cannot be used
+    changes nothing.
+    """
+
+    def __init__(self, source: ConfigSource[T]) -> None:
+        """Reads the file. Raises ConfigError."""
+        self._watched = bool(source.file)
+        self._files = WatchedFiles([source.file], source.load, what="config")
+        self._given = self.running = self._files.current()
+        self._waiting: dict[str, Any] = {}
+
+    async def look(self, apply: Callable[[T], None]) -> None:
+        """See whether the file has changed. ``apply`` is called on the event loop, with what is to run from now on."""
+        given = await asyncio.to_thread(self._files.current)  # file systems may be slow, and so is YAML
+        if given == self._given:
+            return
+        self._given = given
+        wanted = with_reread(self.running, given)
+        if changed := differences(self.running, wanted):
+            apply(wanted)
+            self.running = wanted
+            get_logger().info("config: these settings hold from now on", settings=list(changed))
+        waiting = differences(self.running, given)
+        if waiting and waiting != self._waiting:
+            get_logger().warning("config: settings have changed that need a restart", settings=list(waiting))
+        self._waiting = waiting
+
+    async def follow(self, apply: Callable[[T], None]) -> None:
+        """``look`` every few seconds, until it is cancelled. Returns at once where there is no file."""
+        while self._watched:
+            await asyncio.sleep(LOOK_INTERVAL)
+            try:
+                await self.look(apply)
+            except Exception as e:  # the service goes on with what it has
+                incident(e, request="", doing="reading the config file anew")
+
+    @contextlib.asynccontextmanager
+    async def followed(self, apply: Callable[[T], None]) -> AsyncIterator[None]:
+        """``follow`` while the block runs."""
+        task = asyncio.create_task(self.follow(apply), name="config file")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
