@@ -1,10 +1,16 @@
 """_helpers.tpl: what the pods of all services have in common, and that nothing optional is there without its value."""
 
-import pytest
+import re
 
+import pytest
+import yaml
+
+from charts import lint
+from charts.config_schema import STRUCTS
 from penstock.coordinator.v1 import service_pb2 as coordinator_api
 from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
+from penstock_common.config.reread import reread_sections
 from penstock_common.rpc.server import LIVENESS, STARTUP
 from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, EXPOSED, FETCHED, HUB, SERVICES, release
 
@@ -70,14 +76,41 @@ def test_a_rollout_waits_for_an_engine_that_drains_and_for_one_that_loads(compon
     assert release(HUB, *settings).one("Deployment", component)["spec"]["progressDeadlineSeconds"] > 7200 + 600
 
 
+def replaced(*settings: str) -> list[str]:
+    """The services whose pods are others with these settings."""
+    before, after = release(HUB), release(HUB, *settings)
+    return [c for c in SERVICES if before.pod(c) != after.pod(c)]
+
+
 @pytest.mark.parametrize("component", SERVICES)
 def test_a_changed_config_replaces_the_pods_of_its_service_only(component: str):
-    def checksums(*settings: str) -> dict[str, str]:
-        rendered = release(HUB, *settings)
-        return {c: rendered.pod(c)["metadata"]["annotations"]["checksum/config"] for c in SERVICES}
+    assert replaced(f"{component}.config.server.max_concurrent_streams=7") == [component]
 
-    before, after = checksums(), checksums(f"{component}.config.server.max_concurrent_streams=7")
-    assert [c for c in SERVICES if before[c] != after[c]] == [component]
+
+@pytest.mark.parametrize(
+    ("setting", "component"),
+    [
+        *((setting, c) for setting in ("log.level=debug", "log.format=text", "log.requests=true") for c in SERVICES),
+        ("frontend.config.limits.max_requests=7", "frontend"),
+        ("frontend.config.fairness.weights.gold=2", "frontend"),
+    ],
+)
+def test_what_services_read_anew_changes_their_file_and_replaces_no_pod(setting: str, component: str):
+    assert release(HUB, setting).config(component) != release(HUB).config(component)
+    assert replaced(setting) == []
+
+
+def test_the_chart_leaves_out_of_the_checksum_what_the_services_read_anew():
+    helpers = (lint.CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
+    [listed] = re.findall(r'{{- define "penstock\.reread" -}}\n(.*?){{- end -}}', helpers, re.DOTALL)
+    assert yaml.safe_load(listed) == {c: list(reread_sections(STRUCTS[c])) for c in SERVICES}
+
+
+@pytest.mark.parametrize("component", SERVICES)
+def test_the_config_is_mounted_as_a_directory_which_alone_the_kubelet_keeps_up_to_date(component: str):
+    mount = release(HUB).mounts(component)["/etc/penstock"]
+    assert "subPath" not in mount
+    assert release(HUB).one("ConfigMap", component).get("immutable") is None
 
 
 @pytest.mark.parametrize("component", SERVICES)

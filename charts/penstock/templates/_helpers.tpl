@@ -76,9 +76,26 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* Labels and annotations of a pod; "metricsPort" is 0 where none is served. The config's checksum is among them, so that a changed config replaces the pod. */}}
+{{/* The sections of the config files that services read anew while they run: the kubelet brings the file, and no pod is replaced. */}}
+{{- define "penstock.reread" -}}
+frontend: [limits, fairness, log]
+enginecore: [log]
+coordinator: [log]
+{{- end -}}
+
+{{/* Of what pods of $self read when they start, and then no more. */}}
+{{- define "penstock.configChecksum" -}}
+{{- $config := include (printf "penstock.%s.config" .component) . | fromYaml -}}
+{{- range index (include "penstock.reread" . | fromYaml) .component -}}
+{{- $_ := unset $config . -}}
+{{- end -}}
+{{- toYaml $config | sha256sum -}}
+{{- end -}}
+
+{{/* Labels and annotations of a pod; "metricsPort" is 0 where none is served. The config's checksum is among them, so that a changed config
+     replaces the pod where it has to. */}}
 {{- define "penstock.podMetadata" -}}
-{{- $annotations := dict "checksum/config" (include (printf "penstock.%s.config" .component) . | sha256sum) -}}
+{{- $annotations := dict "checksum/config" (include "penstock.configChecksum" .) -}}
 {{- if and .metricsPort .root.Values.metrics.scrapeAnnotations (not .root.Values.metrics.podMonitor.enabled) -}}
 {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString .metricsPort) "prometheus.io/path" "/metrics") -}}
 {{- if eq (include "penstock.metricsScheme" .) "https" }}{{ $_ := set $annotations "prometheus.io/scheme" "https" }}{{ end -}}
