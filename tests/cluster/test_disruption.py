@@ -16,8 +16,15 @@ from tests.cluster.system.node import Node
 from tests.cluster.system.programs import NotUpError, until
 from tests.cluster.values import MODEL, merged, oracle
 
+COMPONENTS = ("frontend", "enginecore", "coordinator")
 MAX_TOKENS = 40
 STREAMS = 4
+ROLLED = {
+    "frontend": {"config": {"tokenizer_threads": 1}},
+    "enginecore": {"config": {"scheduler": {"max_num_seqs": 15}}},
+    "coordinator": {"config": {"lease_seconds": 6}},
+}
+"""Settings that services read when they start and then no more: their pods are replaced."""
 SLOW = {"enginecore": {"extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}]}}
 
 
@@ -63,11 +70,43 @@ async def test_a_config_change_and_its_rollback(scene: Scene) -> None:
     release = scene.release
 
     def change() -> None:
-        release.upgrade(merged(scene.values, {"log": {"level": "debug"}}))
+        before = pod_ids(release)
+        release.upgrade(merged(scene.values, ROLLED))
+        assert not before & pod_ids(release)
         release.helm("rollback", release.name, "1", "--wait", "--timeout", "4m")
 
     load = await under_load(scene, change)
     assert load.wrong == []
+
+
+async def test_a_log_level_is_read_anew_by_the_pods_there_are(scene: Scene) -> None:
+    release = scene.release
+    before = pod_ids(release)
+
+    def change() -> None:
+        release.upgrade(merged(scene.values, {"log": {"level": "debug"}}))
+        for component in COMPONENTS:
+            for pod in release.pods(component):
+                name = pod["metadata"]["name"]
+                until(f"another log level of {name}", functools.partial(has_reread, release, name, "log.level"))
+
+    load = await under_load(scene, change)
+    assert load.wrong == []
+    assert pod_ids(release) == before
+    pods = [pod for component in COMPONENTS for pod in release.pods(component)]
+    assert not [pod for pod in pods if pod["status"]["containerStatuses"][0]["restartCount"]]
+
+
+def pod_ids(release: Release) -> set[str]:
+    """The pods there are, by what no other pod ever has."""
+    return {pod["metadata"]["uid"] for component in COMPONENTS for pod in release.pods(component)}
+
+
+def has_reread(release: Release, pod: str, setting: str) -> bool:
+    """Whether the pod's service says that it goes by another value of the setting."""
+    lines = [json.loads(line) for line in release.kubectl("logs", pod).splitlines() if line.startswith("{")]
+    told = [line for line in lines if line["event"] == "config: these settings hold from now on"]
+    return any(setting in line["settings"] for line in told)
 
 
 async def test_every_node_is_drained_in_turn(scene: Scene, cluster: Cluster) -> None:
