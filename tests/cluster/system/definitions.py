@@ -10,7 +10,7 @@ PUBLISHED = [
         "sigs.k8s.io/gateway-api",
         "v1.6.0",
         "config/crd/standard",
-        "*routes.yaml *gateways.yaml *gatewayclasses.yaml *policies.yaml",
+        "*routes.yaml *gateways.yaml *gatewayclasses.yaml *grants.yaml *policies.yaml",
     ),
     ("sigs.k8s.io/gateway-api-inference-extension", "v1.2.0", "config/crd/bases", "inference.networking.k8s.io_*.yaml"),
     ("github.com/cert-manager/cert-manager", "v1.19.1", "deploy/crds", "cert-manager.io_*.yaml"),

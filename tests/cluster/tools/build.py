@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster.tools.components import COMPONENTS, Component
+from tests.cluster.tools.components import COMPONENTS, Component, OwnModule
 
 ROOT = Path(__file__).resolve().parents[3] / "build" / "cluster"
 SOURCES = ROOT / "src"
@@ -62,10 +62,26 @@ def go_mod(name: str, component: Component) -> str:
         parts = component.version.removeprefix("v").split(".")
         lines += [f"replace {path} => {path} v0.{parts[1]}.{parts[2]}" for path in required_staging(theirs)]
     if component.copies_replaces:
-        lines += [f"replace {line}" for line in replacements(theirs)]
+        stand_ins = {*component.replaced, *component.own}
+        lines += [f"replace {line}" for line in replacements(theirs) if line.split()[0] not in stand_ins]
+        lines += re.findall(r"^exclude .*$", theirs, flags=re.MULTILINE)
     lines += [f"replace {path} => {other}" for path, other in component.replaced.items()]
+    lines += [f"replace {path} => ./{path}" for path in component.own]
     lines += [f"tool {package}" for package in component.packages.values()]
     return "\n".join(lines) + "\n"
+
+
+def write_module(directory: Path, path: str, module: OwnModule) -> None:
+    """Write ``module``, which is imported as ``path``, into ``directory``."""
+    if module.version:
+        shutil.copytree(download(path, module.version), directory)
+    else:
+        directory.mkdir(parents=True)
+        (directory / "go.mod").write_text(f"module {path}\n")
+    for name, text in module.files.items():
+        file = directory / name
+        file.unlink(missing_ok=True)  # the module cache has no file that can be written
+        file.write_text(text)
 
 
 def built_from(component: Component) -> str:
@@ -86,6 +102,8 @@ def build(name: str, component: Component, parallel: int) -> None:
     source.mkdir(parents=True)
     target.mkdir(parents=True, exist_ok=True)
     (source / "go.mod").write_text(go_mod(name, component))
+    for path, module in component.own.items():
+        write_module(source / path, path, module)
     environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod -buildvcs=false", "GOWORK": "off"}
     settings = " ".join(["-s", "-w", *(f"-X {key}={value}" for key, value in component.variables.items())])
     command = [

@@ -10,12 +10,21 @@ OLDEST = "1.35"
 
 
 @dataclass(frozen=True)
+class OwnModule:
+    """A module that is written here: ``files`` (path → Go source), over those of the published ``version`` if there is one."""
+
+    files: dict[str, str]
+    version: str = ""
+
+
+@dataclass(frozen=True)
 class Component:
     """Programs that are built together, because they share a list of modules.
 
     ``packages`` maps the name of a program to its import path, ``tags`` are Go build tags, ``variables`` are what the
-    linker sets (import path and name → value), ``replaced`` names what stands in for a module, as ``PATH VERSION``, and
-    ``staging`` says that the module requires the parts of Kubernetes at v0.0.0, which only its own tree has.
+    linker sets (import path and name → value), ``replaced`` names what stands in for a module, as ``PATH VERSION``, ``own`` are
+    modules that stand in too and are written here, and ``staging`` says that the module requires the parts of Kubernetes at
+    v0.0.0, which only its own tree has.
     """
 
     module: str
@@ -26,11 +35,12 @@ class Component:
     staging: bool = False
     copies_replaces: bool = False
     replaced: dict[str, str] = field(default_factory=dict, repr=False)
+    own: dict[str, OwnModule] = field(default_factory=dict, repr=False)
 
     @property
     def recipe(self) -> str:
         """Whatever its programs depend on."""
-        return "".join(map(repr, filter(None, [self, self.replaced])))
+        return "".join(map(repr, filter(None, [self, self.replaced, self.own])))
 
 
 def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
@@ -54,6 +64,28 @@ def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
 
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 NODE = ("kubelet", "kube-proxy")
+
+# What builds of Traefik that are sold have settings of theirs in; its tree has empty ones, as a module that is not published.
+TRAEFIK_EXTENSIONS = """package ext
+
+type HTTP struct{}
+
+type Router struct{}
+"""
+
+# Certificates by DNS challenge, for which there are a hundred providers, each with modules of its own.
+NO_DNS_PROVIDERS = """package dns
+
+import (
+	"fmt"
+
+	"github.com/go-acme/lego/v5/challenge"
+)
+
+func NewDNSChallengeProviderByName(name string) (challenge.Provider, error) {
+	return nil, fmt.Errorf("%s: built without DNS providers", name)
+}
+"""
 
 COMPONENTS: dict[str, Component] = {
     **{f"kubernetes-{minor}": kubernetes(minor, CONTROL_PLANE) for minor in KUBERNETES},
@@ -124,5 +156,21 @@ COMPONENTS: dict[str, Component] = {
         "v2.2.1",
         {"kube-router": "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"},
         replaced={"github.com/cloudnativelabs/kube-router/v2": "github.com/k3s-io/kube-router/v2 v2.2.1"},
+    ),
+    "traefik": Component(
+        "github.com/traefik/traefik/v3",
+        "v3.7.13",
+        {"traefik": "github.com/traefik/traefik/v3/cmd/traefik"},
+        copies_replaces=True,
+        # The revision that it names itself is not published everywhere.
+        replaced={
+            "github.com/abbot/go-http-auth": "github.com/containous/go-http-auth v0.4.1-0.20200324110947-a37a7636d23e"
+        },
+        own={
+            "github.com/traefik/traefik/dynamic/ext": OwnModule({"ext.go": TRAEFIK_EXTENSIONS}),
+            "github.com/go-acme/lego/v5": OwnModule(
+                {"providers/dns/zz_gen_dns_providers.go": NO_DNS_PROVIDERS}, version="v5.4.1"
+            ),
+        },
     ),
 }
