@@ -102,7 +102,7 @@ class FakeInference:
                     await asyncio.Event().wait()
                 for sequence in range(max(request.sampling_params.n, 1)):
                     yield response(request, index, words, sequence)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # while it waits, or while a message is being sent
             self.abandoned.set()
             raise
 
@@ -129,7 +129,7 @@ class FakeInference:
                     yield message
             usage = stats_pb2.Usage(prompt_tokens=len(words), completion_tokens=len(words))
             yield messages_pb2.ChatResponse(finish_reason=finish_pb2.FINISH_REASON_STOP, usage=usage)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # while it waits, or while a message is being sent
             self.abandoned.set()
             raise
 
