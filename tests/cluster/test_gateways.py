@@ -150,4 +150,6 @@ async def test_a_route_takes_its_own_host_alone(new_release: NewRelease, gateway
                     answered[authority] = "OK"
             except grpc.aio.AioRpcError as error:
                 answered[authority] = error.code().name
-    assert answered == {HOST: "OK", "other.example.org": "UNIMPLEMENTED"}
+    # A 404, which the contract of gRPC reads as UNIMPLEMENTED, comes without gRPC's content type, which some read first.
+    assert answered.pop("other.example.org") in {"UNIMPLEMENTED", "UNKNOWN"}
+    assert answered == {HOST: "OK"}

@@ -1,5 +1,6 @@
 """``helm install`` as the README has it, from an empty namespace and back to one."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -39,21 +40,18 @@ def follow(notes: str, release: Release, helm: str) -> None:
     }
     typed = commands(notes)
     assert [line.split()[0] for line in typed[-6:-3]] == ["penstock", "grpcurl", "curl"]
-    forwarding = None
-    try:
+    with contextlib.ExitStack() as stack:
         for command in typed:
             if " port-forward " in command:
                 forwarding = subprocess.Popen(command.split(), env=environment, stdout=subprocess.PIPE, text=True)
+                stack.enter_context(forwarding)
+                stack.callback(forwarding.terminate)
                 assert forwarding.stdout is not None
                 assert forwarding.stdout.readline().startswith("Forwarding from")
                 continue
             done = subprocess.run(["bash", "-c", command], env=environment, check=False, capture_output=True, text=True)
             assert done.returncode == 0, f"{command}: {done.stderr}"
             assert done.stdout.strip(), command
-    finally:
-        if forwarding is not None:
-            forwarding.terminate()
-            forwarding.wait()
 
 
 async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release: NewRelease, helm: str) -> None:

@@ -1,5 +1,6 @@
 """Every set of values that the chart is tested with, put before a real API server."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def test_the_api_server_takes_every_object(new_release: NewRelease, values: Path
     manifests = release.helm(
         "template", release.name, str(release.chart), "--values", str(values), "--kube-version", server
     )
+    for account in set(re.findall(r"serviceAccountName: (\S+)", manifests)):
+        kubectl(
+            "--namespace", release.namespace, "create", "serviceaccount", account
+        )  # pods are refused without theirs
     taken = kubectl(
         "--namespace", release.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=manifests
     )

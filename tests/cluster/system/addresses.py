@@ -2,6 +2,8 @@
 
 CLUSTER_DOMAIN = "cluster.local"
 SERVICES = "10.79.0.0/16"
+SERVICES_V6 = "fd79::/112"
+"""Services may have such addresses as well. Nothing leads to them: nodes and pods have none."""
 PODS = "10.78.0.0/16"
 
 # The bridge between the nodes ends here, beside the control plane.

@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.cluster.system.addresses import CONTROL_PLANE, SERVICES
+from tests.cluster.system.addresses import CONTROL_PLANE, SERVICES, SERVICES_V6
 from tests.cluster.system.pki import KeyPair, Pki
 from tests.cluster.system.programs import Program, built, run
 from tests.cluster.tools.components import KUBERNETES
@@ -69,7 +69,7 @@ class ControlPlane:
             "etcd-servers": ETCD,
             "secure-port": 6443,
             "advertise-address": CONTROL_PLANE,
-            "service-cluster-ip-range": SERVICES,
+            "service-cluster-ip-range": f"{SERVICES},{SERVICES_V6}",
             "tls-cert-file": serving.certificate,
             "tls-private-key-file": serving.key,
             "client-ca-file": pki.authority.pair.certificate,

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from tests.cluster.system.addresses import SERVICES
 from tests.cluster.system.cluster import Cluster
 from tests.cluster.system.node import Node
-from tests.cluster.system.programs import NotUpError, Program, built
+from tests.cluster.system.programs import Program, built
 
 USER = "kube-router"
-CHAIN = "KUBE-ROUTER-FORWARD"
 
 RIGHTS = f"""
 apiVersion: rbac.authorization.k8s.io/v1
@@ -43,8 +42,8 @@ def firewalls(cluster: Cluster) -> Iterator[None]:
     try:
         for program in programs.values():
             program.start()
-        for node, program in programs.items():
-            program.ready(functools.partial(_has_rules, node))
+        for program in programs.values():
+            program.ready(functools.partial(_has_rules, program))
         yield
     finally:
         for node, program in programs.items():
@@ -66,13 +65,12 @@ def _firewall(cluster: Cluster, node: Node) -> Program:
         "--run-service-proxy=false",
         "--health-port=0",
         "--iptables-sync-period=10s",
+        "--v=1",
     ]
     log = cluster.directory / node.name / "kube-router.log"
+    log.unlink(missing_ok=True)  # of an earlier one, which has said that its rules are there
     return Program(f"{node.name}: kube-router", command, log, enter=node.enter)
 
 
-def _has_rules(node: Node) -> bool:
-    try:
-        return "-j" in node.run("iptables", "--table=filter", "--list-rules", CHAIN)
-    except NotUpError:
-        return False
+def _has_rules(program: Program) -> bool:
+    return "sync iptables took" in program.log.read_text()
