@@ -83,7 +83,7 @@ async def test_requests_that_no_engine_takes_in_time_are_unavailable_and_may_be_
             assert isinstance(error, Unavailable)
             assert error.retry_after is not None
             assert "0.5 s" in error.message
-        assert cluster.frontend.frontend._llm.num_live == 0
+        await eventually(lambda: cluster.frontend.frontend._llm.num_live == 0)
 
 
 async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path) -> None:

@@ -80,20 +80,30 @@ class TcpProxy:
         to_reader: asyncio.StreamReader,
         to_writer: asyncio.StreamWriter,
     ) -> None:
-        """Until either side ends."""
+        """Until both sides have ended: what one has sent before it closed arrives, also where the other's can no longer."""
         ways = [asyncio.create_task(self._pass(reader, to_writer)), asyncio.create_task(self._pass(to_reader, writer))]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ways)
         finally:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65_536):
-                await self._plugged.wait()
-                if self.delay:
-                    await asyncio.sleep(self.delay)
+        while True:
+            try:
+                data = await reader.read(65_536)
+            except OSError:  # a reset, which is passed on
+                writer.transport.abort()
+                return
+            await self._plugged.wait()
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            try:
+                if not data:
+                    writer.write_eof()
+                    return
                 writer.write(data)
                 await writer.drain()
+            except OSError:  # nobody is there any more; what they have sent before is still on its way
+                return
