@@ -141,6 +141,10 @@ class Node:
         own = " && ".join(
             f"mkdir -p {path} {self._directory}{path} && mount --bind {self._directory}{path} {path}" for path in OWN
         )
+        # Names of registries and the like are refused at once: there is nobody to ask.
+        names = self._directory / "resolv.conf"
+        names.write_text("nameserver 127.0.0.1\n")
+        own += f" && mount --bind {names} /etc/resolv.conf"
         script = f"set -e; hostname {self.name}; {own}; mount --make-rshared /; touch {self._directory}/up; exec sleep infinity"
         self._holder = subprocess.Popen(
             [
@@ -179,7 +183,6 @@ class Node:
         network = Path(f"{self._directory}/etc/cni/net.d")
         network.mkdir(parents=True, exist_ok=True)
         (network / "10-test.conflist").write_text(json.dumps(_cni_config(pod_network(self.number))))
-        (self._directory / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         (self._directory / "kubelet.yaml").write_text(yaml.safe_dump(self._kubelet_config()))
 
     def _kubelet_flags(self) -> list[str]:
