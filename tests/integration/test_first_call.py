@@ -65,8 +65,8 @@ async def test_a_model_that_generates_is_called_over_both_protocols(
     assert code == 0
     assert grpc.startswith("gRPC 127.0.0.1:")
     assert http.startswith("HTTP 127.0.0.1:")
-    assert ": model generated '" in grpc
-    assert ": model generated '" in http
+    assert ": model generated " in grpc
+    assert ": model generated " in http
 
 
 async def test_a_model_that_embeds_is_called_over_both_protocols(
