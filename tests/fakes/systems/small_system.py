@@ -152,4 +152,7 @@ async def started(model: Path) -> AsyncIterator[System]:
             )
         )
         await eventually(lambda: frontend.frontend._engines.view.num_engines == len(engines))
+        known = coordinator.registry.get_sample_value
+        await eventually(lambda: known("penstock_coordinator_engines", {"state": "serving"}) == len(engines))
+        await eventually(lambda: known("penstock_coordinator_frontends") == 1)
         yield System(frontend, engines, coordinator.registry)
