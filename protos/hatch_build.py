@@ -10,8 +10,16 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
+def files_of(descriptors: Path) -> list[str]:
+    """The files of a descriptor set that are in a folder of ours."""
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+    found = FileDescriptorSet.FromString(descriptors.read_bytes())
+    return [file.name for file in found.file if file.name.startswith("penstock/")]
+
+
 class GenerateStubs(BuildHookInterface[Any]):
-    """Runs protoc (messages, services and their type stubs) and puts the results into the wheel."""
+    """Runs protoc (messages, services and their type stubs) and puts the results into the wheel, with the service config."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
         """Generate into a temporary folder and name the files to hatchling."""
@@ -21,8 +29,11 @@ class GenerateStubs(BuildHookInterface[Any]):
         root = Path(self.root)
         self._out = tempfile.TemporaryDirectory()
         out = Path(self._out.name)
-        protos = sorted(str(p.relative_to(root)) for p in (root / "penstock").rglob("*.proto"))
-        well_known = Path(grpc_tools.__file__).parent / "_proto"
+        if (descriptors := root / "descriptors.binpb").exists():  # beside this file: compiled contracts of some version
+            protos, read = files_of(descriptors), [f"--descriptor_set_in={descriptors}"]
+        else:
+            protos = sorted(str(p.relative_to(root)) for p in (root / "penstock").rglob("*.proto"))
+            read = [f"-I{root}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
         outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
         # The mypy plugins stand beside the running interpreter, or on PATH in an isolated build.
         search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -30,7 +41,7 @@ class GenerateStubs(BuildHookInterface[Any]):
             f"--plugin={name}={shutil.which(name, path=search) or name}"
             for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
         ]
-        code = protoc.main(["protoc", f"-I{root}", f"-I{well_known}", *plugins, *outputs, *protos])
+        code = protoc.main(["protoc", *read, *plugins, *outputs, *protos])
         if code != 0:
             raise RuntimeError(f"protoc ended with {code}")
         for package in {
@@ -40,6 +51,7 @@ class GenerateStubs(BuildHookInterface[Any]):
         }:
             (package / "__init__.py").touch()
         (out / "penstock" / "py.typed").touch()
+        shutil.copy(root / "service_config.json", out / "penstock")
         for path in out.rglob("*"):
             if path.is_file():
                 build_data["force_include"][str(path)] = str(path.relative_to(out))

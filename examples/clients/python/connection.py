@@ -1,29 +1,15 @@
-"""A channel to a Penstock server: balancing, retries, keepalive, TLS, and a key in the metadata."""
+"""A channel to a Penstock server: balancing, health, retries, keepalive, TLS, and a key in the metadata."""
 
-import json
+from importlib import resources
 from pathlib import Path
 
 import grpc
 
-SERVICE_CONFIG = {
-    # One connection to each address that the name has, calls in turn.
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "methodConfig": [
-        {
-            "name": [{"service": "penstock.inference.v1.InferenceService"}],
-            # A call that failed before anything of its answer came is tried again, on the next address.
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-}
+SERVICE_CONFIG = resources.files("penstock").joinpath("service_config.json").read_text()
+"""Calls go in turn to all addresses that the name has, but not to a frontend that leaves. One that failed before anything of
+its answer came is tried again, on the next address."""
 OPTIONS = [
-    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+    ("grpc.service_config", SERVICE_CONFIG),
     ("grpc.keepalive_time_ms", 30_000),  # a server that vanished is noticed after 40 s, also in a silent stream
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),  # 4 MiB are too few for long log-probabilities

@@ -2,11 +2,11 @@
 
 ``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back; with n
 every sequence is that, word by word in turn. The log-probability of a word is minus its index.
-Three words are special: at HOLD the stream stands still until the call ends, a prompt that is BUSY is refused with a
-delay after which to retry, and the first call with a prompt that has FLAKY in it is UNAVAILABLE.
-What a real frontend validates and a client may want to see is validated: the temperature.
-``Chat`` does the same with the last message of the conversation; a word that is THINK puts those after it, up to the next
-THINK, into the reasoning.
+Some words are special: at HOLD the stream stands still until the call ends, at GONE it breaks, LARGE comes as more than 4 MiB, a
+prompt that is BUSY is refused with a delay after which to retry, and the first call with a prompt that has FLAKY in it is
+UNAVAILABLE. What a real frontend validates and a client may want to see is validated: the temperature.
+``GenerateSession`` does the same for each of its requests, and ends one by its id. ``Chat`` does the same with the last message
+of the conversation; a word that is THINK puts those after it, up to the next THINK, into the reasoning.
 """
 
 import asyncio
@@ -20,12 +20,17 @@ from penstock.inference.v1 import messages_pb2
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 from penstock_common.rpc.server import RpcServer
+from tests.fakes.patience import PATIENCE
 
 SERVICE = "penstock.inference.v1.InferenceService"
 HOLD = "<hold>"
 BUSY = "<busy>"
 FLAKY = "<flaky>"
+GONE = "<gone>"
+LARGE = "<large>"
 THINK = "<think>"
+LARGE_TEXT = "渡し船" * 600_000
+"""What LARGE comes as: 5.4 MB."""
 MODEL = messages_pb2.Model(name="fake", max_model_len=2048, num_engines=1, vocab_size=1000)
 MAX_TEMPERATURE = 100.0
 RETRY_AFTER = 2.5
@@ -43,7 +48,16 @@ class FakeInference:
     refused. ``capabilities``: what its model serves.
     """
 
-    def __init__(self, *, tls: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tls: tuple[bytes, bytes] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_age: float = 0.0,
+    ) -> None:
+        """``max_age``: seconds after which connections are moved; 0: they are not."""
+        self.host = host
         self.address = ""
         self.requests: list[messages_pb2.GenerateRequest] = []
         self.keys: list[str | bytes] = []
@@ -53,7 +67,9 @@ class FakeInference:
         self.abandoned = asyncio.Event()
         self.shuts_down_after: int | None = None
         self.capabilities = ["generate"]
-        self._server = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[SERVICE])
+        config = ServerConfig(host=host, port=port, max_connection_age=max_age)
+        self._server = RpcServer(config, service_names=[SERVICE])
+        self._asked = asyncio.Event()
         generate = grpc.unary_stream_rpc_method_handler(
             self._generate,
             request_deserializer=messages_pb2.GenerateRequest.FromString,
@@ -69,7 +85,12 @@ class FakeInference:
             request_deserializer=messages_pb2.ListModelsRequest.FromString,
             response_serializer=messages_pb2.ListModelsResponse.SerializeToString,
         )
-        handlers = {"Generate": generate, "Chat": chat, "ListModels": list_models}
+        session = grpc.stream_stream_rpc_method_handler(
+            self._session,
+            request_deserializer=messages_pb2.GenerateSessionRequest.FromString,
+            response_serializer=messages_pb2.GenerateSessionResponse.SerializeToString,
+        )
+        handlers = {"Generate": generate, "GenerateSession": session, "Chat": chat, "ListModels": list_models}
         self._server.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
 
     async def start(self) -> None:
@@ -77,17 +98,33 @@ class FakeInference:
         if self._tls is not None:
             encrypted = self._server.server.add_secure_port("localhost:0", grpc.ssl_server_credentials([self._tls]))
         port = await self._server.start()
-        self.address = f"127.0.0.1:{port}" if self._tls is None else f"localhost:{encrypted}"  # as the certificate says
+        self.address = (
+            f"{self.host}:{port}" if self._tls is None else f"localhost:{encrypted}"
+        )  # as the certificate says
         await self._server.set_serving(True)
 
     async def stop(self) -> None:
         """End the server and every call."""
         await self._server.stop(grace=0)
 
+    async def leave(self) -> None:
+        """End as a frontend does whose calls have ended, and which clients have left."""
+        await self._server.stop(grace=PATIENCE)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What its health says."""
+        await self._server.set_serving(serving)
+
+    async def asked(self, seconds: float) -> None:
+        """Wait for the next request. Raises TimeoutError if none comes in so many seconds."""
+        self._asked.clear()
+        await asyncio.wait_for(self._asked.wait(), seconds)
+
     async def _generate(
         self, request: messages_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[messages_pb2.GenerateResponse]:
         self.requests.append(request)
+        self._asked.set()
         self.keys.append(dict(context.invocation_metadata() or ()).get("authorization", ""))
         # Of token ids the fake makes as many words as are asked for.
         words = request.text.split() or ["word"] * request.sampling_params.max_tokens
@@ -100,11 +137,60 @@ class FakeInference:
             for index, word in enumerate(words):
                 if word == HOLD:
                     await asyncio.Event().wait()
+                if word == GONE:
+                    raise Unavailable("the engine went away", reason="ENGINE_GONE")
                 for sequence in range(max(request.sampling_params.n, 1)):
                     yield response(request, index, words, sequence)
         except (asyncio.CancelledError, GeneratorExit):  # while it waits, or while a message is being sent
             self.abandoned.set()
             raise
+
+    async def _session(
+        self, requests: AsyncIterator[messages_pb2.GenerateSessionRequest], context: Context
+    ) -> AsyncIterator[messages_pb2.GenerateSessionResponse]:
+        answers: asyncio.Queue[messages_pb2.GenerateSessionResponse | None] = asyncio.Queue()
+        running: dict[str, asyncio.Task[None]] = {}
+
+        async def answer(request: messages_pb2.GenerateRequest) -> None:
+            said = messages_pb2.GenerateResponse(request_id=request.request_id)
+            try:
+                async for said in self._generate(request, context):
+                    answers.put_nowait(messages_pb2.GenerateSessionResponse(output=said))
+            except RequestFailed as e:
+                failed = finish_pb2.RequestError(
+                    code=e.code, message=e.message, field=e.field, reason=e.reason, retry_after=e.retry_after
+                )
+                answers.put_nowait(
+                    messages_pb2.GenerateSessionResponse(
+                        error=messages_pb2.SessionError(request_id=request.request_id, error=failed)
+                    )
+                )
+            except asyncio.CancelledError:
+                ended = messages_pb2.GenerateResponse(
+                    request_id=request.request_id, finish_reason=finish_pb2.FINISH_REASON_ABORT
+                )
+                answers.put_nowait(messages_pb2.GenerateSessionResponse(output=ended))
+
+        async def read() -> None:
+            async for message in requests:
+                if message.HasField("generate"):
+                    request = message.generate
+                    running[request.request_id] = asyncio.create_task(answer(request))
+                else:
+                    running[message.abort_request_id].cancel()
+            await asyncio.gather(*running.values())
+            answers.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        try:
+            while (said := await answers.get()) is not None:
+                yield said
+        except (asyncio.CancelledError, GeneratorExit):
+            self.abandoned.set()
+            raise
+        finally:
+            for task in (reading, *running.values()):
+                task.cancel()
 
     async def _chat(
         self, request: messages_pb2.ChatRequest, context: Context
@@ -158,7 +244,7 @@ def response(
     message = messages_pb2.GenerateResponse(
         request_id=request.request_id or "random",
         index=sequence,
-        text=words[index] if index == 0 else f" {words[index]}",
+        text=f"{'' if index == 0 else ' '}{LARGE_TEXT if words[index] == LARGE else words[index]}",
         token_ids=[index],
     )
     if request.sampling_params.HasField("logprobs"):

@@ -1,0 +1,122 @@
+"""Call a Penstock server: continue a prompt, answer a message, many at once."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import grpc
+from commands import chat, generate, load, session, tell
+from connection import authorization, connect_aio, credentials
+from errors import describe
+
+from penstock.inference.v1 import service_pb2_grpc
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the command. Returns the exit code."""
+    args = parse_arguments()
+    try:
+        return asyncio.run(run(args))
+    except BrokenPipeError:  # nobody reads on: as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+async def run(args: argparse.Namespace) -> int:
+    """One channel, one command on it. SIGINT cancels its calls, and the server ends their work in the engine."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        tls = credentials(args.ca) if args.tls or args.ca else None
+    except OSError as error:
+        tell(f"--ca: {error}")
+        return EXIT_FAILED
+    metadata = authorization(os.environ.get("PENSTOCK_API_KEY", ""))
+    async with connect_aio(args.address, tls) as channel:
+        try:
+            return int(await args.run(service_pb2_grpc.InferenceServiceStub(channel), metadata, args))
+        except asyncio.CancelledError:
+            return EXIT_INTERRUPTED
+        except grpc.RpcError as error:
+            tell("\n".join(describe(error)))
+            return EXIT_FAILED
+        finally:
+            if args.run in (generate, chat):
+                print()
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Reads a whole number from ``low`` to ``high``. What it raises for another, argparse tells with the flag."""
+
+    def read(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"is '{text}'; it must be a whole number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """Reads a time above 0."""
+    try:
+        if (value := float(text)) > 0:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"is '{text}'; it must be a number of seconds above 0")
+
+
+COUNT = whole(1, 2**31 - 1)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(run: Callable[..., object]) -> argparse.ArgumentParser:
+        about = (run.__doc__ or "").splitlines()[0]
+        added = commands.add_parser(run.__name__, help=about, description=about)
+        added.set_defaults(run=run)
+        add_options(added)
+        return added
+
+    command(generate).add_argument("prompt")
+    talking = command(chat)
+    talking.add_argument("--system", default="", help="what to tell the model first")
+    talking.add_argument("message")
+    many = command(session)
+    many.add_argument("--abort-after", type=COUNT, metavar="N", help="end the first request after N messages of it")
+    many.add_argument("prompts", nargs="+", metavar="prompt")
+    loading = command(load)
+    loading.add_argument("--at-once", type=COUNT, default=1, metavar="N", help="calls that run together")
+    loading.add_argument("--calls", type=COUNT, metavar="N", help="calls in all; by default as many as at once")
+    loading.add_argument(
+        "--for", type=seconds, dest="seconds", metavar="SECONDS", help="begin calls until then instead"
+    )
+    loading.add_argument("prompt")
+    return parser.parse_args()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What all commands take. A field that is not given stays unset and takes the model's default."""
+    parser.add_argument("--address", default="localhost:50051", help="host:port of the server (%(default)s)")
+    parser.add_argument("--tls", action="store_true", help="encrypt the connection")
+    parser.add_argument("--ca", default="", help="file of the certificates to trust; with it, --tls is not needed")
+    parser.add_argument("--timeout", type=seconds, help="deadline of each call in seconds")
+    parser.add_argument("--model", default="", help="name of the model; by default the one that is served")
+    parser.add_argument("--max-tokens", type=whole(0, 2**32 - 1), help="longest output in tokens")
+    parser.add_argument("--temperature", type=float, help="0 is greedy")
+    parser.add_argument("--seed", type=whole(-(2**63), 2**63 - 1), help="makes the output reproducible")
+    parser.add_argument("--stop", action="append", default=[], help="a string that ends the output; repeatable")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

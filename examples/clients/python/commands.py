@@ -1,0 +1,139 @@
+"""What the client does: one function per command, each an exit code."""
+
+import asyncio
+import sys
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+from errors import describe, describe_one
+
+from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.inference.v1 import messages_pb2
+
+EXIT_FAILED = 1
+
+if TYPE_CHECKING:  # the class is there for type checkers alone: at run time both kinds of channel take the same
+    from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub as Stub
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def params(args: Namespace) -> sampling_pb2.SamplingParams:
+    """What was asked for. A field left out, which is None, takes the model's default."""
+    return sampling_pb2.SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, stop=args.stop
+    )
+
+
+def tell(line: str) -> None:
+    """A line about what went wrong."""
+    print(line, file=sys.stderr, flush=True)
+
+
+async def generate(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+    """Print the text as it arrives."""
+    request = messages_pb2.GenerateRequest(model=args.model, text=args.prompt, sampling_params=params(args))
+    async for response in stub.Generate(request, timeout=args.timeout, metadata=metadata):
+        print(response.text, end="", flush=True)
+    return 0
+
+
+async def chat(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+    """Print the answer as it arrives."""
+    turns = [("system", args.system)] if args.system else []
+    messages = [messages_pb2.ChatMessage(role=role, content=text) for role, text in [*turns, ("user", args.message)]]
+    request = messages_pb2.ChatRequest(model=args.model, messages=messages, sampling_params=params(args))
+    async for response in stub.Chat(request, timeout=args.timeout, metadata=metadata):
+        print(response.content, end="", flush=True)
+    return 0
+
+
+class Session:
+    """Many requests on one stream, numbered from 0: what each has said until now."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._texts: defaultdict[str, str] = defaultdict(str)
+        self._messages_of_first = 0
+        self._may_end = asyncio.Event()
+        self._abort = False
+        if args.abort_after is None:
+            self._may_end.set()
+
+    async def requests(self) -> AsyncIterator[messages_pb2.GenerateSessionRequest]:
+        """All of them, and the end of the first one where that is wanted. When this ends, no more are to come."""
+        for number, prompt in enumerate(self._args.prompts):
+            request = messages_pb2.GenerateRequest(
+                model=self._args.model, request_id=str(number), text=prompt, sampling_params=params(self._args)
+            )
+            yield messages_pb2.GenerateSessionRequest(generate=request)
+        await self._may_end.wait()
+        if self._abort:
+            yield messages_pb2.GenerateSessionRequest(abort_request_id="0")
+
+    def take(self, response: messages_pb2.GenerateSessionResponse) -> int:
+        """Print a text that is whole, or why there is none. Returns what to exit with if it is the last."""
+        if response.HasField("error"):
+            first, *lines = describe_one(response.error.error)
+            tell("\n".join([f"[{response.error.request_id}] {first}", *lines]))
+            self._count(response.error.request_id, ended=True)
+            return EXIT_FAILED
+        output = response.output
+        self._texts[output.request_id] += output.text
+        if output.finish_reason:
+            aborted = " (aborted)" if output.finish_reason == finish_pb2.FINISH_REASON_ABORT else ""
+            print(f"[{output.request_id}] {self._texts.pop(output.request_id)}{aborted}", flush=True)
+        self._count(output.request_id, ended=bool(output.finish_reason))
+        return 0
+
+    def _count(self, request_id: str, *, ended: bool) -> None:
+        """Watch the first request, for ``--abort-after``."""
+        if request_id != "0" or self._may_end.is_set():
+            return
+        self._messages_of_first += 1
+        self._abort = not ended and self._messages_of_first >= self._args.abort_after
+        if ended or self._abort:
+            self._may_end.set()
+
+
+async def session(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+    """Continue all prompts over one stream; each text is printed when it is whole."""
+    running = Session(args)
+    call = stub.GenerateSession(running.requests(), timeout=args.timeout, metadata=metadata)
+    return max([running.take(response) async for response in call], default=0)
+
+
+async def load(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+    """Make many calls of Generate, some at once, and count them."""
+    request = messages_pb2.GenerateRequest(model=args.model, text=args.prompt, sampling_params=params(args))
+    calls = failed = messages = begun = 0
+    start = time.monotonic()
+
+    def more() -> bool:
+        if args.seconds is not None:
+            return time.monotonic() - start < args.seconds
+        return begun < (args.calls or args.at_once)
+
+    async def one_after_the_other() -> None:
+        nonlocal calls, failed, messages, begun
+        while more():
+            begun += 1
+            try:
+                async for _ in stub.Generate(request, timeout=args.timeout, metadata=metadata):
+                    messages += 1
+            except grpc.RpcError as error:
+                tell("\n".join(describe(error)))
+                failed += 1
+            calls += 1
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(args.at_once):
+                group.create_task(one_after_the_other())
+    finally:
+        print(f"calls: {calls}, failed: {failed}, messages: {messages}, seconds: {time.monotonic() - start:.1f}")
+    return EXIT_FAILED if failed else 0

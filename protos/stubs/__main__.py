@@ -1,0 +1,41 @@
+"""Build the packages of the contracts: ``python protos/stubs [--out FOLDER] [--released FILE] [LANGUAGE...]``."""
+
+import argparse
+import importlib
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import source
+
+LANGUAGES = ("python", "node", "go", "java", "rust")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    """Build what is asked for. What lacks its tools is named and left out; asked for by name, it is an error."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("languages", nargs="*", choices=[[], *LANGUAGES], metavar="LANGUAGE", help=", ".join(LANGUAGES))
+    parser.add_argument("--out", type=Path, default=ROOT / "build/stubs", help="where the packages go")
+    parser.add_argument(
+        "--released", type=Path, help="a descriptor set in protos/released, instead of the contracts as they are"
+    )
+    args = parser.parse_args()
+    out = args.out.resolve()
+    contracts = source.released(args.released, out) if args.released else source.current(out)
+    absent = 0
+    for language in args.languages or LANGUAGES:
+        module = importlib.import_module(language)
+        if missing := [name for name in module.NEEDS if shutil.which(name) is None]:
+            print(f"{language}: skipped, no {', '.join(missing)} on PATH", flush=True)
+            absent += 1
+            continue
+        begun = time.monotonic()
+        built = module.build(contracts, out)
+        print(f"{language}: {built} ({time.monotonic() - begun:.0f} s)", flush=True)
+    return 1 if args.languages and absent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

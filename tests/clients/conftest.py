@@ -1,0 +1,47 @@
+"""A client in each language, and servers for it."""
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.clients.languages import LANGUAGES, Language
+from tests.clients.running import Client
+from tests.fakes.frontends.fake_inference import FakeInference
+
+WANTED = [name for name in os.environ.get("PENSTOCK_CLIENTS", "").split(",") if name]
+"""Languages to try; by default all."""
+_commands: dict[str, list[str]] = {}
+_broken: set[str] = set()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which languages were run."""
+    if _commands:
+        terminalreporter.write_line(f"clients that were run: {', '.join(_commands)}")
+
+
+@pytest.fixture(
+    params=[language for language in LANGUAGES if not WANTED or language.name in WANTED], ids=lambda x: x.name
+)
+def client(request: pytest.FixtureRequest) -> Client:
+    """The client in a language, built once."""
+    language: Language = request.param
+    if language.name in _broken:
+        pytest.fail(f"it could not be built: see the first test of {language.name}")
+    if language.name not in _commands:
+        try:
+            _commands[language.name] = language.command()
+        except AssertionError:
+            _broken.add(language.name)
+            raise
+    return Client(_commands[language.name])
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeInference]:
+    """A public API without a model."""
+    fake = FakeInference()
+    await fake.start()
+    yield fake
+    await fake.stop()

@@ -1,0 +1,71 @@
+"""The languages that there are clients in: what each needs, how it is built from the packages, and its command line."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "clients"
+BUILD = ROOT / "build" / "clients"
+RELEASED = os.environ.get("PENSTOCK_STUBS", "")
+"""A descriptor set of ``protos/released`` to build the clients from, instead of the contracts as they are."""
+
+
+class Language(msgspec.Struct, frozen=True):
+    """``needs``: names of executables. ``package``: what it is built from has a package of its own in ``protos/stubs``;
+    ``build`` takes the folder of packages and one to build in, and returns the command line.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    build: Callable[[Path, Path], list[str]]
+    package: bool = True
+    get: str = ""
+    """How to get what it needs, for people."""
+
+    @property
+    def missing(self) -> str:
+        """Why it cannot be built here; empty where it can."""
+        absent = [name for name in self.needs if shutil.which(name) is None]
+        return (
+            f"no {' and '.join(absent)} on PATH, for clients in {self.name}{self.get and f' ({self.get})'}"
+            if absent
+            else ""
+        )
+
+    def command(self) -> list[str]:
+        """Its command line, built where it has to be. Skips the test where it cannot be."""
+        if self.missing:
+            pytest.skip(self.missing)
+        stubs = BUILD / (f"stubs-{Path(RELEASED).stem}" if RELEASED else "stubs")
+        if self.package:
+            released = ["--released", RELEASED] if RELEASED else []
+            run([sys.executable, str(ROOT / "protos/stubs"), "--out", str(stubs), *released, self.name.split("-")[0]])
+        out = BUILD / (f"{self.name}-{Path(RELEASED).stem}" if RELEASED else self.name)
+        out.mkdir(parents=True, exist_ok=True)
+        return self.build(stubs, out)
+
+
+def run(command: list[str], folder: Path = ROOT, **env: str) -> None:
+    """Run a step of a build. Raises AssertionError with what it said if it fails."""
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+
+
+def python(stubs: Path, out: Path) -> list[str]:
+    """The wheel alone is put before what this environment has of the contracts."""
+    (wheel,) = (stubs / "python").glob("*.whl")
+    installed = out / "site"
+    shutil.rmtree(installed, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    run([*pip, "--target", str(installed), str(wheel)])
+    return ["env", f"PYTHONPATH={installed}", sys.executable, "-W", "error", str(EXAMPLES / "python/client.py")]
+
+
+LANGUAGES = (Language("python", ("python3",), python),)

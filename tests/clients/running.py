@@ -1,0 +1,60 @@
+"""A client's process, as a user runs it."""
+
+import asyncio
+import os
+from typing import NamedTuple
+
+from tests.fakes.patience import PATIENCE
+
+
+class Ended(NamedTuple):
+    """What a client left behind."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+class Client:
+    """``command``: its command line, without arguments."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+
+    def behind(self, *command: str) -> "Client":
+        """The same, started by another program."""
+        return Client([*command, *self._command])
+
+    async def start(self, address: str, *arguments: str, key: str = "") -> asyncio.subprocess.Process:
+        """Begin ``arguments[0]``, a command, with the options and texts that follow."""
+        name, *rest = arguments
+        env = {**os.environ, "PENSTOCK_API_KEY": key}
+        if not key:
+            del env["PENSTOCK_API_KEY"]
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            name,
+            "--address",
+            address,
+            *rest,
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def run(self, address: str, *arguments: str, key: str = "") -> Ended:
+        """Run it to its own end."""
+        return await ended(await self.start(address, *arguments, key=key))
+
+
+async def ended(process: asyncio.subprocess.Process) -> Ended:
+    """Wait for its end."""
+    out, err = await asyncio.wait_for(process.communicate(), PATIENCE)
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+async def read(process: asyncio.subprocess.Process, text: str) -> None:
+    """Wait until it has printed ``text``, and nothing else."""
+    assert process.stdout is not None
+    expected = text.encode()
+    assert await asyncio.wait_for(process.stdout.readexactly(len(expected)), PATIENCE) == expected

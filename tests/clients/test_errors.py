@@ -1,0 +1,133 @@
+"""What people read when a call fails, and when they have typed what is no command line."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from penstock_frontend.config.auth import AuthConfig
+from tests.clients.running import Client
+from tests.fakes.engines.fake_engine import FakeEngine
+from tests.fakes.frontends.fake_inference import BUSY, HOLD, FakeInference
+from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.models.small_tokenizers import byte_level, save_model
+from tests.fakes.network.certificates import Authority, Identity
+from tests.fakes.patience import PATIENCE
+
+KEY = "sk-alice-0123456789"
+
+
+async def test_a_wrong_field_is_named(client: Client, server: FakeInference) -> None:
+    done = await client.run(server.address, "generate", "--temperature", "900", "hello")
+    message = "sampling_params.temperature is 900; it must be from 0 to 100"
+    assert (done.code, done.out) == (1, "\n")
+    assert done.err.splitlines() == [
+        f"INVALID_ARGUMENT: {message}",
+        "  reason: INVALID_FIELD",
+        f"  field: sampling_params.temperature: {message}",
+    ]
+
+
+async def test_a_full_queue_says_when_to_retry(client: Client, server: FakeInference) -> None:
+    done = await client.run(server.address, "generate", BUSY)
+    assert done.code == 1
+    assert done.err.splitlines()[1:] == ["  reason: QUEUE_FULL", "  retry after: 2.5 s"]
+
+
+async def test_a_server_that_is_not_there_is_unavailable(client: Client, server: FakeInference) -> None:
+    await server.stop()
+    done = await client.run(server.address, "generate", "hello")
+    assert (done.code, done.err.split(":")[0]) == (1, "UNAVAILABLE")
+
+
+async def test_a_server_that_goes_away_in_the_middle_of_a_text_is_told(client: Client, server: FakeInference) -> None:
+    running = asyncio.create_task(client.run(server.address, "generate", f"one two {HOLD}"))
+    async with asyncio.timeout(PATIENCE):
+        while not server.requests:
+            await asyncio.sleep(0.01)
+    await server.stop()
+    done = await running
+    assert (done.code, done.err.split(":")[0]) in [(1, "UNAVAILABLE"), (1, "CANCELLED")]
+
+
+async def test_a_key_goes_into_the_metadata(client: Client, server: FakeInference) -> None:
+    assert (await client.run(server.address, "generate", "hello", key="sesame")).code == 0
+    assert (await client.run(server.address, "generate", "hello")).code == 0
+    assert server.keys == ["Bearer sesame", ""]
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    """What has signed the server's certificate."""
+    return Authority()
+
+
+async def test_a_connection_is_encrypted_and_the_server_known_by_its_certificate(
+    client: Client, authority: Authority, tmp_path: Path
+) -> None:
+    identity: Identity = authority.issue("localhost")
+    fake = FakeInference(tls=(identity.key, identity.certificate))
+    await fake.start()
+    files = identity.write(tmp_path / "right")
+    other = Authority().issue("localhost").write(tmp_path / "wrong")
+    try:
+        assert await client.run(fake.address, "generate", "--ca", files.ca, "the ferry") == (0, "the ferry\n", "")
+        untrusted = [
+            await client.run(fake.address, "generate", *flags, "the ferry") for flags in (["--tls"], ["--ca", other.ca])
+        ]
+    finally:
+        await fake.stop()
+    for done in untrusted:
+        assert done.code == 1
+        assert "UNAVAILABLE: " in done.err
+    assert len(fake.requests) == 1
+
+
+async def test_a_file_that_is_not_there_is_named(client: Client, server: FakeInference) -> None:
+    done = await client.run(server.address, "generate", "--ca", "/no/such.pem", "hello")
+    assert done.code in (1, 2)
+    assert "/no/such.pem" in done.err
+    assert len(done.err.splitlines()) < 4, "a stack trace is not for people"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["generate"], []),
+        (["generate", "--max-tokens", "many", "hello"], ["--max-tokens", "many"]),
+        (["generate", "--max-tokens", "-1", "hello"], ["--max-tokens", "-1"]),
+        (["generate", "--seed", str(2**63), "hello"], ["--seed", str(2**63)]),
+        (["generate", "--temperature", "warm", "hello"], ["--temperature", "warm"]),
+        (["generate", "--timeout", "0", "hello"], ["--timeout", "0"]),
+        (["generate", "--no-such", "hello"], ["no-such"]),
+        (["sing", "hello"], ["sing"]),
+        (["load", "--at-once", "0", "hello"], ["--at-once", "0"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+async def test_what_is_no_command_line_is_told_with_its_usage(
+    client: Client, server: FakeInference, arguments: list[str], told: list[str]
+) -> None:
+    done = await client.run(server.address, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "usage" in done.err.lower()
+    assert all(word in done.err for word in told), done.err
+    assert server.requests == []
+
+
+async def test_a_key_that_nobody_knows_is_refused(client: Client, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    file = tmp_path / "keys.txt"
+    file.write_text(f"{KEY} name=alice tenant=acme\n")
+    async with (
+        FakeEngine(vocab_size=byte_level().get_vocab_size()) as engine,
+        FrontendServer(model, engines=[engine.address], auth=AuthConfig(api_keys=str(file))) as frontend,
+    ):
+        address = f"127.0.0.1:{frontend.frontend.port}"
+        right = await client.run(address, "generate", "--max-tokens", "1", "hello", key=KEY)
+        wrong = await client.run(address, "generate", "hello", key="sk-somebody-9876543210")
+        none = await client.run(address, "generate", "hello")
+    assert right.code == 0, right.err
+    for done in (wrong, none):
+        assert (done.code, done.err.split(":")[0]) == (1, "UNAUTHENTICATED")
+        assert "  reason: CREDENTIALS_" in done.err
