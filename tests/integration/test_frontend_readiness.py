@@ -51,6 +51,7 @@ async def test_health_says_when_no_more_requests_may_come_in(manual: FakeEngine,
         calls = [frontend.generate(max_tokens=1) for _ in range(2)]
         await manual.until(lambda e: len(e.running) == 2)
         await frontend.until_health(serving=False)
+        assert await status(frontend, "") == health_pb2.HealthCheckResponse.SERVING  # refusals say when to try again
         manual.step()
         assert all([await collect(call) for call in calls])
         await frontend.until_health(serving=True)

@@ -145,7 +145,7 @@ class Frontend:
             if told != self._readiness.ready:
                 told = self._readiness.ready
                 get_logger().info("serving" if told else f"not serving: {self._readiness.why}")
-                await self._servers.public.set_serving(told)
+            await self._servers.tell_health()
 
     def stop(self) -> None:
         """End ``main_loop``; called again, cut the draining short."""
@@ -157,7 +157,7 @@ class Frontend:
     async def shutdown(self) -> None:
         """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
         self._readiness.drain()
-        await self._servers.public.set_serving(False)
+        await self._servers.tell_health()
         ended_by = await self._drain()
         if self._living is not None:
             self._living.cancel()

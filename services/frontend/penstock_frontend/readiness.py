@@ -23,6 +23,13 @@ class Readiness:
         return not self.why
 
     @property
+    def answers(self) -> bool:
+        """Whether to begin calls here, for clients that choose among frontends themselves: also while it is full, because a refusal
+        says when to try again, and a client that finds no frontend well is told nothing.
+        """
+        return self._seen and not self._draining
+
+    @property
     def why(self) -> str:
         """Why not; empty where it is ready."""
         if self._draining:
@@ -33,12 +40,12 @@ class Readiness:
 
     def update(self, *, engine: bool, view: bool, full: bool) -> bool:
         """What is so now: an engine takes requests, the coordinator has told of the cluster, no more requests may come in.
-        Returns whether that changed ``ready``.
+        Returns whether that changed ``ready`` or ``answers``.
         """
-        before = self.ready
+        before = self.ready, self.answers
         self._seen = self._seen or engine or (view and self._without_engines)
         self._full = full
-        return self.ready != before
+        return (self.ready, self.answers) != before
 
     def drain(self) -> None:
         """It is to stop."""

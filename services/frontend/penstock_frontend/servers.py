@@ -30,10 +30,14 @@ from penstock_frontend.processing.prompts.model_card import load_model_card
 from penstock_frontend.readiness import Readiness
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
+PUBLIC_SERVICES = (inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
+EVERYTHING = ""
+"""The health name of the server itself, which clients' channels watch."""
+
 
 class Servers:
-    """``start`` them, ``drain`` and ``stop`` them. What the public server's health says is told it: ``public.set_serving``; what
-    the other protocols say of it they ask ``readiness``.
+    """``start`` them, ``drain`` and ``stop`` them. What gRPC's health says is told by ``tell_health``; what the other protocols say of
+    it they ask ``readiness``.
     """
 
     def __init__(
@@ -67,6 +71,11 @@ class Servers:
         await self.admin.set_serving(True)
         await self.http.start()
 
+    async def tell_health(self) -> None:
+        """Tell watchers what ``readiness`` says: services' names whether to route here, the empty one whether to begin calls."""
+        await self.public.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
+        await self.public.set_serving(self._readiness.answers, EVERYTHING)
+
     def drain(self) -> None:
         """Serve on, and let clients go elsewhere. gRPC connections go by their age, which cannot be set anew."""
         self.http.drain()
@@ -84,7 +93,7 @@ class Servers:
         config, assembly = self._config, self._assembly
         public = RpcServer(
             config.server,
-            service_names=[inference.SERVICE_NAME, vllm_engine.SERVICE_NAME],
+            service_names=PUBLIC_SERVICES,
             interceptors=_public_guards(authenticator),
             observer=self._calls,
             check_responses=True,

@@ -6,7 +6,7 @@ from penstock_frontend.readiness import DRAINING, FULL, SEEN, Readiness
 def test_it_is_ready_from_the_first_engine_on_whatever_becomes_of_it() -> None:
     readiness = Readiness(without_engines=False)
     assert not readiness.update(engine=False, view=True, full=False)
-    assert (readiness.ready, readiness.why) == (False, SEEN)
+    assert (readiness.ready, readiness.answers, readiness.why) == (False, False, SEEN)
     assert readiness.update(engine=True, view=True, full=False)
     assert not readiness.update(engine=False, view=True, full=False)
     assert (readiness.ready, readiness.why) == (True, "")
@@ -24,6 +24,7 @@ def test_it_is_not_ready_while_it_is_full() -> None:
     readiness.update(engine=True, view=False, full=False)
     assert readiness.update(engine=True, view=False, full=True)
     assert readiness.why == FULL
+    assert readiness.answers
     assert readiness.update(engine=False, view=False, full=False)
     assert readiness.ready
 
@@ -34,3 +35,4 @@ def test_it_is_not_ready_any_more_once_it_drains() -> None:
     readiness.drain()
     assert not readiness.update(engine=True, view=False, full=False)
     assert readiness.why == DRAINING
+    assert not readiness.answers
