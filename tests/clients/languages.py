@@ -68,4 +68,19 @@ def python(stubs: Path, out: Path) -> list[str]:
     return ["env", f"PYTHONPATH={installed}", sys.executable, "-W", "error", str(EXAMPLES / "python/client.py")]
 
 
-LANGUAGES = (Language("python", ("python3",), python),)
+def node(stubs: Path, out: Path) -> list[str]:
+    """Compiled by tsc, beside the package that was built."""
+    shutil.copytree(EXAMPLES / "node", out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("node_modules", "build"))
+    (package,) = (stubs / "node").glob("penstock-protos-*.tgz")
+    npm = shutil.which("npm") or "npm"
+    if not (out / "node_modules/.package-lock.json").exists():
+        run([npm, "ci", "--silent", "--no-audit", "--no-fund"], out)
+    run([npm, "install", "--silent", "--no-audit", "--no-fund", "--no-save", str(package)], out)
+    run([npm, "run", "--silent", "build"], out)
+    return ["node", "--throw-deprecation", str(out / "build/client.js")]
+
+
+LANGUAGES = (
+    Language("python", ("python3",), python),
+    Language("node", ("node", "npm"), node, get="apt-get install nodejs npm"),
+)
