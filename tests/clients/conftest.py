@@ -11,7 +11,9 @@ from tests.fakes.frontends.fake_inference import FakeInference
 
 WANTED = [name for name in os.environ.get("PENSTOCK_CLIENTS", "").split(",") if name]
 """Languages to try; by default all."""
-assert set(WANTED) <= {language.name for language in LANGUAGES}, f"PENSTOCK_CLIENTS is {WANTED}: there are not all of these"
+assert set(WANTED) <= {language.name for language in LANGUAGES}, (
+    f"PENSTOCK_CLIENTS is {WANTED}: there are not all of these"
+)
 _commands: dict[str, list[str]] = {}
 _broken: set[str] = set()
 

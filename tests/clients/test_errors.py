@@ -1,18 +1,17 @@
 """What people read when a call fails, and when they have typed what is no command line."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from penstock_frontend.config.auth import AuthConfig
-from tests.clients.running import Client
+from tests.clients.running import Client, ended, read
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.fake_inference import BUSY, HOLD, FakeInference
 from tests.fakes.frontends.frontend_server import FrontendServer
 from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.network.certificates import Authority, Identity
-from tests.fakes.patience import PATIENCE
+from tests.fakes.network.tcp_proxy import TcpProxy
 
 KEY = "sk-alice-0123456789"
 
@@ -41,13 +40,17 @@ async def test_a_server_that_is_not_there_is_unavailable(client: Client, server:
 
 
 async def test_a_server_that_goes_away_in_the_middle_of_a_text_is_told(client: Client, server: FakeInference) -> None:
-    running = asyncio.create_task(client.run(server.address, "generate", f"one two {HOLD}"))
-    async with asyncio.timeout(PATIENCE):
-        while not server.requests:
-            await asyncio.sleep(0.01)
-    await server.stop()
-    done = await running
-    assert (done.code, done.err.split(":")[0]) in [(1, "UNAVAILABLE"), (1, "CANCELLED")]
+    cable = TcpProxy(int(server.address.rpartition(":")[2]))
+    await cable.start()
+    try:
+        process = await client.start(f"127.0.0.1:{cable.port}", "generate", f"one two {HOLD}")
+        await read(process, "one two")
+        cable.refuse()
+        cable.cut()
+        done = await ended(process)
+    finally:
+        await cable.close()
+    assert (done.code, done.out, done.err.split(":")[0]) == (1, "\n", "UNAVAILABLE")
 
 
 async def test_a_key_goes_into_the_metadata(client: Client, server: FakeInference) -> None:
