@@ -138,6 +138,15 @@ proto-break: ## Hold the contracts against those of the last release, where npm 
 proto-release: proto-break ## Keep the contracts as they are as those of release VERSION
 	@test -n "$(VERSION)" || { echo "usage: make proto-release VERSION=0.2.0" >&2; exit 1; }
 	@cd protos && ../$(BUF) build --exclude-source-info -o released/v$(VERSION).binpb && echo "wrote protos/released/v$(VERSION).binpb"
+	@$(BIN)/python -m tests.contract.words $(VERSION)
+
+.PHONY: stubs
+stubs: setup ## Build the packages of the contracts: wheel, npm package, Go module, Maven jar, crate, into build/stubs
+	@$(BIN)/python protos/stubs $(LANGUAGES)
+
+.PHONY: clients-test
+clients-test: setup ## The clients of every language that there are tools for, built from the packages, against one suite
+	@$(PYTEST) tests/clients -n 0 -q
 
 .PHONY: format
 format: setup ## Format and fix what ruff can fix

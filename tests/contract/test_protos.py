@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileOptions
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 OF_OTHERS = PROTOS / "penstock" / "keda"
@@ -47,6 +48,22 @@ def test_package_follows_the_directory_and_ends_in_v1(path: Path) -> None:
     package = descriptor(path).package
     assert package == ".".join(path.parent.parts)
     assert package.endswith(".v1")
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_code_of_every_language_has_its_package(path: Path) -> None:
+    _, area, version = path.parent.parts
+    title = {"enginecore": "EngineCore"}.get(area, area.capitalize())
+    file = FileDescriptorProto.FromString(descriptor(path).serialized_pb)
+    expected = FileOptions(
+        csharp_namespace=f"Penstock.{title}.{version.upper()}",
+        go_package=f"penstock.io/protos/{area}/{version};{area}{version}",
+        java_multiple_files=True,
+        java_outer_classname="".join(part.capitalize() for part in path.stem.split("_")) + "Proto",
+        java_package=f"io.penstock.{area}.{version}",
+        objc_class_prefix=f"PST{title}",
+    )
+    assert file.options == expected
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
