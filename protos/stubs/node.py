@@ -41,7 +41,9 @@ def build(source: Source, out: Path) -> Path:
     subprocess.run([npm, "install", "--silent", "--no-audit", "--no-fund"], cwd=project, check=True)
     _generate(source, project)
     subprocess.run([str(project / "node_modules/.bin/tsc"), "--project", "."], cwd=project, check=True)
-    subprocess.run([npm, "pack", "--silent", "--pack-destination", str(folder)], cwd=project, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [npm, "pack", "--silent", "--pack-destination", str(folder)], cwd=project, check=True, stdout=subprocess.DEVNULL
+    )
     return folder / f"penstock-protos-{source.version}.tgz"
 
 

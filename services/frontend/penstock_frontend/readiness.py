@@ -24,8 +24,8 @@ class Readiness:
 
     @property
     def answers(self) -> bool:
-        """Whether to begin calls here, for clients that choose among frontends themselves: also while it is full, because a refusal
-        says when to try again, and a client that finds no frontend well is told nothing.
+        """Whether to begin calls here, for clients that choose among frontends themselves: also while it is full, because a
+        refusal says when to try again, and a client that finds no frontend well is told nothing.
         """
         return self._seen and not self._draining
 

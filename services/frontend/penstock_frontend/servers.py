@@ -36,8 +36,8 @@ EVERYTHING = ""
 
 
 class Servers:
-    """``start`` them, ``drain`` and ``stop`` them. What gRPC's health says is told by ``tell_health``; what the other protocols say of
-    it they ask ``readiness``.
+    """``start`` them, ``drain`` and ``stop`` them. What gRPC's health says is told by ``tell_health``; what the other protocols
+    say of it they ask ``readiness``.
     """
 
     def __init__(
