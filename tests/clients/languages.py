@@ -1,5 +1,6 @@
 """The languages that there are clients in: what each needs, how it is built from the packages, and its command line."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "clients"
@@ -43,13 +45,25 @@ class Language(msgspec.Struct, frozen=True):
         """Its command line, built where it has to be. Skips the test where it cannot be."""
         if self.missing:
             pytest.skip(self.missing)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with FileLock(BUILD / "lock"):  # several processes run tests
+            return self._built()
+
+    def _built(self) -> list[str]:
         stubs = BUILD / (f"stubs-{Path(RELEASED).stem}" if RELEASED else "stubs")
+        done = BUILD / f"{self.name}{RELEASED and f'-{Path(RELEASED).stem}'}.built"
+        if done.exists() and (run_id := os.environ.get("PYTEST_XDIST_TESTRUNUID")):
+            built = json.loads(done.read_text())
+            if built["run"] == run_id:
+                return list(built["command"])
         if self.package:
             released = ["--released", RELEASED] if RELEASED else []
             run([sys.executable, str(ROOT / "protos/stubs"), "--out", str(stubs), *released, self.name.split("-")[0]])
         out = BUILD / (f"{self.name}-{Path(RELEASED).stem}" if RELEASED else self.name)
         out.mkdir(parents=True, exist_ok=True)
-        return self.build(stubs, out)
+        command = self.build(stubs, out)
+        done.write_text(json.dumps({"run": os.environ.get("PYTEST_XDIST_TESTRUNUID"), "command": command}))
+        return command
 
 
 def run(command: list[str], folder: Path = ROOT, **env: str) -> None:

@@ -1,4 +1,4 @@
-"""The code in docs/clients is the code of examples/clients, which is run by tests/e2e/test_clients.py."""
+"""The code in docs/clients is the code of examples/clients, which tests/clients runs."""
 
 import re
 import textwrap
@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
-LANGUAGES = {"python", "js", "go", "java"}
+LANGUAGES = {"python", "ts", "go", "java", "kotlin", "rust", "cpp"}
 FENCE = re.compile(r"^(?:<!-- (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 TOPICS = {
-    "python": ["Stubs", "A streaming call", "Cancellation", "Deadline"],
-    "node": ["Stubs", "A streaming call", "Cancellation and deadline"],
+    "python": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],
+    "node": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
     "go": ["Stubs", "A streaming call", "Cancellation and deadline"],
     "java": ["Stubs", "A streaming call", "Cancellation", "Deadline"],
 }

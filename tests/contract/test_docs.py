@@ -69,7 +69,6 @@ OTHER_NAMES = {
     "docs/clients/node.md": {"@grpc/proto-loader"},
     "docs/pooling.md": {"1_Pooling/config.json"},
     "examples/clients/go/README.md": {"node_modules/.bin", "go.sum"},
-    "examples/clients/node/README.md": {"@grpc/proto-loader"},
 }
 """Spans that look like a path of this repository and are none."""
 

@@ -71,7 +71,7 @@ class Defaults:
         text = re.sub(r"penstock (generate|chat|status)\b", rf"penstock \1{address}", text)
         text = re.sub(r"penstock status\b", f"penstock status --admin-address localhost:{self.admin}", text)
         text = re.sub(r"(penstock bench .*)", rf"\1{address} --requests 4 --warmup 0", text)
-        return re.sub(r"(python examples/clients/python/generate.py)", rf"\1{address}", text)
+        return re.sub(r"(python examples/clients/python/client.py generate)", rf"\1{address}", text)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ async def run(args: argparse.Namespace) -> int:
             return int(await args.run(service_pb2_grpc.InferenceServiceStub(channel), metadata, args))
         except asyncio.CancelledError:
             return EXIT_INTERRUPTED
-        except grpc.RpcError as error:
+        except grpc.aio.AioRpcError as error:
             tell("\n".join(describe(error)))
             return EXIT_FAILED
         finally:

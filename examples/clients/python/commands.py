@@ -115,8 +115,8 @@ async def load(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
 
     def more() -> bool:
         if args.seconds is not None:
-            return time.monotonic() - start < args.seconds
-        return begun < (args.calls or args.at_once)
+            return bool(time.monotonic() - start < args.seconds)
+        return bool(begun < (args.calls or args.at_once))
 
     async def one_after_the_other() -> None:
         nonlocal calls, failed, messages, begun
@@ -125,7 +125,7 @@ async def load(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
             try:
                 async for _ in stub.Generate(request, timeout=args.timeout, metadata=metadata):
                     messages += 1
-            except grpc.RpcError as error:
+            except grpc.aio.AioRpcError as error:
                 tell("\n".join(describe(error)))
                 failed += 1
             calls += 1

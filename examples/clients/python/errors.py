@@ -8,11 +8,10 @@ from google.rpc import error_details_pb2, status_pb2
 from penstock.common.v1 import finish_pb2
 
 
-def describe(error: grpc.RpcError) -> Iterator[str]:
+def describe(error: grpc.aio.AioRpcError) -> Iterator[str]:
     """The code and the message of a failed call, and its ``google.rpc`` details."""
     yield f"{error.code().name}: {error.details()}"
-    metadata = {entry[0]: entry[1] for entry in error.trailing_metadata() or ()}
-    status = status_pb2.Status.FromString(metadata.get("grpc-status-details-bin", b""))
+    status = status_pb2.Status.FromString(error.trailing_metadata().get("grpc-status-details-bin", b""))
     for detail in status.details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(info):
