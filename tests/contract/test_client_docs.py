@@ -14,8 +14,11 @@ FENCE = re.compile(r"^(?:<!-- (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<cod
 TOPICS = {
     "python": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],
     "node": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
-    "go": ["Stubs", "A streaming call", "Cancellation and deadline"],
-    "java": ["Stubs", "A streaming call", "Cancellation", "Deadline"],
+    "go": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
+    "java": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],
+    "kotlin": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
+    "rust": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
+    "cpp": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
 }
 
 

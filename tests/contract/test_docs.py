@@ -41,8 +41,7 @@ CHART = "charts/penstock/README.md"
 
 OTHER_PROGRAMS = frozenset(
     {
-        "./generate",
-        "buf",
+        "./client",
         "cd",
         "curl",
         "echo",
@@ -68,7 +67,7 @@ OTHER_NAMES = {
     "docs/api.md": {"chat_template.jinja", "tokenizer_config.json"},
     "docs/clients/node.md": {"@grpc/proto-loader"},
     "docs/pooling.md": {"1_Pooling/config.json"},
-    "examples/clients/go/README.md": {"node_modules/.bin", "go.sum"},
+    "examples/clients/go/README.md": {"go.sum"},
 }
 """Spans that look like a path of this repository and are none."""
 
@@ -168,7 +167,8 @@ def check_python(arguments: list[str]) -> None:
     else:
         name, *rest = arguments
         assert name in tracked(), f"there is no file {name}"
-        known = (ROOT / name).read_text()
+        path = ROOT / name
+        known = (path / "__main__.py" if path.is_dir() else path).read_text()
     settings = KEYS.get(SERVICES.get(name, ""), set())
     for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
         own = flag.removeprefix("--").replace("-", "_")

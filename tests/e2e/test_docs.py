@@ -27,11 +27,10 @@ PROGRAMS_NOT_RUN = {
     "helm": "tests/chart renders the chart",
     "kubectl": "needs a cluster, which tests/cluster has",
     "go": "needs the toolchain",
-    "buf": "needs the toolchain",
     "mvn": "needs the toolchain",
     "npm": "needs a package index",
     "node": "tests/e2e/test_clients.py runs it where its packages are",
-    "./generate": "what the Go page builds",
+    "./client": "tests/clients runs the clients that the pages build",
     "pip": "installs into the environment",
     "smg": "tests/e2e/test_gateway.py runs it where it is",
     "source": "the shell's own",
@@ -48,6 +47,7 @@ COMMANDS_NOT_RUN = {
     "curl localhost:8200/": "asks a gateway",
     "python -m penstock_": "needs the reader's configuration",
     "python examples/demo_model/": "trains for half an hour, or measures what came of it",
+    ".venv/bin/python protos/stubs": "needs the toolchains; tests/clients builds from what it makes",
     ".venv/bin/python -m tests.benchmarks.peers": "measures for an hour",
 }
 BLOCKS_NOT_RUN = {

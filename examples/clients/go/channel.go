@@ -1,0 +1,63 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	_ "google.golang.org/grpc/health" // for healthCheckConfig of the service config
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/resolver/dns"
+
+	"penstock.io/protos"
+)
+
+const maxMessageBytes = 64 << 20 // 4 MiB are too few for long log-probabilities
+
+func init() {
+	// A name is resolved again when a connection ends, but no sooner than this after the last time; 30 s by default.
+	dns.SetMinResolutionInterval(5 * time.Second)
+}
+
+// connect opens a channel: balancing, health, retries, keepalive, and TLS where it is asked for or a file of certificates
+// to trust is named.
+func connect(address string, encrypted bool, ca string) (*grpc.ClientConn, error) {
+	transport := insecure.NewCredentials()
+	if ca != "" {
+		trusted, err := credentials.NewClientTLSFromFile(ca, "")
+		if err != nil {
+			return nil, err
+		}
+		transport = trusted
+	} else if encrypted {
+		transport = credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12})
+	}
+	return grpc.NewClient(
+		address,
+		grpc.WithTransportCredentials(transport),
+		grpc.WithDefaultServiceConfig(protos.ServiceConfig),
+		// A server that vanished is noticed after 40 s, also in a silent stream.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
+	)
+}
+
+// withKey puts an API key into the metadata of the calls made with the context.
+func withKey(ctx context.Context, key string) context.Context {
+	if key == "" {
+		return ctx
+	}
+	return metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+key)
+}
+
+// withDeadline begins the time that a call has; 0 is without end. Calling what it returns ends the call, if it still runs.
+func withDeadline(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	if timeout == 0 {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, timeout)
+}

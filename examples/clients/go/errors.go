@@ -1,0 +1,47 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+
+	"google.golang.org/genproto/googleapis/rpc/code"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/status"
+
+	inferencev1 "penstock.io/protos/inference/v1"
+)
+
+// describe tells the code and the message of a failed call, and its google.rpc details.
+func describe(err error) string {
+	var out strings.Builder
+	failed := status.Convert(err)
+	fmt.Fprintf(&out, "%s: %s\n", code.Code(failed.Code()), failed.Message())
+	for _, detail := range failed.Details() {
+		switch detail := detail.(type) {
+		case *errdetails.ErrorInfo:
+			fmt.Fprintf(&out, "  reason: %s\n", detail.GetReason())
+		case *errdetails.BadRequest:
+			for _, violation := range detail.GetFieldViolations() {
+				fmt.Fprintf(&out, "  field: %s: %s\n", violation.GetField(), violation.GetDescription())
+			}
+		case *errdetails.RetryInfo:
+			fmt.Fprintf(&out, "  retry after: %g s\n", detail.GetRetryDelay().AsDuration().Seconds())
+		}
+	}
+	return out.String()
+}
+
+// describeOne tells the same of one request of a session, where the others go on.
+func describeOne(failed *inferencev1.SessionError) string {
+	var out strings.Builder
+	err := failed.GetError()
+	fmt.Fprintf(&out, "[%s] %s: %s\n", failed.GetRequestId(), err.GetCode(), err.GetMessage())
+	fmt.Fprintf(&out, "  reason: %s\n", err.GetReason())
+	if err.GetField() != "" {
+		fmt.Fprintf(&out, "  field: %s: %s\n", err.GetField(), err.GetMessage())
+	}
+	if err.RetryAfter != nil {
+		fmt.Fprintf(&out, "  retry after: %g s\n", err.GetRetryAfter())
+	}
+	return out.String()
+}
