@@ -77,7 +77,7 @@ async def test_a_cancelled_call_ends_in_the_engine_before_its_next_step(client: 
         await engine.until(lambda e: e.running, limit=PATIENCE)
         for _ in range(STEPS):
             engine.step()
-        assert await asyncio.wait_for(process.stdout.read(1), PATIENCE)
+        assert await asyncio.wait_for(process.stdout.read(1024), PATIENCE)  # all that is there: whole characters
         process.send_signal(signal.SIGINT)
         await engine.until(lambda e: e.aborted and not e.running, limit=PATIENCE)
         assert engine.num_steps == STEPS
