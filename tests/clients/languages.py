@@ -117,8 +117,23 @@ def go(stubs: Path, out: Path) -> list[str]:
     return [str(out / "client")]
 
 
+def cpp(stubs: Path, out: Path) -> list[str]:
+    """Compiled with what its own build generates: a package would be for one compiler and one version of its libraries."""
+    released = f"-DPENSTOCK_DESCRIPTORS={(ROOT / RELEASED).resolve() if RELEASED else ''}"
+    run(["cmake", "-S", str(EXAMPLES / "cpp"), "-B", str(out), released])
+    run(["cmake", "--build", str(out)])
+    return [str(out / "client")]
+
+
 LANGUAGES = (
     Language("python", ("python3",), python),
     Language("node", ("node", "npm"), node, get="apt-get install nodejs npm"),
     Language("go", ("go",), go, get="1.25 or later"),
+    Language(
+        "cpp",
+        ("cmake", "c++", "protoc", "grpc_cpp_plugin"),
+        cpp,
+        package=False,
+        get="apt-get install cmake g++ libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc",
+    ),
 )

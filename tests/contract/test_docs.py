@@ -42,7 +42,10 @@ CHART = "charts/penstock/README.md"
 OTHER_PROGRAMS = frozenset(
     {
         "./client",
+        "apt-get",
+        "build/client",
         "cd",
+        "cmake",
         "curl",
         "echo",
         "export",

@@ -1,0 +1,49 @@
+#include "channel.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+
+#include <cerrno>
+#include <fstream>
+#include <iterator>
+#include <stdexcept>
+#include <system_error>
+
+#include "penstock/service_config.h"
+
+namespace client {
+
+namespace {
+
+constexpr int kMaxMessageBytes = 64 << 20;  // 4 MiB are too few for long log-probabilities
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string content(std::istreambuf_iterator<char>(file), {});
+  if (!file) throw std::system_error(errno, std::generic_category(), path);
+  return content;
+}
+
+std::shared_ptr<grpc::ChannelCredentials> credentials(bool tls, const std::string& ca) {
+  if (!tls && ca.empty()) return grpc::InsecureChannelCredentials();
+  grpc::SslCredentialsOptions options;
+  if (!ca.empty()) options.pem_root_certs = read_file(ca);
+  return grpc::SslCredentials(options);
+}
+
+}  // namespace
+
+std::shared_ptr<grpc::Channel> connect(const std::string& address, bool tls, const std::string& ca) {
+  grpc::ChannelArguments arguments;
+  arguments.SetServiceConfigJSON(penstock::kServiceConfig);
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  // A server that vanished is noticed after 40 s, also in a stream that stays silent for long.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // A name is resolved again when a connection ends, but no sooner than this after the last time; 30 s by default.
+  arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, 5'000);
+  return grpc::CreateCustomChannel(address, credentials(tls, ca), arguments);
+}
+
+}  // namespace client
