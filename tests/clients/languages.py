@@ -125,6 +125,19 @@ def cpp(stubs: Path, out: Path) -> list[str]:
     return [str(out / "client")]
 
 
+def rust(stubs: Path, out: Path) -> list[str]:
+    """The crate is unpacked beside the example. What is compiled of other crates is kept for all versions of the contracts."""
+    (crate,) = (stubs / "rust").glob("*.crate")
+    source, target = out / "source", BUILD / "rust-target"
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(EXAMPLES / "rust", source, ignore=shutil.ignore_patterns("penstock-protos", "target"))
+    shutil.unpack_archive(crate, source, "gztar", filter="data")
+    protos = (source / crate.stem).rename(source / "penstock-protos")
+    (protos / "src/lib.rs").touch()  # the files of every crate have one time, and cargo compiles what is new
+    run(["cargo", "build", "--target-dir", str(target)], source)
+    return [shutil.copy(target / "debug/client", out / "client")]
+
+
 LANGUAGES = (
     Language("python", ("python3",), python),
     Language("node", ("node", "npm"), node, get="apt-get install nodejs npm"),
@@ -136,4 +149,5 @@ LANGUAGES = (
         package=False,
         get="apt-get install cmake g++ libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc",
     ),
+    Language("rust", ("cargo",), rust, get="Rust 1.88 or later, from rustup.rs"),
 )

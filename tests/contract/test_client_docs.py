@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
-LANGUAGES = {"python", "ts", "go", "java", "kotlin", "rust", "cpp"}
+LANGUAGES = {"python", "ts", "go", "java", "kotlin", "rust", "cpp", "cmake"}
 FENCE = re.compile(r"^(?:<!-- (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 TOPICS = {
     "python": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],

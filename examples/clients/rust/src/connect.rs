@@ -1,0 +1,73 @@
+//! The client of the public API: its channel, TLS, and the API key.
+
+use std::time::Duration;
+
+use penstock_protos::SERVICE_CONFIG;
+use penstock_protos::inference::v1::inference_service_client::InferenceServiceClient;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
+use tonic::{Request, Status};
+
+use crate::channel::{Channel, ServiceConfig};
+use crate::command_line::Options;
+use crate::errors::Failure;
+
+pub type Client = InferenceServiceClient<InterceptedService<Channel, Key>>;
+
+/// 4 MiB, tonic's own, are too few for long log-probabilities.
+const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
+/// A dial that takes longer has failed.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// One client for the whole program: clones of it share the connections.
+pub fn connect(options: &Options) -> Result<Client, Failure> {
+    let config = ServiceConfig::parse(SERVICE_CONFIG).expect("the package's own is right");
+    let channel = Channel::new(options.address.clone(), endpoint(options)?, config);
+    Ok(InferenceServiceClient::with_interceptor(channel, Key::from_environment()?)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES))
+}
+
+fn endpoint(options: &Options) -> Result<Endpoint, Failure> {
+    let encrypted = options.tls || options.ca.is_some();
+    let scheme = if encrypted { "https" } else { "http" };
+    let endpoint = Endpoint::from_shared(format!("{scheme}://{}", options.address.as_str()))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        // A server that vanished is noticed after 40 s, also in a silent stream.
+        .http2_keep_alive_interval(Duration::from_secs(30))
+        .keep_alive_timeout(Duration::from_secs(10));
+    if !encrypted {
+        return Ok(endpoint);
+    }
+    let tls = match &options.ca {
+        Some(file) => {
+            let pem =
+                std::fs::read(file).map_err(|error| Failure::Told(format!("--ca {}: {error}", file.display())))?;
+            ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem))
+        }
+        None => ClientTlsConfig::new().with_native_roots(),
+    };
+    Ok(endpoint.tls_config(tls)?)
+}
+
+/// The API key, in the metadata of every call.
+#[derive(Clone)]
+pub struct Key(Option<MetadataValue<Ascii>>);
+
+impl Key {
+    fn from_environment() -> Result<Self, Failure> {
+        let key = std::env::var("PENSTOCK_API_KEY").ok().filter(|key| !key.is_empty());
+        let value = key.map(|key| format!("Bearer {key}").parse()).transpose();
+        value.map(Self).map_err(|_| Failure::Told("PENSTOCK_API_KEY has characters that no metadata may have".into()))
+    }
+}
+
+impl Interceptor for Key {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(key) = &self.0 {
+            request.metadata_mut().insert("authorization", key.clone());
+        }
+        Ok(request)
+    }
+}

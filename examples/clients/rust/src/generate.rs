@@ -1,0 +1,37 @@
+//! `client generate`.
+
+use penstock_protos::inference::v1::GenerateRequest;
+use penstock_protos::inference::v1::generate_request::Prompt;
+
+use crate::command_line::{self, Options};
+use crate::connect::Client;
+use crate::errors::Failure;
+use crate::output::{print, until_interrupted};
+
+/// Prints the text as it arrives, and ends its line however it ends.
+pub async fn run(client: Client, args: command_line::Generate) -> Result<(), Failure> {
+    let printed = until_interrupted(print_text(client, args)).await;
+    if !matches!(printed, Err(Failure::Output(_))) {
+        print("\n").await?;
+    }
+    printed
+}
+
+async fn print_text(mut client: Client, args: command_line::Generate) -> Result<(), Failure> {
+    let message = request(&args.options, args.prompt);
+    let mut stream = client.generate(args.options.request(message)).await?.into_inner();
+    while let Some(response) = stream.message().await? {
+        print(&response.text).await?;
+    }
+    Ok(())
+}
+
+/// A field that is left out takes the model's own default.
+pub fn request(options: &Options, prompt: String) -> GenerateRequest {
+    GenerateRequest {
+        model: options.model.clone(),
+        prompt: Some(Prompt::Text(prompt)),
+        sampling_params: Some(options.sampling_params()),
+        ..Default::default()
+    }
+}

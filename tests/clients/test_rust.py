@@ -1,0 +1,27 @@
+"""The Rust client's own tests: its channel does what other languages' libraries do."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import WANTED
+from tests.clients.languages import BUILD, LANGUAGES, RELEASED, run
+from tests.clients.running import Client
+
+RUST = [language for language in LANGUAGES if language.name == "rust" and (not WANTED or "rust" in WANTED)]
+SOURCE = BUILD / (f"rust-{Path(RELEASED).stem}" if RELEASED else "rust") / "source"
+TARGET = ("--target-dir", str(BUILD / "rust-target"))
+
+
+@pytest.mark.parametrize("client", RUST, ids=lambda language: language.name, indirect=True)
+def test_its_own_tests_pass(client: Client) -> None:
+    run(["cargo", "test", *TARGET], SOURCE)
+
+
+@pytest.mark.parametrize("client", RUST, ids=lambda language: language.name, indirect=True)
+@pytest.mark.skipif(
+    shutil.which("cargo-clippy") is None, reason="no cargo-clippy on PATH (rustup component add clippy)"
+)
+def test_clippy_has_nothing_to_say(client: Client) -> None:
+    run(["cargo", "clippy", "--all-targets", *TARGET], SOURCE)
