@@ -44,6 +44,7 @@ OTHER_PROGRAMS = frozenset(
         "./client",
         "apt-get",
         "build/client",
+        "cargo",
         "cd",
         "cmake",
         "curl",
@@ -52,6 +53,7 @@ OTHER_PROGRAMS = frozenset(
         "go",
         "helm",
         "kubectl",
+        "mkdir",
         "mvn",
         "node",
         "npm",
@@ -60,6 +62,7 @@ OTHER_PROGRAMS = frozenset(
         "sh",
         "smg",
         "source",
+        "tar",
         "umask",
     }
 )
@@ -92,7 +95,7 @@ def tracked() -> frozenset[str]:
 @cache
 def sources() -> str:
     """All code of the repository, pages left out: where a name stands that is not only told of."""
-    kinds = (".py", ".mjs", ".go", ".java", ".proto", ".yaml", ".yml", ".tpl", ".toml", ".sh", ".html", ".json")
+    kinds = (".py", ".mjs", ".go", ".java", ".rs", ".proto", ".yaml", ".yml", ".tpl", ".toml", ".sh", ".html", ".json")
     own = Path(__file__).resolve()
     return "\n".join(
         (ROOT / file).read_text(encoding="utf-8")
