@@ -87,6 +87,7 @@ class Servers:
 
     async def stop(self, grace: float) -> None:
         """Give running calls ``grace`` seconds to deliver their last status, and close the ports. Idempotent."""
+        await self.public.hang_up(grace)
         await asyncio.gather(self.public.stop(grace), self.admin.stop(grace), self.http.stop())
 
     def _public_server(self, authenticator: Authenticator | None, kv_events: KvEventFeed) -> RpcServer:

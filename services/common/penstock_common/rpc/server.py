@@ -1,5 +1,6 @@
 """The gRPC server every service is built on."""
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -16,7 +17,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import ConfigError
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.listening import resolve, take_both_families, warn_of_plaintext
-from penstock_common.rpc import connections, reflection
+from penstock_common.rpc import connections, reflection, sockets
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.rpc.running_calls import RunningCalls
@@ -25,6 +26,8 @@ from penstock_common.security.certificates import Certificates
 MAX_METADATA_BYTES = 64 * 1024
 CLEANUP_TIMEOUT = 5.0
 """Seconds that the handlers of cancelled calls have to clean up."""
+_FLUSH = 0.05
+"""Seconds in which gRPC's own threads have written what calls ended with, and taken the connections that waited."""
 LIVENESS = "liveness"
 """Health name that says whether the process makes progress, whether or not it accepts requests."""
 STARTUP = "startup"
@@ -155,6 +158,15 @@ class RpcServer:
     async def calls_ended(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the services' running calls, which the services have been told to end."""
         await self._calls.ended(seconds, lasting=False)
+
+    async def hang_up(self, seconds: float) -> None:
+        """End all connections from this side once the running calls, which were told to end, have ended, or after ``seconds``.
+        gRPC answers a call that comes while its server stops as one that was cancelled.
+        """
+        await self.calls_ended(seconds)
+        sockets.accept_no_more(self.port)
+        await asyncio.sleep(_FLUSH)
+        sockets.end_output(self.port)
 
     async def stop(self, grace: float) -> None:
         """Take no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have."""
