@@ -72,14 +72,18 @@ def run(command: list[str], folder: Path = ROOT, **env: str) -> None:
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
+def install_wheel(stubs: Path, folder: Path) -> None:
+    """Put the contracts' wheel alone into an empty folder."""
+    (wheel,) = (stubs / "python").glob("*.whl")
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    run([*pip, "--target", str(folder), str(wheel)])
+
+
 def python(stubs: Path, out: Path) -> list[str]:
     """The wheel alone is put before what this environment has of the contracts."""
-    (wheel,) = (stubs / "python").glob("*.whl")
-    installed = out / "site"
-    shutil.rmtree(installed, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
-    run([*pip, "--target", str(installed), str(wheel)])
-    return ["env", f"PYTHONPATH={installed}", sys.executable, "-W", "error", str(EXAMPLES / "python/client.py")]
+    install_wheel(stubs, out / "site")
+    return ["env", f"PYTHONPATH={out / 'site'}", sys.executable, "-W", "error", str(EXAMPLES / "python/client.py")]
 
 
 def node(stubs: Path, out: Path) -> list[str]:
