@@ -30,8 +30,8 @@ def build(source: Source, out: Path) -> Path:
         generate(source, crate / "src")
         # Its dependencies are compiled where it is used.
         cargo("package", "--no-verify", "--allow-dirty", "--target-dir", str(TOOLS), folder=crate)
-    file = f"{NAME}-{source.version}.crate"
-    return Path(shutil.copy(TOOLS / "package" / file, folder / file))
+    packed = f"{NAME}-{source.version}.crate"
+    return Path(shutil.copy(TOOLS / "package" / packed, folder / packed))
 
 
 def generate(source: Source, sources: Path) -> None:

@@ -138,8 +138,8 @@ def rust(stubs: Path, out: Path) -> list[str]:
     shutil.unpack_archive(crate, source, "gztar", filter="data")
     protos = (source / crate.stem).rename(source / "penstock-protos")
     (protos / "src/lib.rs").touch()  # the files of every crate have one time, and cargo compiles what is new
-    run(["cargo", "build", "--target-dir", str(target)], source)
-    return [shutil.copy(target / "debug/client", out / "client")]
+    run(["cargo", "build", "--target-dir", str(target)], source, CARGO_INCREMENTAL="0")
+    return [shutil.copy(str(target / "debug/client"), str(out / "client"))]
 
 
 LANGUAGES = (

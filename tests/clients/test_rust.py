@@ -16,7 +16,7 @@ TARGET = ("--target-dir", str(BUILD / "rust-target"))
 
 @pytest.mark.parametrize("client", RUST, ids=lambda language: language.name, indirect=True)
 def test_its_own_tests_pass(client: Client) -> None:
-    run(["cargo", "test", *TARGET], SOURCE)
+    run(["cargo", "test", *TARGET], SOURCE, CARGO_INCREMENTAL="0")
 
 
 @pytest.mark.parametrize("client", RUST, ids=lambda language: language.name, indirect=True)
@@ -24,4 +24,4 @@ def test_its_own_tests_pass(client: Client) -> None:
     shutil.which("cargo-clippy") is None, reason="no cargo-clippy on PATH (rustup component add clippy)"
 )
 def test_clippy_has_nothing_to_say(client: Client) -> None:
-    run(["cargo", "clippy", "--all-targets", *TARGET], SOURCE)
+    run(["cargo", "clippy", "--all-targets", *TARGET], SOURCE, CARGO_INCREMENTAL="0")

@@ -5,15 +5,11 @@ use penstock_protos::inference::v1::{ChatMessage, ChatRequest};
 use crate::command_line;
 use crate::connect::Client;
 use crate::errors::Failure;
-use crate::output::{print, until_interrupted};
+use crate::output::{on_a_line, print};
 
 /// Prints the answer as it arrives, and ends its line however it ends.
 pub async fn run(client: Client, args: command_line::Chat) -> Result<(), Failure> {
-    let printed = until_interrupted(print_answer(client, args)).await;
-    if !matches!(printed, Err(Failure::Output(_))) {
-        print("\n").await?;
-    }
-    printed
+    on_a_line(print_answer(client, args)).await
 }
 
 async fn print_answer(mut client: Client, args: command_line::Chat) -> Result<(), Failure> {

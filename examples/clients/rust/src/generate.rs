@@ -6,15 +6,11 @@ use penstock_protos::inference::v1::generate_request::Prompt;
 use crate::command_line::{self, Options};
 use crate::connect::Client;
 use crate::errors::Failure;
-use crate::output::{print, until_interrupted};
+use crate::output::{on_a_line, print};
 
 /// Prints the text as it arrives, and ends its line however it ends.
 pub async fn run(client: Client, args: command_line::Generate) -> Result<(), Failure> {
-    let printed = until_interrupted(print_text(client, args)).await;
-    if !matches!(printed, Err(Failure::Output(_))) {
-        print("\n").await?;
-    }
-    printed
+    on_a_line(print_text(client, args)).await
 }
 
 async fn print_text(mut client: Client, args: command_line::Generate) -> Result<(), Failure> {
