@@ -133,11 +133,15 @@ def rust(stubs: Path, out: Path) -> list[str]:
     """The crate is unpacked beside the example. What is compiled of other crates is kept for all versions of the contracts."""
     (crate,) = (stubs / "rust").glob("*.crate")
     source, target = out / "source", BUILD / "rust-target"
-    shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(EXAMPLES / "rust", source, ignore=shutil.ignore_patterns("penstock-protos", "target"))
-    shutil.unpack_archive(crate, source, "gztar", filter="data")
-    protos = (source / crate.stem).rename(source / "penstock-protos")
-    (protos / "src/lib.rs").touch()  # the files of every crate have one time, and cargo compiles what is new
+    ignored = shutil.ignore_patterns("penstock-protos", "target")
+    shutil.copytree(EXAMPLES / "rust", source, ignore=ignored, dirs_exist_ok=True)
+    unpacked, known = source / "penstock-protos", out / "unpacked.crate"
+    if not known.exists() or known.read_bytes() != crate.read_bytes():
+        shutil.rmtree(unpacked, ignore_errors=True)
+        shutil.unpack_archive(crate, source, "gztar", filter="data")
+        (source / crate.stem).rename(unpacked)
+        (unpacked / "src/lib.rs").touch()  # the files of every crate have one time, and cargo compiles what is newer
+        shutil.copy(crate, known)
     run(["cargo", "build", "--target-dir", str(target)], source, CARGO_INCREMENTAL="0")
     return [shutil.copy(str(target / "debug/client"), str(out / "client"))]
 
