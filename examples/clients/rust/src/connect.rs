@@ -1,5 +1,6 @@
 //! The client of the public API: its channel, TLS, and the API key.
 
+use std::path::Path;
 use std::time::Duration;
 
 use penstock_protos::SERVICE_CONFIG;
@@ -41,14 +42,19 @@ fn endpoint(options: &Options) -> Result<Endpoint, Failure> {
         return Ok(endpoint);
     }
     let tls = match &options.ca {
-        Some(file) => {
-            let pem =
-                std::fs::read(file).map_err(|error| Failure::Told(format!("--ca {}: {error}", file.display())))?;
-            ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem))
-        }
+        Some(file) => ClientTlsConfig::new().ca_certificate(certificates(file)?),
         None => ClientTlsConfig::new().with_native_roots(),
     };
     Ok(endpoint.tls_config(tls)?)
+}
+
+/// tonic would trust nobody where a file has no certificate, and not say so.
+fn certificates(file: &Path) -> Result<Certificate, Failure> {
+    match std::fs::read_to_string(file) {
+        Ok(pem) if pem.contains("-----BEGIN CERTIFICATE-----") => Ok(Certificate::from_pem(pem)),
+        Ok(_) => Err(Failure::Told(format!("--ca {}: there is no certificate in it", file.display()))),
+        Err(error) => Err(Failure::Told(format!("--ca {}: {error}", file.display()))),
+    }
 }
 
 /// The API key, in the metadata of every call.
