@@ -1,0 +1,83 @@
+package io.penstock.example;
+
+import com.google.gson.Gson;
+import com.google.gson.reflect.TypeToken;
+import io.grpc.ChannelCredentials;
+import io.grpc.Grpc;
+import io.grpc.InsecureChannelCredentials;
+import io.grpc.ManagedChannel;
+import io.grpc.ManagedChannelRegistry.ProviderNotFoundException;
+import io.grpc.Metadata;
+import io.grpc.TlsChannelCredentials;
+import io.grpc.stub.AbstractStub;
+import io.grpc.stub.MetadataUtils;
+import io.penstock.inference.v1.InferenceServiceGrpc;
+import java.io.FileInputStream;
+import java.io.IOException;
+import java.io.InputStream;
+import java.io.InputStreamReader;
+import java.io.Reader;
+import java.nio.charset.StandardCharsets;
+import java.security.Security;
+import java.util.Map;
+import java.util.concurrent.TimeUnit;
+
+/** The channel to the server. One is enough for a whole program: it is made for many calls at once. */
+final class Connection {
+  private static final int MAX_MESSAGE_BYTES = 64 << 20; // 4 MiB are too few for long log-probabilities
+
+  static {
+    // Java and gRPC each keep the addresses of a name for 30 s, and an old answer hides the server that was just added.
+    Security.setProperty("networkaddress.cache.ttl", "1");
+    System.setProperty("networkaddress.cache.ttl", "1");
+  }
+
+  private Connection() {}
+
+  /** A channel to host:port, or to {@code dns:///name:port}; it connects when the first call begins. */
+  static ManagedChannel open(CommandLine line) throws IOException {
+    try {
+      return Grpc.newChannelBuilder(line.address, credentials(line))
+          .defaultServiceConfig(serviceConfig())
+          .keepAliveTime(30, TimeUnit.SECONDS) // a server that vanished is noticed after 40 s, also in a silent stream
+          .keepAliveTimeout(10, TimeUnit.SECONDS)
+          .maxInboundMessageSize(MAX_MESSAGE_BYTES)
+          .intercept(MetadataUtils.newAttachHeadersInterceptor(authorization()))
+          .build();
+    } catch (IllegalArgumentException | ProviderNotFoundException error) {
+      throw new IOException("no channel to " + line.address + ": " + error.getMessage(), error);
+    }
+  }
+
+  /** How to balance, check health and retry, as the package of the stubs says it. */
+  private static Map<String, ?> serviceConfig() throws IOException {
+    InputStream json = InferenceServiceGrpc.class.getResourceAsStream("/io/penstock/service_config.json");
+    try (Reader reader = new InputStreamReader(json, StandardCharsets.UTF_8)) {
+      return new Gson().fromJson(reader, new TypeToken<Map<String, ?>>() {});
+    }
+  }
+
+  private static ChannelCredentials credentials(CommandLine line) throws IOException {
+    if (line.ca.isEmpty()) {
+      return line.tls ? TlsChannelCredentials.create() : InsecureChannelCredentials.create();
+    }
+    try (InputStream certificates = new FileInputStream(line.ca)) {
+      return TlsChannelCredentials.newBuilder().trustManager(certificates).build();
+    }
+  }
+
+  /** The metadata of each call: with the API key of the environment, if there is one. */
+  private static Metadata authorization() {
+    Metadata headers = new Metadata();
+    String key = System.getenv("PENSTOCK_API_KEY");
+    if (key != null && !key.isEmpty()) {
+      headers.put(Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER), "Bearer " + key);
+    }
+    return headers;
+  }
+
+  /** The stub for one call: its deadline begins now. */
+  static <S extends AbstractStub<S>> S withDeadline(S stub, CommandLine line) {
+    return line.timeout > 0 ? stub.withDeadlineAfter((long) (line.timeout * 1e9), TimeUnit.NANOSECONDS) : stub;
+  }
+}

@@ -1,0 +1,40 @@
+package io.penstock.example;
+
+import io.grpc.Context;
+import java.util.concurrent.CountDownLatch;
+import java.util.concurrent.TimeUnit;
+
+/** Ctrl-C: cancels the calls that began in its context, and lets the program end before Java does. */
+final class Interrupt implements AutoCloseable {
+  private static final long PATIENCE_SECONDS = 5;
+
+  private final Context.CancellableContext context = Context.current().withCancellation();
+  private final CountDownLatch ended = new CountDownLatch(1);
+
+  Interrupt() {
+    Runtime.getRuntime().addShutdownHook(new Thread(this::cancel));
+  }
+
+  Context context() {
+    return context;
+  }
+
+  boolean happened() {
+    return context.isCancelled();
+  }
+
+  /** The program has ended what it had to. */
+  @Override
+  public void close() {
+    ended.countDown();
+  }
+
+  private void cancel() {
+    context.cancel(null); // each call tells the server, which ends its work in the engine
+    try {
+      ended.await(PATIENCE_SECONDS, TimeUnit.SECONDS);
+    } catch (InterruptedException interrupted) {
+      Thread.currentThread().interrupt();
+    }
+  }
+}
