@@ -9,7 +9,7 @@ from pathlib import Path
 
 import source
 
-LANGUAGES = ("python", "node", "go", "java", "rust")
+LANGUAGES = ("python", "node", "go", "java", "kotlin", "rust")
 ROOT = Path(__file__).resolve().parents[2]
 
 

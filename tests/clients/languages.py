@@ -167,4 +167,5 @@ LANGUAGES = (
     ),
     Language("rust", ("cargo",), rust, get="Rust 1.88 or later, from rustup.rs"),
     Language("java", ("mvn", "javac"), partial(jvm, "java"), get="apt-get install maven openjdk-17-jdk-headless"),
+    Language("kotlin", ("mvn", "javac"), partial(jvm, "kotlin"), get="apt-get install maven openjdk-17-jdk-headless"),
 )

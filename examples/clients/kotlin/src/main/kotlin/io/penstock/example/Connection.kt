@@ -1,0 +1,75 @@
+package io.penstock.example
+
+import com.google.gson.Gson
+import com.google.gson.reflect.TypeToken
+import io.grpc.ChannelCredentials
+import io.grpc.Grpc
+import io.grpc.InsecureChannelCredentials
+import io.grpc.ManagedChannel
+import io.grpc.ManagedChannelRegistry.ProviderNotFoundException
+import io.grpc.Metadata
+import io.grpc.TlsChannelCredentials
+import io.grpc.stub.AbstractStub
+import io.grpc.stub.MetadataUtils
+import io.penstock.inference.v1.InferenceServiceGrpc
+import java.io.File
+import java.io.IOException
+import java.security.Security
+import java.util.concurrent.TimeUnit
+
+private const val MAX_MESSAGE_BYTES = 64 shl 20 // 4 MiB are too few for long log-probabilities
+
+/**
+ * A channel to host:port, or to `dns:///name:port`; it connects when the first call begins.
+ *
+ * One is enough for a whole program: it is made for many calls at once.
+ */
+internal fun openChannel(line: CommandLine): ManagedChannel {
+    forgetNamesSoon()
+    try {
+        return Grpc.newChannelBuilder(line.address, credentials(line))
+            .defaultServiceConfig(serviceConfig())
+            .keepAliveTime(30, TimeUnit.SECONDS) // a server that vanished is noticed after 40 s, also in a silent stream
+            .keepAliveTimeout(10, TimeUnit.SECONDS)
+            .maxInboundMessageSize(MAX_MESSAGE_BYTES)
+            .intercept(MetadataUtils.newAttachHeadersInterceptor(authorization()))
+            .build()
+    } catch (error: IllegalArgumentException) {
+        throw IOException("no channel to ${line.address}: ${error.message}", error)
+    } catch (error: ProviderNotFoundException) {
+        throw IOException("no channel to ${line.address}: ${error.message}", error)
+    }
+}
+
+/** The stub for one call: its deadline begins now. */
+internal fun <S : AbstractStub<S>> S.withDeadline(line: CommandLine): S =
+    line.timeout?.let { withDeadlineAfter(it.inWholeNanoseconds, TimeUnit.NANOSECONDS) } ?: this
+
+/** Java and gRPC each keep the addresses of a name for 30 s, and an old answer hides the server that was just added. */
+private fun forgetNamesSoon() {
+    Security.setProperty("networkaddress.cache.ttl", "1")
+    System.setProperty("networkaddress.cache.ttl", "1")
+}
+
+/** How to balance, check health and retry, as the package of the stubs says it. */
+private fun serviceConfig(): Map<String, *> {
+    val json = InferenceServiceGrpc::class.java.getResource("/io/penstock/service_config.json")!!.readText()
+    return Gson().fromJson(json, object : TypeToken<Map<String, *>>() {})
+}
+
+private fun credentials(line: CommandLine): ChannelCredentials {
+    val ca = line.ca
+    return when {
+        ca != null -> TlsChannelCredentials.newBuilder().trustManager(File(ca)).build()
+        line.tls -> TlsChannelCredentials.create()
+        else -> InsecureChannelCredentials.create()
+    }
+}
+
+/** The metadata of each call: with the API key of the environment, if there is one. */
+private fun authorization() = Metadata().apply {
+    val key = System.getenv("PENSTOCK_API_KEY").orEmpty()
+    if (key.isNotEmpty()) {
+        put(Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER), "Bearer $key")
+    }
+}

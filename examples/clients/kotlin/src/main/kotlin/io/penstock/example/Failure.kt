@@ -1,0 +1,54 @@
+package io.penstock.example
+
+import com.google.protobuf.Any
+import com.google.protobuf.InvalidProtocolBufferException
+import com.google.rpc.BadRequest
+import com.google.rpc.ErrorInfo
+import com.google.rpc.RetryInfo
+import io.grpc.Status
+import io.grpc.StatusException
+import io.grpc.protobuf.StatusProto
+import io.penstock.inference.v1.SessionError
+import java.math.BigDecimal
+
+/** Tells on standard error what a call failed with. */
+internal fun report(error: StatusException) {
+    val details = StatusProto.fromThrowable(error)?.detailsList.orEmpty()
+    tell(listOf("${error.status.code}: ${message(error.status)}") + details.flatMap(::describe))
+}
+
+/** Tells of a request of a session that failed. */
+internal fun report(failed: SessionError) {
+    val error = failed.error
+    tell(
+        buildList {
+            add("[${failed.requestId}] ${error.code}: ${error.message}")
+            add("  reason: ${error.reason}")
+            if (error.field.isNotEmpty()) add("  field: ${error.field}: ${error.message}")
+            if (error.hasRetryAfter()) add(retryAfter(BigDecimal.valueOf(error.retryAfter)))
+        }
+    )
+}
+
+/** The server's message, or the transport's with its cause. */
+private fun message(status: Status): String = listOfNotNull(status.description, status.cause?.message).joinToString(": ")
+
+private fun describe(detail: Any): List<String> =
+    try {
+        when {
+            detail.`is`(ErrorInfo::class.java) -> listOf("  reason: ${detail.unpack(ErrorInfo::class.java).reason}")
+            detail.`is`(BadRequest::class.java) ->
+                detail.unpack(BadRequest::class.java).fieldViolationsList.map { "  field: ${it.field}: ${it.description}" }
+            detail.`is`(RetryInfo::class.java) -> {
+                val delay = detail.unpack(RetryInfo::class.java).retryDelay
+                listOf(retryAfter(BigDecimal.valueOf(delay.seconds) + BigDecimal.valueOf(delay.nanos.toLong(), 9)))
+            }
+            else -> emptyList() // a kind that this program does not know
+        }
+    } catch (broken: InvalidProtocolBufferException) {
+        listOf("  ${detail.typeUrl} cannot be read: ${broken.message}")
+    }
+
+private fun retryAfter(seconds: BigDecimal) = "  retry after: ${seconds.stripTrailingZeros().toPlainString()} s"
+
+private fun tell(lines: List<String>) = System.err.print(lines.joinToString("") { "$it\n" })
