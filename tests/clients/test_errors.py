@@ -105,6 +105,7 @@ async def test_a_file_that_is_not_there_is_named(client: Client, server: FakeInf
         (["generate", "--no-such", "hello"], ["no-such"]),
         (["sing", "hello"], ["sing"]),
         (["load", "--at-once", "0", "hello"], ["--at-once", "0"]),
+        (["load", "--calls", "3", "--for", "3", "hello"], ["--calls", "--for"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

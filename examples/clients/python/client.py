@@ -97,10 +97,9 @@ def parse_arguments() -> argparse.Namespace:
     many.add_argument("prompts", nargs="+", metavar="prompt")
     loading = command(load)
     loading.add_argument("--at-once", type=COUNT, default=1, metavar="N", help="calls that run together")
-    loading.add_argument("--calls", type=COUNT, metavar="N", help="calls in all; by default as many as at once")
-    loading.add_argument(
-        "--for", type=seconds, dest="seconds", metavar="SECONDS", help="begin calls until then instead"
-    )
+    bounds = loading.add_mutually_exclusive_group()
+    bounds.add_argument("--calls", type=COUNT, metavar="N", help="calls in all; by default as many as at once")
+    bounds.add_argument("--for", type=seconds, dest="seconds", metavar="SECONDS", help="begin calls until then instead")
     loading.add_argument("prompt")
     return parser.parse_args()
 

@@ -63,6 +63,7 @@ export function parse(args: string[]): Options {
   const given = values as Record<string, string | undefined>;
   if (positionals.length < 1) throw new Error("a prompt is needed");
   if (positionals.length > 1 && command !== "session") throw new Error(`one prompt is needed, not ${positionals.length}`);
+  if (given["calls"] !== undefined && given["for"] !== undefined) throw new Error("--calls and --for cannot both be given");
   const whole = (name: string, low: bigint, high: bigint) => readWhole(name, given[name], low, high);
   const count = (name: string) => toNumber(whole(name, 1n, MAX_COUNT));
   return {
