@@ -42,10 +42,12 @@ CHART = "charts/penstock/README.md"
 OTHER_PROGRAMS = frozenset(
     {
         "./client",
+        "alias",
         "apt-get",
         "build/client",
         "cargo",
         "cd",
+        "client",
         "cmake",
         "curl",
         "echo",

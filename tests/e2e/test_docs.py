@@ -32,7 +32,9 @@ PROGRAMS_NOT_RUN = {
     "mkdir": "makes room for what tar unpacks",
     "tar": "unpacks what needs the toolchain",
     "npm": "needs a package index",
-    "node": "tests/e2e/test_clients.py runs it where its packages are",
+    "node": "tests/clients runs it where its packages are",
+    "alias": "the shell's own",
+    "client": "tests/clients runs the clients that the pages build",
     "./client": "tests/clients runs the clients that the pages build",
     "build/client": "tests/clients runs the clients that the pages build",
     "cmake": "needs the toolchain",
@@ -53,7 +55,6 @@ COMMANDS_NOT_RUN = {
     "curl localhost:8200/": "asks a gateway",
     "python -m penstock_": "needs the reader's configuration",
     "python examples/demo_model/": "trains for half an hour, or measures what came of it",
-    ".venv/bin/python protos/stubs": "needs the toolchains; tests/clients builds from what it makes",
     ".venv/bin/python -m tests.benchmarks.peers": "measures for an hour",
 }
 BLOCKS_NOT_RUN = {
