@@ -156,9 +156,11 @@ class Frontend:
 
     async def shutdown(self) -> None:
         """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
-        self._readiness.drain()
+        self._readiness.drain(moves_clients=self._config.server.max_connection_age > 0)
         await self._servers.tell_health()
         ended_by = await self._drain()
+        self._readiness.close()
+        await self._servers.tell_health()
         if self._living is not None:
             self._living.cancel()
             await asyncio.gather(self._living, return_exceptions=True)

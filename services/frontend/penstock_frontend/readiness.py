@@ -16,6 +16,7 @@ class Readiness:
         self._seen = False
         self._full = False
         self._draining = False
+        self._left = False
 
     @property
     def ready(self) -> bool:
@@ -24,10 +25,11 @@ class Readiness:
 
     @property
     def answers(self) -> bool:
-        """Whether to begin calls here, for clients that choose among frontends themselves: also while it is full, because a
-        refusal says when to try again, and a client that finds no frontend well is told nothing.
+        """Whether to begin calls here, for clients that choose among the frontends they know: also while it is full, because a
+        refusal says when to try again, and while it drains and moves its clients. Those that leave all frontends that they know
+        learn of no others, and their calls fail.
         """
-        return self._seen and not self._draining
+        return self._seen and not self._left
 
     @property
     def why(self) -> str:
@@ -47,6 +49,11 @@ class Readiness:
         self._full = full
         return (self.ready, self.answers) != before
 
-    def drain(self) -> None:
-        """It is to stop."""
+    def drain(self, *, moves_clients: bool) -> None:
+        """It is to stop. ``moves_clients``: and asks them meanwhile to connect anew, for which they look up who else there is."""
         self._draining = True
+        self._left = not moves_clients
+
+    def close(self) -> None:
+        """It has drained, and refuses from now on."""
+        self._draining = self._left = True

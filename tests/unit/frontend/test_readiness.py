@@ -32,7 +32,16 @@ def test_it_is_not_ready_while_it_is_full() -> None:
 def test_it_is_not_ready_any_more_once_it_drains() -> None:
     readiness = Readiness(without_engines=False)
     readiness.update(engine=True, view=False, full=False)
-    readiness.drain()
+    readiness.drain(moves_clients=False)
     assert not readiness.update(engine=True, view=False, full=False)
     assert readiness.why == DRAINING
+    assert not readiness.answers
+
+
+def test_while_it_moves_its_clients_they_may_begin_calls_until_it_closes() -> None:
+    readiness = Readiness(without_engines=False)
+    readiness.update(engine=True, view=False, full=False)
+    readiness.drain(moves_clients=True)
+    assert (readiness.ready, readiness.answers) == (False, True)
+    readiness.close()
     assert not readiness.answers
