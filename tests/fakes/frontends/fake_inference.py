@@ -90,7 +90,12 @@ class FakeInference:
             request_deserializer=messages_pb2.GenerateSessionRequest.FromString,
             response_serializer=messages_pb2.GenerateSessionResponse.SerializeToString,
         )
-        handlers = {"Generate": generate, "GenerateSession": session, "Chat": chat, "ListModels": list_models}
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": generate,
+            "GenerateSession": session,
+            "Chat": chat,
+            "ListModels": list_models,
+        }
         self._server.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
 
     async def start(self) -> None:
