@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from google.protobuf import json_format, message_factory
+from google.protobuf import json_format, message_factory, symbol_database
 from google.protobuf.descriptor import ServiceDescriptor
 
 from penstock.admin.v1 import service_pb2 as admin_service
@@ -44,6 +44,7 @@ OTHER_PROGRAMS = frozenset(
         "./client",
         "alias",
         "apt-get",
+        "buf",
         "build/client",
         "cargo",
         "cd",
@@ -52,7 +53,9 @@ OTHER_PROGRAMS = frozenset(
         "curl",
         "echo",
         "export",
+        "ghz",
         "go",
+        "grpc_health_probe",
         "helm",
         "kubectl",
         "mkdir",
@@ -189,6 +192,11 @@ def services() -> dict[str, ServiceDescriptor]:
 
 
 def check_grpcurl(arguments: list[str]) -> None:
+    if "list" in arguments:
+        return
+    if "describe" in arguments:
+        symbol_database.Default().pool.FindMessageTypeByName(arguments[-1])
+        return
     service, _, method = arguments[-1].partition("/")
     described = services()[service].methods_by_name[method]
     if "-d" in arguments:

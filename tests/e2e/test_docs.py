@@ -101,9 +101,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """With the environment activated, as the README says."""
+    """With the environment activated, as the README says, and with what npm and the test cluster have of other programs."""
+    tools = [ROOT / "node_modules/.bin", *sorted((ROOT / "build/cluster/bin").glob("g*"))]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    return {**kept, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    return {**kept, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], *map(str, tools)])}
 
 
 def shell(script: str, folder: Path, stdin: str = "") -> str:
@@ -140,7 +141,7 @@ def test_a_command_does_its_work(command: Written, server: Defaults, folder: Pat
     if shutil.which(program, path=environment()["PATH"]) is None:
         pytest.skip(f"{program} is not on PATH")
     # curl has succeeded when a server has answered, whatever it said.
-    script = server.put(command.text).replace("curl ", "curl -sS --fail-with-body ")
+    script = re.sub(r"(?<!buf )\bcurl ", "curl -sS --fail-with-body ", server.put(command.text))
     output = shell(script, folder, stdin="What is 12 + 30?\n")
     assert output.strip() or program == "grpcurl"
 
