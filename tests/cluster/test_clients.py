@@ -1,0 +1,117 @@
+"""Clients of every language in front of frontends that come and go: no call fails, and those that come have their share.
+
+The clients are those that ``make clients-test`` has built.
+"""
+
+import asyncio
+import json
+import re
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import NewRelease
+from tests.cluster.release import Release
+from tests.cluster.values import MODEL, merged, oracle
+
+BUILT = Path(__file__).resolve().parents[2] / "build" / "clients"
+STREAMS = 32
+"""Of each language."""
+AGE = 10
+"""Seconds after which a frontend moves a connection."""
+WINDOW = 15.0
+"""Seconds in which shares are counted."""
+SHARE = 0.25
+VALUES = {
+    "frontend": {"replicas": 3, "config": {"server": {"max_connection_age": AGE}}},
+    "enginecore": {"replicas": 2, "extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.1"}]},
+}
+SUMMARY = re.compile(r"calls: (\d+), failed: (\d+), ")
+SERVED = re.compile(r"^vllm:request_success_total\{.*\} (\S+)$", re.MULTILINE)
+
+
+def languages() -> dict[str, list[str]]:
+    """The command line of each client that is there."""
+    return {path.stem: json.loads(path.read_text())["command"] for path in sorted(BUILT.glob("*.built"))}
+
+
+class Callers:
+    """A client of each language, which calls until it is stopped."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+
+    async def start(self) -> None:
+        """Begin."""
+        options = ["--at-once", str(STREAMS), "--for", "3600", "--max-tokens", "10", "--seed", "1", "Once upon a time"]
+        for language, command in languages().items():
+            self._running[language] = await asyncio.create_subprocess_exec(
+                *command,
+                "load",
+                "--address",
+                self._address,
+                *options,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+
+    async def stop(self) -> dict[str, tuple[int, int, str]]:
+        """Calls, failed ones and what was said of them, by language."""
+        for process in self._running.values():
+            process.send_signal(signal.SIGINT)
+        ends = await asyncio.gather(*(process.communicate() for process in self._running.values()))
+        told = {}
+        for language, (out, err) in zip(self._running, ends, strict=True):
+            found = SUMMARY.match(out.decode())
+            calls, failed = map(int, found.groups()) if found else (0, -1)
+            told[language] = calls, failed, err.decode()[-300:]
+        return told
+
+
+def served(release: Release) -> dict[str, float]:
+    """Requests that each ready frontend has answered."""
+    counts = {}
+    for pod in release.pods("frontend"):
+        url = f"http://{pod['status']['podIP']}:8000/metrics"
+        with urllib.request.urlopen(url, timeout=10) as page:
+            counts[pod["metadata"]["name"]] = sum(map(float, SERVED.findall(page.read().decode())))
+    return counts
+
+
+async def shares(release: Release) -> list[float]:
+    """What each frontend answers of an even share, over a while."""
+    before = await asyncio.to_thread(served, release)
+    await asyncio.sleep(WINDOW)
+    after = await asyncio.to_thread(served, release)
+    had = [after[name] - before[name] for name in after]
+    return [round(count * len(had) / sum(had), 2) for count in had]
+
+
+@pytest.mark.skipif(not languages(), reason="no clients are built (make clients-test)")
+@pytest.mark.parametrize("by", ["headless", "service"])
+async def test_no_call_fails_while_frontends_come_and_go(new_release: NewRelease, by: str) -> None:
+    release = new_release()
+    values = oracle(VALUES)
+    release.install(values)
+    target = release.target(MODEL)
+    callers = Callers(f"dns:///{target.headless}:50051" if by == "headless" else f"{target.service}:50051")
+    await callers.start()
+    try:
+        await asyncio.sleep(AGE)
+        await asyncio.to_thread(release.upgrade, merged(values, {"frontend": {"replicas": 5}}))
+        await asyncio.sleep(1.5 * AGE)
+        even = await shares(release)
+        await asyncio.to_thread(release.upgrade, merged(values, {"frontend": {"replicas": 2}}))
+        deployment = f"deployment/{release.fullname}-frontend"
+        await asyncio.to_thread(release.kubectl, "rollout", "restart", deployment)
+        await asyncio.to_thread(release.kubectl, "rollout", "status", deployment, "--timeout=240s")
+        await asyncio.sleep(AGE)
+    finally:
+        told = await callers.stop()
+    print(f"{by}: {told}; shares of five: {even}")
+    assert all(calls and not failed for calls, failed, _ in told.values()), told
+    if by == "headless":  # a connection is a language's only one behind the Service's address
+        assert all(1 - SHARE <= share <= 1 + SHARE for share in even), even
