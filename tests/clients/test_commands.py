@@ -85,10 +85,10 @@ async def test_a_session_that_is_interrupted_is_cancelled(client: Client, server
 
 
 async def test_many_calls_are_made_and_counted(client: Client, server: FakeInference) -> None:
-    done = await client.run(server.address, "load", "--at-once", "4", "--calls", "10", "a b c")
+    done = await client.run(server.address, "load", "--at-once", "16", "--calls", "40", "a b c")
     assert (done.code, done.err) == (0, "")
-    assert counts(done.out) == (10, 0, 30)
-    assert len(server.requests) == 10
+    assert counts(done.out) == (40, 0, 120)
+    assert len(server.requests) == 40
 
 
 async def test_as_many_calls_as_at_once_unless_it_is_told(client: Client, server: FakeInference) -> None:

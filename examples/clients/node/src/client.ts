@@ -1,4 +1,6 @@
 // Call a Penstock server: continue a prompt, answer a message, many at once.
+import { setMaxListeners } from "node:events";
+
 import { type Options, USAGE, parse } from "./arguments.js";
 import { type Call, chat, generate, load, session, tell } from "./commands.js";
 import { authorization, connect } from "./connection.js";
@@ -13,6 +15,7 @@ async function main(options: Options): Promise<number> {
   const interrupt = new AbortController();
   process.once("SIGINT", () => interrupt.abort());
   const { signal } = interrupt;
+  setMaxListeners(0, signal); // each call that runs listens
   const client = connect(options.address, options);
   try {
     const exit = await RUN[options.command]({ client, metadata: authorization(process.env["PENSTOCK_API_KEY"]), signal }, options);
