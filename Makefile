@@ -103,7 +103,7 @@ test-integration: setup ## Services against each other and against transformers
 
 .PHONY: test-e2e
 test-e2e: setup ## The whole system as separate processes
-	@PENSTOCK_CLIENTS=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+	@CLIENT_LANGUAGES=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
 matrix: setup ## Every failure of an engine at every step, with every kind of stream; writes docs/failure-matrix.md

@@ -9,10 +9,10 @@ from tests.clients.languages import LANGUAGES, Language
 from tests.clients.running import Client
 from tests.fakes.frontends.fake_inference import FakeInference
 
-WANTED = [name for name in os.environ.get("PENSTOCK_CLIENTS", "").split(",") if name]
+WANTED = [name for name in os.environ.get("CLIENT_LANGUAGES", "").split(",") if name]
 """Languages to try; by default all."""
 assert set(WANTED) <= {language.name for language in LANGUAGES}, (
-    f"PENSTOCK_CLIENTS is {WANTED}: there are not all of these"
+    f"CLIENT_LANGUAGES is {WANTED}: there are not all of these"
 )
 _commands: dict[str, list[str]] = {}
 _broken: set[str] = set()

@@ -16,7 +16,7 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "clients"
 BUILD = ROOT / "build" / "clients"
-RELEASED = os.environ.get("PENSTOCK_STUBS", "")
+RELEASED = os.environ.get("CLIENT_CONTRACTS", "")
 """A descriptor set of ``protos/released`` to build the clients from, instead of the contracts as they are."""
 
 

@@ -11,7 +11,7 @@ from tests.clients.running import Client
 
 RUST = [language for language in LANGUAGES if language.name == "rust"]
 pytestmark = pytest.mark.skipif(
-    bool(WANTED) and "rust" not in WANTED, reason="PENSTOCK_CLIENTS leaves Rust out (make clients-test)"
+    bool(WANTED) and "rust" not in WANTED, reason="CLIENT_LANGUAGES leaves Rust out (make clients-test)"
 )
 SOURCE = BUILD / (f"rust-{Path(RELEASED).stem}" if RELEASED else "rust") / "source"
 TARGET = ("--target-dir", str(BUILD / "rust-target"))
