@@ -18,6 +18,8 @@ EXAMPLES = ROOT / "examples" / "clients"
 BUILD = ROOT / "build" / "clients"
 RELEASED = os.environ.get("CLIENT_CONTRACTS", "")
 """A descriptor set of ``protos/released`` to build the clients from, instead of the contracts as they are."""
+OF_RELEASE = f"-{Path(RELEASED).stem}" if RELEASED else ""
+"""What names of what is built from it end with."""
 
 
 class Language(msgspec.Struct, frozen=True):
@@ -51,16 +53,15 @@ class Language(msgspec.Struct, frozen=True):
             return self._built()
 
     def _built(self) -> list[str]:
-        stubs = BUILD / (f"stubs-{Path(RELEASED).stem}" if RELEASED else "stubs")
-        done = BUILD / f"{self.name}{RELEASED and f'-{Path(RELEASED).stem}'}.built"
+        stubs, out = BUILD / f"stubs{OF_RELEASE}", BUILD / f"{self.name}{OF_RELEASE}"
+        done = BUILD / f"{self.name}{OF_RELEASE}.built"
         if done.exists() and (run_id := os.environ.get("PYTEST_XDIST_TESTRUNUID")):
             built = json.loads(done.read_text())
             if built["run"] == run_id:
                 return list(built["command"])
         if self.package:
             released = ["--released", RELEASED] if RELEASED else []
-            run([sys.executable, str(ROOT / "protos/stubs"), "--out", str(stubs), *released, self.name.split("-")[0]])
-        out = BUILD / (f"{self.name}-{Path(RELEASED).stem}" if RELEASED else self.name)
+            run([sys.executable, str(ROOT / "protos/stubs"), "--out", str(stubs), *released, self.name])
         out.mkdir(parents=True, exist_ok=True)
         command = self.build(stubs, out)
         done.write_text(json.dumps({"run": os.environ.get("PYTEST_XDIST_TESTRUNUID"), "command": command}))

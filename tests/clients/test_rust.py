@@ -1,19 +1,18 @@
 """The Rust client's own tests: its channel does what other languages' libraries do."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.clients.conftest import WANTED
-from tests.clients.languages import BUILD, LANGUAGES, RELEASED, run
+from tests.clients.languages import BUILD, LANGUAGES, OF_RELEASE, run
 from tests.clients.running import Client
 
 RUST = [language for language in LANGUAGES if language.name == "rust"]
 pytestmark = pytest.mark.skipif(
     bool(WANTED) and "rust" not in WANTED, reason="CLIENT_LANGUAGES leaves Rust out (make clients-test)"
 )
-SOURCE = BUILD / (f"rust-{Path(RELEASED).stem}" if RELEASED else "rust") / "source"
+SOURCE = BUILD / f"rust{OF_RELEASE}" / "source"
 TARGET = ("--target-dir", str(BUILD / "rust-target"))
 
 

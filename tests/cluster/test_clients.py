@@ -8,15 +8,14 @@ import json
 import re
 import signal
 import urllib.request
-from pathlib import Path
 
 import pytest
 
+from tests.clients.languages import BUILD, LANGUAGES
 from tests.cluster.conftest import NewRelease
 from tests.cluster.release import Release
 from tests.cluster.values import MODEL, merged, oracle
 
-BUILT = Path(__file__).resolve().parents[2] / "build" / "clients"
 STREAMS = 32
 """Of each language."""
 AGE = 10
@@ -34,7 +33,8 @@ SERVED = re.compile(r"^vllm:request_success_total\{.*\} (\S+)$", re.MULTILINE)
 
 def languages() -> dict[str, list[str]]:
     """The command line of each client that is there."""
-    return {path.stem: json.loads(path.read_text())["command"] for path in sorted(BUILT.glob("*.built"))}
+    built = {language.name: BUILD / f"{language.name}.built" for language in LANGUAGES}
+    return {name: json.loads(path.read_text())["command"] for name, path in built.items() if path.exists()}
 
 
 class Callers:

@@ -56,4 +56,4 @@ class Readiness:
 
     def close(self) -> None:
         """It has drained, and refuses from now on."""
-        self._draining = self._left = True
+        self._left = True
