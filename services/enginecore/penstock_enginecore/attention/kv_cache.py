@@ -28,7 +28,8 @@ SLOTS = KVLayout("slots")
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys ``[num_slots, num_kv_heads * head_size]`` and values ``[num_slots, num_kv_heads * head_size_v]`` of one
-    layer. In other layouts than ``SLOTS`` the rows of a tile share their numbers.
+    layer. In other layouts than ``SLOTS`` the rows of a tile share their numbers, or the tensors have the shape that the layout
+    says.
     """
 
     keys: torch.Tensor

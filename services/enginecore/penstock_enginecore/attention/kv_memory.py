@@ -1,6 +1,6 @@
 """Allocates the KV cache of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -11,6 +11,8 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 LayoutOf = Callable[[KVCacheSpec, torch.dtype], KVLayout]
 """What ``AttentionBackend.layout`` is."""
+Width = KVTensorWidth | KVCacheSpec
+"""Either says how many numbers the keys of a token take, and the values."""
 
 
 class KVMemory:
@@ -30,9 +32,7 @@ class KVMemory:
         """
         if not self._specs:
             return {}
-        num_slots = config.num_blocks * config.block_size
-        widths = kv_tensor_widths(self._specs, config.groups)
-        shared = [self._memory(width, config.block_size, num_slots) for width in widths]
+        shared = self._memory(kv_tensor_widths(self._specs, config.groups), config.block_size, config.num_blocks)
         index = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
         return {
             name: LayerCache(self._view(spec, config.block_size, *shared[index[name][0]]), group=index[name][1])
@@ -41,26 +41,28 @@ class KVMemory:
 
     def throwaway(self, block_size: int, num_blocks: int) -> LayerCaches:
         """A cache of one group, each layer with memory of its own."""
+        memory = self._memory(list(self._specs.values()), block_size, num_blocks)
         return {
-            name: LayerCache(
-                self._view(spec, block_size, *self._memory(spec, block_size, num_blocks * block_size)), group=0
-            )
-            for name, spec in self._specs.items()
+            name: LayerCache(self._view(spec, block_size, *parts), group=0)
+            for (name, spec), parts in zip(self._specs.items(), memory, strict=True)
         }
 
     def _memory(
-        self, width: KVTensorWidth | KVCacheSpec, block_size: int, num_slots: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``. Only the null block is cleared: attention
-        reads no slot that its request has not written.
+        self, widths: Sequence[Width], block_size: int, num_blocks: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]`` of each width. Only the null block is cleared:
+        attention reads no slot that its request has not written.
         """
-        keys, values = (
-            torch.empty(num_slots, numbers, dtype=self._dtype, device=self._device)
-            for numbers in (width.key_width, width.value_width)
-        )
-        keys[:block_size] = 0
-        values[:block_size] = 0
-        return keys, values
+        memory = []
+        for width in widths:
+            keys, values = (
+                torch.empty(num_blocks * block_size, numbers, dtype=self._dtype, device=self._device)
+                for numbers in (width.key_width, width.value_width)
+            )
+            keys[:block_size] = 0
+            values[:block_size] = 0
+            memory.append((keys, values))
+        return memory
 
     def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
         """A layer's view of memory that may be wider than the layer."""

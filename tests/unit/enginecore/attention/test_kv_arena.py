@@ -1,0 +1,79 @@
+"""The arena of KV caches: a block in one piece, and who shares it."""
+
+import msgspec
+import torch
+
+from penstock_enginecore.attention.kv_arena import HEADS, KVArena
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.attention.kv_memory import num_bytes
+from penstock_enginecore.core.kv_cache.grouping import block_bytes
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+
+SPEC = KVCacheSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)
+CPU = torch.device("cpu")
+
+
+def allocate(specs: dict[str, KVCacheSpec], *groups: tuple[str, ...]) -> LayerCaches:
+    found = tuple(KVCacheGroup(layer_names=names) for names in groups)
+    config = KVCacheConfig(num_blocks=5, block_size=4, groups=found, max_model_len=8)
+    layers = KVArena(specs, torch.float32, CPU).allocate(config)
+    assert num_bytes(layers) == 5 * block_bytes(specs, found)
+    return layers
+
+
+def test_a_block_of_all_layers_is_one_piece_of_memory() -> None:
+    layers = allocate({"a": SPEC, "b": SPEC, "c": SPEC}, ("a", "b", "c"))
+    parts = [part for layer in layers.values() for part in (layer.cache.keys, layer.cache.values)]
+    assert {layer.cache.layout for layer in layers.values()} == {HEADS}
+    assert {part.shape for part in parts} == {(5, 2, 4, 8)}
+    numbers = 2 * 4 * 8
+    assert [part.data_ptr() - parts[0].data_ptr() for part in parts] == [4 * numbers * i for i in range(6)]
+    assert {part.stride() for part in parts} == {(6 * numbers, 32, 8, 1)}
+
+
+def test_the_null_block_is_clear() -> None:
+    for layer in allocate({"a": SPEC, "b": SPEC}, ("a", "b")).values():
+        assert not layer.cache.keys[0].any()
+        assert not layer.cache.values[0].any()
+
+
+def test_layers_of_groups_share_the_parts_of_a_block() -> None:
+    specs = dict.fromkeys(["a", "b", "c", "d", "e"], SPEC)
+    layers = allocate(specs, ("a", "c", "e"), ("b", "d"))
+    starts = {name: layer.cache.keys.data_ptr() for name, layer in layers.items()}
+    assert starts["a"] == starts["b"]
+    assert starts["c"] == starts["d"]
+    assert len(set(starts.values())) == 3
+    assert [layers[name].group for name in specs] == [0, 1, 0, 1, 0]
+
+
+def test_a_narrower_layer_uses_the_beginning_of_a_part() -> None:
+    wide = msgspec.structs.replace(SPEC, num_kv_heads=3, head_size_v=16)
+    layers = allocate({"narrow": SPEC, "wide": wide}, ("narrow",), ("wide",))
+    narrow, wider = layers["narrow"].cache, layers["wide"].cache
+    assert (wider.keys.shape, wider.values.shape) == ((5, 3, 4, 8), (5, 3, 4, 16))
+    assert (narrow.keys.shape, narrow.values.shape) == ((5, 2, 4, 8), (5, 2, 4, 8))
+    wider.keys.fill_(1)
+    wider.values.fill_(2)
+    assert (narrow.keys == 1).all()
+    assert (narrow.values == 2).all()
+    narrow.values[3].fill_(3)
+    assert (wider.values == 3).sum() == narrow.values[3].numel()
+    assert (wider.keys == 1).all()
+
+
+def test_a_throwaway_cache_has_a_part_for_each_layer() -> None:
+    layers = KVArena({"a": SPEC, "b": SPEC}, torch.float16, CPU).throwaway(16, 3)
+    for i, layer in enumerate(layers.values()):
+        layer.cache.keys.fill_(i)
+        layer.cache.values.fill_(i + 10)
+    for i, layer in enumerate(layers.values()):
+        assert (layer.cache.keys == i).all()
+        assert (layer.cache.values == i + 10).all()
+    assert {layer.cache.keys.shape for layer in layers.values()} == {(3, 2, 16, 8)}
+    assert {layer.group for layer in layers.values()} == {0}
+
+
+def test_a_model_without_a_cache_gets_none() -> None:
+    config = KVCacheConfig(num_blocks=5, block_size=4, groups=(), max_model_len=8)
+    assert KVArena({}, torch.float32, CPU).allocate(config) == {}
