@@ -136,6 +136,10 @@ class NativeForward:
         """Logits of a few tokens."""
         return probe_logits(self, Probe.prompt(self._vocab_size))
 
+    def where(self) -> str:
+        """The kernels do not stop between layers."""
+        return ""
+
     def take_over(self) -> "NativeForward":
         """Frees the weights of all projections. q, k and v are rows one after the other of one packed product, gate and up rows
         in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
@@ -219,6 +223,10 @@ class _PackedModules(Generic[T]):
     def probe(self) -> torch.Tensor:
         """By the modules, with packed layers among them."""
         return self._run()
+
+    def where(self) -> str:
+        """Nothing is known of single layers."""
+        return ""
 
     def take_over(self) -> T:
         """Lets go of the layers that were replaced. Those that stand for them have their names and sizes."""

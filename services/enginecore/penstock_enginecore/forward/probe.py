@@ -1,5 +1,7 @@
 """Prompts of no meaning, in a cache of their own, to see what a forward pass makes of them."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
 
-_NUM_TOKENS = 24
+NUM_TOKENS = 24
 _BLOCK_SIZE = 16
 """Of every backend's layout some whole tiles."""
 
@@ -27,7 +29,7 @@ class Probe:
     @classmethod
     def prompt(cls, vocab_size: int) -> "Probe":
         """A prompt of a few tokens from all over the vocabulary."""
-        return cls._of(np.arange(1, _NUM_TOKENS + 1) * 7919 % vocab_size, _NUM_TOKENS, _BLOCK_SIZE)
+        return cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
 
     @classmethod
     def largest(cls, num_tokens: int, max_len: int, block_size: int) -> "Probe":
@@ -56,3 +58,22 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
         return forward.run(batch, np.arange(len(probe.token_ids)) if rows is None else rows).logits
     finally:
         forward.bind({})
+
+
+def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torch.Tensor:
+    """As ``probe_logits``, of all tokens of the one sequence of ``probe``, in a step for each part between ``cuts``: later parts
+    read from the cache what earlier ones have written.
+    """
+    of = probe.metadata
+    forward.bind(forward.memory.throwaway(of.block_size, probe.num_blocks))
+    logits = []
+    try:
+        for start, end in itertools.pairwise([0, *cuts, len(probe.token_ids)]):
+            part = slice(start, end)
+            starts, lengths = np.array([0, end - start]), np.array([end])
+            metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
+            batch = ForwardBatch(probe.token_ids[part], probe.positions[part], [metadata])
+            logits.append(forward.run(batch, np.arange(end - start)).logits.clone())
+    finally:
+        forward.bind({})
+    return torch.cat(logits)

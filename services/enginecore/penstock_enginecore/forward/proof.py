@@ -12,7 +12,7 @@ import torch
 
 T_co = TypeVar("T_co", covariant=True)
 
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Differences, as shares of the length of the whole as a vector, that another order of summation does not make: by the dtype
 in which the model's own modules compute.
 """
@@ -27,6 +27,9 @@ class Replacement(Protocol[T_co]):
 
     def probe(self) -> torch.Tensor:
         """What it makes of the probe: float32, of the shape of what the modules make of it."""
+
+    def where(self) -> str:
+        """Which part of the model it computes otherwise, to follow what its results differ by; empty where it cannot tell."""
 
     def take_over(self) -> T_co:
         """Free the weights it stands for, and return what serves from now on.
@@ -90,7 +93,12 @@ def _difference(replacement: Replacement[object], expected: torch.Tensor) -> str
         result = replacement.probe()
     except Exception as e:  # a model may read the weight of a layer that is packed
         return f"{type(e).__name__}: {e}"
-    distance = float((result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
-    if distance <= _TOLERANCES[expected.dtype]:  # which no NaN is
+    difference = distance(result, expected)
+    if difference <= TOLERANCES[expected.dtype]:  # which no NaN is
         return None
-    return f"its results differ by {distance:.3g}"
+    return f"its results differ by {difference:.3g}{replacement.where()}"
+
+
+def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far ``result`` is from ``expected``, as a share of the length of ``expected`` as a vector."""
+    return float((result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))

@@ -21,6 +21,9 @@ class Replacement:
     def probe(self) -> torch.Tensor:
         return self.result()
 
+    def where(self) -> str:
+        return " in the middle"
+
     def take_over(self) -> "Replacement":
         self.fate.append("took over")
         return self
@@ -44,8 +47,8 @@ def never() -> Replacement:
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        (lambda: EXPECTED * 1.1, "its results differ by 0.1"),
-        (lambda: EXPECTED.index_fill(0, torch.tensor([1]), torch.nan), "its results differ by nan"),
+        (lambda: EXPECTED * 1.1, "its results differ by 0.1 in the middle"),
+        (lambda: EXPECTED.index_fill(0, torch.tensor([1]), torch.nan), "its results differ by nan in the middle"),
         (failing, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ],
     ids=["wrong", "nan", "failing"],
@@ -71,9 +74,11 @@ def test_a_candidate_that_is_not_made_for_the_model_says_why_and_is_no_warning()
     assert not proven.refuted
 
 
-def test_results_in_bfloat16_are_allowed_its_rounding() -> None:
-    rounded = Replacement(lambda: EXPECTED * 1.05)
-    assert first_proven([Candidate("fast", lambda: rounded)], EXPECTED.bfloat16).serves is rounded
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.05)])
+def test_results_in_a_narrow_dtype_are_allowed_its_rounding(dtype: torch.dtype, share: float) -> None:
+    rounded, wrong = Replacement(lambda: EXPECTED * (1 + share)), Replacement(lambda: EXPECTED * (1 + 10 * share))
+    candidates = [Candidate("wrong", lambda: wrong), Candidate("fast", lambda: rounded)]
+    assert first_proven(candidates, lambda: EXPECTED.to(dtype)).serves is rounded
 
 
 def test_without_candidates_the_model_does_not_run() -> None:
