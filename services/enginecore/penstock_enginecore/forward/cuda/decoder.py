@@ -1,0 +1,155 @@
+"""The forward pass of a model on a GPU by kernels and products of our own, in buffers that never move.
+
+A step is brought to the device in one copy and padded to one of few shapes; from there on it launches the same work as every step
+of its shape, reads nothing on the host and allocates nothing. What is taken over is read from transformers' own modules.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.attention.kv_arena import KVArena
+from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.cuda.buffers import padded_shape
+from penstock_enginecore.forward.cuda.families import plan_model
+from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
+from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
+from penstock_enginecore.forward.cuda.linear import empty, merged
+from penstock_enginecore.forward.cuda.steps import CacheShape, Step, StepMemory
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, module_bytes
+from penstock_enginecore.forward.probe import NUM_TOKENS, Probe, probe_logits, probe_parts
+
+_PROBE_CUTS = (13, 14, 22, 23)
+"""The probe's steps: a prompt, a token, a piece of a prompt, and two tokens one by one."""
+
+
+class FusedForward:
+    """A ``ForwardPass`` of embedding, layers and head, built beside the modules, whose weights it merges. Logits are in a buffer
+    that the next run overwrites. Raises UnsuitableError.
+    """
+
+    separate_head = True
+
+    def __init__(self, probed: ProbedModel, kernels: Kernels) -> None:
+        self.device = probed.device
+        self.specs = probed.specs
+        self.memory = KVArena(probed.specs, probed.model.dtype, self.device)
+        self._probed = probed
+        self._module: Any = probed.model.module
+        self._plan = plan_model(probed)
+        self._max_len = max(probed.model.max_len, NUM_TOKENS)
+        self._layers = Layers(self._plan, self._max_len, kernels, self.device)
+        self._head = merged([self._plan.head])
+        self._memory: StepMemory | None = None
+        self._caches: list[LayerCache] = []
+        self._after_layer: AfterLayer | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of what the modules still hold, embeddings and norms, and of the products."""
+        products = self._layers.products
+        if self._head.weight is not self._plan.embedding:
+            products.append(self._head)
+        return module_bytes(self._module) + sum(product.num_bytes for product in products)
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Layers go by their order of execution. What steps run on stays for another cache of the same shape."""
+        self._caches = [caches[name] for name in self.specs] if caches else []
+        if self._caches:
+            block_size = self._caches[0].cache.keys.shape[2]
+            shape = CacheShape(1 + max(cache.group for cache in self._caches), -(-self._max_len // block_size))
+            if self._memory is None or self._memory.cache != shape:
+                self._memory = None
+                self._memory = StepMemory(shape, self._layers.widths, self._probed.model.dtype, self.device)
+
+    def embed(self, token_ids: IntArray) -> torch.Tensor:
+        """Rows of the embedding in the model's dtype, scaled as the model does."""
+        weight = self._plan.embedding
+        out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype, device=self.device)
+        self._layers.embed(torch.from_numpy(token_ids).to(self.device), out)
+        return out
+
+    def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
+        """States are what the last norm puts out, ``[tokens, hidden size]``. RuntimeError without a KV cache."""
+        if self._memory is None or not self._caches:
+            raise RuntimeError("bind must come before the first step")
+        num_tokens, first = len(batch.token_ids), batch.attention[0]
+        step = self._memory.step(padded_shape(num_tokens, max(first.num_requests, len(rows))))
+        step.buffers.load(batch.token_ids, batch.positions, batch.attention, rows, step.shape)
+        if batch.embedded is None:
+            self._layers.embed(step.inputs.token_ids, step.activations.residual)
+        else:
+            step.activations.residual[:num_tokens].copy_(batch.embedded)
+        hidden = self._launch(step)
+        states = hidden[:num_tokens].clone() if keep_states else None
+        return ForwardOutput(step.activations.logits[: len(rows)], states)
+
+    def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The head alone: a new tensor."""
+        logits = states.new_empty(len(rows), self._head.out_features)
+        self._logits(states.index_select(0, rows), logits)
+        return logits
+
+    def to(self, device: torch.device) -> None:
+        """Moves the weights. What steps run on is freed, and allocated again when a KV cache is bound."""
+        self._memory = None
+        self._module.to(device)
+        self._layers.to(device)
+        self._head.to(device)
+
+    def probe(self) -> torch.Tensor:
+        """Logits of a few tokens, computed in several steps."""
+        return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), _PROBE_CUTS)
+
+    def where(self) -> str:
+        """Compares what comes out of each layer with what comes out of the model's own."""
+        probe = Probe.prompt(self._probed.model.vocab_size)
+        modules = ModulesForward(self._probed, create_backend("reference", self.device))
+        with traced([layer.module for layer in self._plan.layers]) as expected:
+            probe_logits(modules, probe)
+        found = self._trace(probe)
+        return first_difference(found, expected, [layer.name for layer in self._plan.layers])
+
+    def take_over(self) -> "FusedForward":
+        """Frees what the modules hold of the weights of products. Rows of q, k and v follow one another in one product, those of
+        gate and up in another: an adapter's part of a product goes where the projection's rows are.
+        """
+        for linear in self._plan.linears:
+            empty(linear)
+        if self._head.weight is not self._plan.embedding:
+            empty(self._plan.head)
+        return self
+
+    def undo(self) -> None:
+        """The modules compute what they did: some of their weights are parts of larger ones, and stay so."""
+        self._memory = None
+
+    def _launch(self, step: Step) -> torch.Tensor:
+        """The layers and the head of a step whose first layer's input is there. Returns what the last norm puts out."""
+        activations = step.activations
+        hidden = self._layers.run(step.inputs, activations, self._caches, self._after_layer)
+        torch.index_select(hidden, 0, step.inputs.rows, out=activations.chosen)
+        self._logits(activations.chosen, activations.logits)
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Of each row of ``hidden``, soft cap included."""
+        self._head.affine(hidden, out)
+        if (cap := self._plan.logits_softcap) is not None:
+            out.div_(cap).tanh_().mul_(cap)
+
+    def _trace(self, probe: Probe) -> Trace:
+        """What the first layer gets and each layer puts out."""
+        count = len(probe.token_ids)
+        trace = [self.embed(probe.token_ids)]
+        self._after_layer = lambda _, hidden: trace.append(hidden[:count].clone())
+        try:
+            probe_logits(self, probe, np.zeros(1, dtype=np.int64))
+        finally:
+            self._after_layer = None
+        return trace

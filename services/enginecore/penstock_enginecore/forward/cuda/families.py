@@ -1,0 +1,263 @@
+"""What the fused decoder computes for a model: a plan of its layers, read from transformers' own loaded modules.
+
+A plan says where norms stand and what is added to their weights, which linear layers are one product, how a layer turns and
+attends. What a layer asks of attention (scale, window, soft cap) is taken from the call that it made. A module that is not
+known by its class, its parts or its parameters is refused by its name: nothing is guessed, and what is read wrongly is found
+by the proof.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.launches import Activation, Norm
+from penstock_enginecore.forward.modules import ProbedModel
+from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.query_scale import query_scale
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """``qkv``: queries, keys and values, by one linear layer or by three. ``norms``: of queries and keys. ``rotary``: which of
+    the model's rotary variants.
+    """
+
+    qkv: tuple[torch.nn.Linear, ...]
+    output: torch.nn.Linear
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norms: tuple[Norm, Norm] | None
+    rotary: int
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class MLPPlan:
+    """``gate_up``: by one linear layer or by two."""
+
+    gate_up: tuple[torch.nn.Linear, ...]
+    down: torch.nn.Linear
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Norm, attention, add, norm, MLP, add. ``norms_after`` stand between attention and its add, and MLP and its."""
+
+    name: str
+    module: torch.nn.Module
+    attention: AttentionPlan
+    mlp: MLPPlan
+    norms_before: tuple[Norm, Norm]
+    norms_after: tuple[Norm, Norm] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """``embedding`` ``[vocab, hidden size]``, ``embedding_scale`` what its rows are multiplied by. ``rotary`` makes cosines and
+    sines; ``rotary_variants``: the arguments that it takes for each variant. ``logits_softcap``: logits become
+    ``cap * tanh(logit / cap)``.
+    """
+
+    embedding: torch.nn.Parameter
+    embedding_scale: float
+    layers: tuple[LayerPlan, ...]
+    norm: Norm
+    head: torch.nn.Linear
+    logits_softcap: float | None
+    rotary: torch.nn.Module
+    rotary_variants: tuple[tuple[str, ...], ...]
+
+    @property
+    def linears(self) -> list[torch.nn.Linear]:
+        """Those of all layers, which products stand for."""
+        found: list[torch.nn.Linear] = []
+        for layer in self.layers:
+            found += [*layer.attention.qkv, layer.attention.output, *layer.mlp.gate_up, layer.mlp.down]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the classes of a family are called and built. ``sandwich``: norms behind attention and MLP as well. ``merged``: one
+    linear layer for queries, keys and values, and one for gate and up. ``extras``: parts of a layer that do nothing.
+    """
+
+    prefix: str
+    norm_offset: float = 0.0
+    qk_norm: bool = False
+    sandwich: bool = False
+    merged: bool = False
+    rotary_by_type: bool = False
+    embedding: str = "Embedding"
+    extras: tuple[str, ...] = ()
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("Llama"),
+    "MistralForCausalLM": Family("Mistral"),
+    "Qwen2ForCausalLM": Family("Qwen2"),
+    "Qwen3ForCausalLM": Family("Qwen3", qk_norm=True),
+    "Gemma2ForCausalLM": Family("Gemma2", norm_offset=1.0, sandwich=True, embedding="Gemma2TextScaledWordEmbedding"),
+    "Gemma3ForCausalLM": Family(
+        "Gemma3",
+        norm_offset=1.0,
+        qk_norm=True,
+        sandwich=True,
+        rotary_by_type=True,
+        embedding="Gemma3TextScaledWordEmbedding",
+    ),
+    "Phi3ForCausalLM": Family("Phi3", merged=True, extras=("resid_attn_dropout", "resid_mlp_dropout")),
+}
+"""By the name of the class that generates."""
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+}
+"""By the class of transformers' module."""
+
+
+def plan_model(probed: ProbedModel) -> ModelPlan:
+    """The plan of a loaded model. UnsuitableError with the name of what is not known of it."""
+    module: Any = probed.model.module
+    family = FAMILIES.get(type(module).__name__)
+    if family is None:
+        raise UnsuitableError(f"{type(module).__name__} is not one of {', '.join(sorted(FAMILIES))}")
+    return _Reader(family, module).model(probed.calls)
+
+
+class _Reader:
+    """Reads modules of one family, whose names it knows."""
+
+    def __init__(self, family: Family, module: Any) -> None:
+        self._family = family
+        self._module = module
+        self._names = {part: name for name, part in module.named_modules()}
+
+    def model(self, calls: Sequence[AttentionCall]) -> ModelPlan:
+        module, base = self._module, self._module.model
+        self._expect(module, f"{self._family.prefix}ForCausalLM", ("model", "lm_head"))
+        self._expect(base, None, ("embed_tokens", "layers", "norm", "rotary_emb"))
+        if [call.module for call in calls] != [layer.self_attn for layer in base.layers]:
+            raise UnsuitableError("its layers are not called one after the other")
+        self._expect(base.rotary_emb, f"{self._family.prefix}RotaryEmbedding", ())
+        kinds = self._rotary_kinds(base)
+        variants = sorted(set(kinds))
+        return ModelPlan(
+            embedding=base.embed_tokens.weight,
+            embedding_scale=self._embedding_scale(base.embed_tokens),
+            layers=tuple(
+                self._layer(layer, call, variants.index(kind))
+                for layer, call, kind in zip(base.layers, calls, kinds, strict=True)
+            ),
+            norm=self._norm(base.norm),
+            head=self._linear(module.lm_head),
+            logits_softcap=getattr(module.config, "final_logit_softcapping", None),
+            rotary=base.rotary_emb,
+            rotary_variants=tuple(variants),
+        )
+
+    def _rotary_kinds(self, base: Any) -> list[tuple[str, ...]]:
+        """What the rotary module is told for each layer."""
+        if not self._family.rotary_by_type:
+            return [()] * len(base.layers)
+        return [(layer.self_attn.layer_type,) for layer in base.layers]
+
+    def _layer(self, layer: Any, call: AttentionCall, rotary: int) -> LayerPlan:
+        before = ["input_layernorm", "post_attention_layernorm"]
+        after: list[str] = []
+        if self._family.sandwich:
+            before = ["input_layernorm", "pre_feedforward_layernorm"]
+            after = ["post_attention_layernorm", "post_feedforward_layernorm"]
+        parts = ("self_attn", "mlp", *before, *after, *self._family.extras)
+        self._expect(layer, f"{self._family.prefix}DecoderLayer", parts)
+        return LayerPlan(
+            name=self._names[layer],
+            module=layer,
+            attention=self._attention(layer.self_attn, call, rotary),
+            mlp=self._mlp(layer.mlp),
+            norms_before=self._norm_pair(layer, before),
+            norms_after=self._norm_pair(layer, after) if after else None,
+        )
+
+    def _attention(self, attention: Any, call: AttentionCall, rotary: int) -> AttentionPlan:
+        projections = ("qkv_proj",) if self._family.merged else ("q_proj", "k_proj", "v_proj")
+        norms = ("q_norm", "k_norm") if self._family.qk_norm else ()
+        self._expect(attention, f"{self._family.prefix}Attention", (*projections, "o_proj", *norms))
+        if query_scale(attention) is not None:
+            raise UnsuitableError(f"{self._names[attention]} scales queries by position")
+        (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
+        if call.value.shape[1:] != (num_kv_heads, head_size):
+            raise UnsuitableError(f"in {self._names[attention]}, values are not of the size of keys")
+        return AttentionPlan(
+            qkv=tuple(self._linear(getattr(attention, name)) for name in projections),
+            output=self._linear(attention.o_proj),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            norms=self._norm_pair(attention, norms) if norms else None,
+            rotary=rotary,
+            params=call.params,
+        )
+
+    def _mlp(self, mlp: Any) -> MLPPlan:
+        act = "activation_fn" if self._family.merged else "act_fn"
+        projections = ("gate_up_proj",) if self._family.merged else ("gate_proj", "up_proj")
+        self._expect(mlp, f"{self._family.prefix}MLP", (*projections, "down_proj", act))
+        kind = type(getattr(mlp, act)).__name__
+        if kind not in _ACTIVATIONS:
+            raise UnsuitableError(f"the activation of {self._names[mlp]} is {kind}")
+        gate_up = tuple(self._linear(getattr(mlp, name)) for name in projections)
+        return MLPPlan(gate_up, self._linear(mlp.down_proj), _ACTIVATIONS[kind])
+
+    def _norm_pair(self, module: Any, names: Sequence[str]) -> tuple[Norm, Norm]:
+        first, second = (self._norm(getattr(module, name)) for name in names)
+        return first, second
+
+    def _norm(self, norm: Any) -> Norm:
+        self._expect(norm, f"{self._family.prefix}RMSNorm", (), ("weight",))
+        eps = norm.eps if self._family.norm_offset else norm.variance_epsilon
+        return Norm(norm.weight, float(eps), self._family.norm_offset)
+
+    def _linear(self, linear: Any) -> torch.nn.Linear:
+        self._expect(linear, "Linear", (), ("weight", "bias"), of_torch=True)
+        found: torch.nn.Linear = linear
+        return found
+
+    def _embedding_scale(self, embedding: Any) -> float:
+        """In the precision that the module multiplies in."""
+        plain = self._family.embedding == "Embedding"
+        self._expect(embedding, self._family.embedding, (), ("weight",), of_torch=plain)
+        return 1.0 if plain else float(embedding.embed_scale.to(embedding.weight.dtype))
+
+    def _expect(
+        self,
+        module: torch.nn.Module,
+        kind: str | None,
+        parts: Iterable[str],
+        parameters: Iterable[str] = (),
+        *,
+        of_torch: bool = False,
+    ) -> None:
+        """Refuse ``module`` unless it is transformers' (or torch's) class ``kind`` of these ``parts`` and ``parameters``."""
+        name = self._names[module] or "the model"
+        found = type(module)
+        room = "torch.nn." if of_torch else "transformers."
+        if (kind is not None and found.__name__ != kind) or not found.__module__.startswith(room):
+            raise UnsuitableError(
+                f"{name} is a {found.__module__}.{found.__name__}, not a {kind} of {room.rstrip('.')}"
+            )
+        children = {child for child, _ in module.named_children()}
+        if odd := children.symmetric_difference(parts):
+            raise UnsuitableError(f"{name} has other parts than are known: {', '.join(sorted(odd))}")
+        own = {parameter for parameter, _ in module.named_parameters(recurse=False)}
+        if odd := own.difference(parameters):
+            raise UnsuitableError(f"{name} has parameters that are not known: {', '.join(sorted(odd))}")

@@ -1,0 +1,99 @@
+"""What the fused decoder launches besides products: one call, one kernel (attention may take two).
+
+The decoder knows this protocol only; the Triton kernels are one implementation of it, and tests have another in plain torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""``gelu`` is exact, ``gelu_tanh`` its usual approximation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm: what is normed is multiplied by ``weight + offset``; Gemma's weights stand around 0, others' around 1."""
+
+    weight: torch.nn.Parameter
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosines and sines of all positions, float32 ``[max_len, rotary size / 2]``, scaling included. Number i of a head turns with
+    number ``i + rotary size / 2``; numbers from the rotary size on are left alone.
+    """
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+    def to(self, device: torch.device) -> "RotaryTable":
+        """The same on ``device``."""
+        return RotaryTable(self.cosines.to(device), self.sines.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """Where the tokens of a step stand in the blocks of one KV cache group, on the device. Padded: requests that are not there
+    have a ``seq_lens`` of 0 and no tokens, tokens behind ``query_start_loc[-1]`` a slot of -1.
+
+    ``block_table`` int32 ``[requests, blocks]``, ``query_start_loc`` int32 ``[requests + 1]``, ``seq_lens`` int32 ``[requests]``,
+    ``slots`` int64 ``[tokens]``.
+    """
+
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+
+
+class Kernels(Protocol):
+    """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
+    depends on a number on the device. So a sequence of calls can be captured and replayed.
+    """
+
+    def prologue(
+        self,
+        qkv: torch.Tensor,
+        bias: torch.Tensor | None,
+        norms: tuple[Norm, Norm] | None,
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query: torch.Tensor,
+    ) -> None:
+        """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
+        (``norms``: of queries and of keys), turn them by their ``positions`` (int32), write keys and values to ``slots`` of a
+        layer's ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
+        ``[tokens, heads, head size]``. Nothing is written for a slot of -1.
+        """
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: GroupInputs,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """Causal attention of ``query`` ``[tokens, heads, head size]`` over what ``group`` says into ``out``, of its shape. Rows
+        of padding stay as they are.
+        """
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+        """Where there is a ``residual`` add ``x`` to it, in its place and dtype; write the norm of the sum, or of ``x``, to
+        ``out``. All ``[tokens, hidden size]``, ``out`` apart from the others.
+        """
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        """From ``gate_up`` ``[tokens, 2 * intermediate size]``, ``activation`` of the first half times the second into ``out``
+        ``[tokens, intermediate size]``.
+        """

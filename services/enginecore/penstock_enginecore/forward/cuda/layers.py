@@ -1,0 +1,153 @@
+"""The layers of the fused decoder: in which order kernels and products are launched.
+
+Norms begin with the add before them, biases of queries, keys and values are left to the prologue: a layer is four products and
+five to seven launches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.attention.kv_cache import LayerCache
+from penstock_enginecore.forward.cuda.activations import Activations, Widths
+from penstock_enginecore.forward.cuda.buffers import StepInputs
+from penstock_enginecore.forward.cuda.families import AttentionPlan, LayerPlan, ModelPlan
+from penstock_enginecore.forward.cuda.launches import Kernels, Norm
+from penstock_enginecore.forward.cuda.linear import Dense, merged
+from penstock_enginecore.forward.cuda.rotary import rotary_table
+from penstock_enginecore.forward.proof import UnsuitableError
+
+AfterLayer = Callable[[int, torch.Tensor], None]
+"""Gets the number of a layer and what it put out, ``[tokens, hidden size]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    plan: LayerPlan
+    qkv: Dense
+    output: Dense
+    gate_up: Dense
+    down: Dense
+
+    @classmethod
+    def of(cls, plan: LayerPlan) -> "_Layer":
+        attention, mlp = plan.attention, plan.mlp
+        return cls(plan, merged(attention.qkv), merged([attention.output]), merged(mlp.gate_up), merged([mlp.down]))
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class Layers:
+    """From token ids to what the last norm puts out. Merges the weights of the layers that ``plan`` names. Positions go up to
+    ``max_len``. ``widths``: of what flows through. Raises UnsuitableError.
+    """
+
+    def __init__(self, plan: ModelPlan, max_len: int, kernels: Kernels, device: torch.device) -> None:
+        self._rotary = [rotary_table(plan.rotary, max_len, device, *variant) for variant in plan.rotary_variants]
+        self._plan = plan
+        self._kernels = kernels
+        self._layers = [_Layer.of(layer) for layer in plan.layers]
+        self.widths = self._widths()
+        after = [layer.norms_before[0] for layer in plan.layers[1:]]
+        self._next_norms = [*after, plan.norm]
+
+    @property
+    def products(self) -> list[Dense]:
+        """Those of all layers."""
+        return [product for layer in self._layers for product in layer.products]
+
+    def to(self, device: torch.device) -> None:
+        """Move the products' weights, and the tables of positions."""
+        for product in self.products:
+            product.to(device)
+        self._rotary = [table.to(device) for table in self._rotary]
+
+    def embed(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """What the first layer gets for ``token_ids`` ``[tokens]`` into ``out`` ``[tokens, hidden size]``."""
+        torch.index_select(self._plan.embedding, 0, token_ids, out=out)
+        if self._plan.embedding_scale != 1.0:
+            out.mul_(self._plan.embedding_scale)
+
+    def run(
+        self,
+        inputs: StepInputs,
+        activations: Activations,
+        caches: Sequence[LayerCache],
+        after_layer: AfterLayer | None = None,
+    ) -> torch.Tensor:
+        """From what stands in ``activations.residual``: what the last norm puts out, ``[tokens, hidden size]``."""
+        kernels, residual = self._kernels, activations.residual
+        x, spare = activations.normed, activations.x
+        kernels.add_rms_norm(residual, None, self._layers[0].plan.norms_before[0], x)
+        for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):
+            plan = layer.plan
+            after = plan.norms_after or (None, None)
+            self._attend(layer, x, spare, inputs, activations, cache)
+            x, spare = self._add_norm(spare, x, residual, after[0], plan.norms_before[1])
+            layer.gate_up.affine(x, activations.gate_up)
+            kernels.gated(activations.gate_up, plan.mlp.activation, activations.gated)
+            layer.down.affine(activations.gated, spare)
+            x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
+            if after_layer is not None:
+                after_layer(i, residual)
+        return x
+
+    def _attend(
+        self,
+        layer: _Layer,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        inputs: StepInputs,
+        activations: Activations,
+        cache: LayerCache,
+    ) -> None:
+        """Attention of a layer, products included, from ``x`` into ``out``."""
+        plan: AttentionPlan = layer.plan.attention
+        group, keys, values = inputs.groups[cache.group], cache.cache.keys, cache.cache.values
+        heads = (-1, plan.num_heads, plan.head_size)
+        query, attended = activations.query.view(heads), activations.attended.view(heads)
+        layer.qkv.product(x, activations.qkv)
+        self._kernels.prologue(
+            activations.qkv,
+            layer.qkv.bias,
+            plan.norms,
+            self._rotary[plan.rotary],
+            inputs.positions,
+            group.slots,
+            keys,
+            values,
+            query,
+        )
+        self._kernels.attend(query, keys, values, group, plan.params, attended)
+        layer.output.affine(activations.attended, out)
+
+    def _add_norm(
+        self, x: torch.Tensor, spare: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x``, normed by ``after`` where there is one, is added to ``residual``, and the sum normed by ``before``. Returns the
+        norm, and what may be overwritten.
+        """
+        if after is not None:
+            self._kernels.add_rms_norm(x, None, after, spare)
+            x, spare = spare, x
+        self._kernels.add_rms_norm(x, residual, before, spare)
+        return spare, x
+
+    def _widths(self) -> Widths:
+        """Of what flows through them. UnsuitableError where layers differ."""
+        first, *others = (
+            Widths(
+                hidden=layer.down.out_features,
+                qkv=layer.qkv.out_features,
+                attended=layer.output.in_features,
+                intermediate=layer.down.in_features,
+                vocab=self._plan.head.out_features,
+            )
+            for layer in self._layers
+        )
+        if any(other != first for other in others):
+            raise UnsuitableError("its layers are of different sizes")
+        return first

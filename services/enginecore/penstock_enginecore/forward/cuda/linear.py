@@ -1,0 +1,89 @@
+"""Products of the fused decoder, into buffers of its own.
+
+A class per way in which weights are kept: what multiplies by quantized ones has ``Dense``'s methods, and its place in
+``merged``, which makes one product of several linear layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.forward.proof import UnsuitableError
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]`` as they are in the checkpoint, by torch's own
+    product (cuBLAS on a GPU).
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of a row of the product."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row that is multiplied."""
+        return self.weight.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias."""
+        return sum(p.numel() * p.element_size() for p in self._parameters())
+
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
+        torch.mm(x, self.weight.t(), out=out)
+
+    def affine(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As ``product``, with the bias where there is one."""
+        if self.bias is None:
+            self.product(x, out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights."""
+        for parameter in self._parameters():
+            parameter.data = parameter.data.to(device)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+
+def merged(linears: Sequence[torch.nn.Linear]) -> Dense:
+    """One product of ``linears``, whose rows follow one another. Weights are held once: those of the layers become parts of the
+    whole, and the layers go on computing what they did. UnsuitableError where some have a bias and some have none.
+    """
+    if len(linears) == 1:
+        return Dense(linears[0].weight, linears[0]._parameters["bias"])
+    biased = {linear._parameters["bias"] is not None for linear in linears}
+    if len(biased) > 1:
+        raise UnsuitableError("some of the linear layers of one product have a bias, and some have none")
+    return Dense(_joined(linears, "weight"), _joined(linears, "bias") if biased.pop() else None)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _joined(linears: Sequence[torch.nn.Linear], name: str) -> torch.nn.Parameter:
+    """Parameters one after the other along their first dimension; those of the layers are then views of their places."""
+    whole = torch.cat([getattr(linear, name) for linear in linears])
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        setattr(linear, name, torch.nn.Parameter(whole[start:end], requires_grad=False))
+        start = end
+    return torch.nn.Parameter(whole, requires_grad=False)
+
+
+def empty(linear: torch.nn.Linear) -> None:
+    """Let go of the weights of a layer that a product stands for. Its name and sizes stay, which adapters go by."""
+    for name in ("weight", "bias"):
+        parameter = getattr(linear, name)
+        if parameter is not None:
+            setattr(linear, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))

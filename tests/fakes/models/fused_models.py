@@ -1,0 +1,49 @@
+"""Fused decoders of tiny checkpoints on a CPU, and engines that are offered one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
+from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
+from penstock_enginecore.models.loader import load_model
+from tests.fakes.models.torch_kernels import TorchKernels
+
+CPU = torch.device("cpu")
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+
+
+def load_probed(path: Path) -> ProbedModel:
+    """The checkpoint at ``path``, and what a token has shown of it."""
+    return probe_model(load_model(ModelConfig(path=str(path)), CPU, lambda line: None), CPU, 16)
+
+
+@torch.inference_mode()
+def prove(probed: ProbedModel, build: Callable[[], FusedForward]) -> Proven[FusedForward]:
+    """What becomes of the candidate that ``build`` makes."""
+    modules = ModulesForward(probed, create_backend("reference", CPU))
+    probe = Probe.prompt(probed.model.vocab_size)
+    return first_proven([Candidate("fused decoder", build)], lambda: probe_logits(modules, probe))
+
+
+def fused(path: Path, kernels: Kernels | None = None) -> FusedForward:
+    """The decoder of the checkpoint at ``path``, after it has taken over."""
+    probed = load_probed(path)
+    proven = prove(probed, lambda: FusedForward(probed, kernels or TorchKernels()))
+    assert proven.serves is not None, proven.reasons
+    return proven.serves
+
+
+def offer_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test try the fused decoder in place of the CPU's."""
+    monkeypatch.setattr(
+        "penstock_enginecore.forward.build.decoder_candidate",
+        lambda library, probed: Candidate("fused decoder", lambda: FusedForward(probed, TorchKernels())),
+    )

@@ -1,0 +1,97 @@
+"""The launches of the fused decoder in plain torch, row by row where that is plainer: what the real kernels are held to."""
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+
+_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+class TorchKernels:
+    """A ``Kernels``. Reads lengths and slots on the host, as no real one may."""
+
+    def prologue(
+        self,
+        qkv: torch.Tensor,
+        bias: torch.Tensor | None,
+        norms: tuple[Norm, Norm] | None,
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query: torch.Tensor,
+    ) -> None:
+        _, num_heads, size = query.shape
+        num_kv_heads = keys.shape[1]
+        heads = (qkv if bias is None else qkv + bias).float().view(len(qkv), -1, size)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            q, k = (_normed(x, norm) for x, norm in zip((q, k), norms, strict=True))
+        written = (slots >= 0).nonzero()[:, 0]
+        query[written] = _turned(q, rotary, positions)[written].to(query.dtype)
+        k = _turned(k, rotary, positions)
+        blocks, offsets = slots[written] // keys.shape[2], slots[written] % keys.shape[2]
+        keys[blocks, :, offsets] = k[written].to(keys.dtype)
+        values[blocks, :, offsets] = v[written].to(values.dtype)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: GroupInputs,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        starts, lengths = group.query_start_loc.tolist(), group.seq_lens.tolist()
+        block_size, heads_per_kv = keys.shape[2], query.shape[1] // keys.shape[1]
+        for request, length in enumerate(lengths):
+            for token in range(starts[request], starts[request + 1]):
+                position = length - (starts[request + 1] - token)
+                seen = torch.arange(_first_seen(position, params), position + 1)
+                blocks = group.block_table[request, seen // block_size].long()
+                k = keys[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1)
+                v = values[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1)
+                scores = torch.einsum("hd,nhd->hn", query[token].float(), k) * params.scaling
+                if params.softcap is not None:
+                    scores = params.softcap * torch.tanh(scores / params.softcap)
+                if params.sinks is not None:
+                    scores = torch.cat([scores, params.sinks.float()[:, None]], dim=1)
+                weights = scores.softmax(dim=1)[:, : len(seen)]
+                out[token] = torch.einsum("hn,nhd->hd", weights, v).to(out.dtype)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+        if residual is not None:
+            residual.add_(x)
+        out.copy_(_normed((x if residual is None else residual).float(), norm))
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        gate, up = gate_up.float().chunk(2, dim=1)
+        out.copy_(_ACTIVATIONS[activation](gate) * up)
+
+
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
+
+
+def _turned(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
+    """``x`` ``[tokens, heads, size]``."""
+    cosines, sines = rotary.cosines[positions.long()][:, None], rotary.sines[positions.long()][:, None]
+    half = cosines.shape[-1]
+    one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([one * cosines - other * sines, other * cosines + one * sines, rest], dim=-1)
+
+
+def _first_seen(position: int, params: AttentionParams) -> int:
+    first = 0
+    if params.sliding_window is not None:
+        first = max(0, position - params.sliding_window + 1)
+    if params.attention_chunk is not None:
+        first = max(first, position // params.attention_chunk * params.attention_chunk)
+    return first

@@ -1,0 +1,130 @@
+"""Inputs of steps: where they lie, how they are padded, and that none is overwritten before it has arrived."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock_enginecore.attention.base import AttentionMetadata
+from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
+from penstock_enginecore.forward.cuda.buffers import HostSlot, HostSlots, InputBuffers, StepShape, padded_shape
+from penstock_enginecore.forward.cuda.steps import CacheShape, StepMemory
+
+CPU = torch.device("cpu")
+WIDTHS = Widths(hidden=8, qkv=24, attended=12, intermediate=20, vocab=30)
+
+
+def metadata(lengths: list[int], query_lens: list[int], *, first_block: int = 1) -> AttentionMetadata:
+    """Requests of ``lengths`` tokens, the last ``query_lens`` of which are new, in blocks of 4."""
+    starts = np.cumsum([0, *query_lens])
+    width = -(-max(lengths) // 4)
+    table = first_block + np.arange(len(lengths) * width, dtype=np.int32).reshape(-1, width)
+    found = AttentionMetadata(starts, np.array(lengths), table, np.zeros(starts[-1], dtype=np.int64), 4)
+    slots = [found.slots(i, n - new, n) for i, (n, new) in enumerate(zip(lengths, query_lens, strict=True))]
+    return AttentionMetadata(starts, np.array(lengths), table, np.concatenate(slots), 4)
+
+
+def test_steps_are_padded_to_few_shapes_and_large_ones_not_at_all() -> None:
+    sizes = {padded_shape(n, 1).tokens for n in range(1, 513)}
+    assert len(sizes) == 28
+    assert all(n <= padded_shape(n, n).tokens <= max(2 * n, 512) for n in range(1, 513))
+    assert padded_shape(3, 17) == StepShape(4, 32)
+    assert padded_shape(257, 500) == StepShape(288, 512)
+    assert padded_shape(512, 512) == StepShape(512, 512)
+    assert padded_shape(513, 3) == StepShape(513, 3)
+    assert padded_shape(3, 513) == StepShape(3, 513)
+
+
+def test_a_step_is_padded_with_requests_of_no_tokens_and_tokens_of_no_slot() -> None:
+    buffers = InputBuffers(StepShape(16, 8), 2, 6, HostSlots.on(CPU), CPU)
+    shape = StepShape(8, 4)
+    inputs = buffers.of(shape)
+    for tensor in (inputs.token_ids, inputs.positions, inputs.rows, *(group.slots for group in inputs.groups)):
+        tensor.fill_(77)
+    groups = [metadata([9, 2], [3, 2]), metadata([9, 2], [3, 2], first_block=20)]
+    ids, rows = np.arange(5) + 50, np.array([2, 4])
+    buffers.load(ids, groups[0].positions(), groups, rows, shape)
+    assert inputs.token_ids.tolist() == [50, 51, 52, 53, 54, 0, 0, 0]
+    assert inputs.positions.tolist() == [6, 7, 8, 0, 1, 0, 0, 0]
+    assert inputs.rows.tolist() == [2, 4, 0, 0]
+    for group, expected in zip(inputs.groups, groups, strict=True):
+        assert group.query_start_loc.tolist() == [0, 3, 5, 5, 5]
+        assert group.seq_lens.tolist() == [9, 2, 0, 0]
+        assert group.slots.tolist() == [*expected.slot_mapping.tolist(), -1, -1, -1]
+        assert group.block_table[:2, :3].tolist() == expected.block_table.tolist()
+        assert group.block_table.shape == (4, 6)
+    assert {t.dtype for t in (inputs.token_ids, inputs.positions, inputs.rows)} == {torch.int32}
+    assert inputs.groups[0].slots.dtype == torch.int64
+
+
+def test_tensors_of_padded_shapes_begin_at_aligned_addresses_and_never_move() -> None:
+    memory = StepMemory(CacheShape(3, 10), WIDTHS, torch.float16, CPU)
+    step = memory.step(StepShape(48, 16))
+    addresses = [tensor.data_ptr() for tensor in tensors(step)]
+    base = min(a.data_ptr() for a in tensors(memory.step(StepShape(512, 512))))
+    assert all((address - base) % 16 == 0 for address in addresses)
+    memory.step(StepShape(3000, 20))
+    assert memory.step(StepShape(48, 16)) is step
+    assert [tensor.data_ptr() for tensor in tensors(step)] == addresses
+
+
+def tensors(step: object) -> list[torch.Tensor]:
+    inputs, activations = step.inputs, step.activations  # type: ignore[attr-defined]
+    groups = [
+        getattr(g, name) for g in inputs.groups for name in ("block_table", "query_start_loc", "seq_lens", "slots")
+    ]
+    flowing = [getattr(activations, name) for name in activations.__slots__]
+    return [inputs.token_ids, inputs.positions, inputs.rows, *groups, *flowing]
+
+
+def test_memory_of_large_steps_is_kept_for_the_next_and_grows_with_them() -> None:
+    memory = StepMemory(CacheShape(1, 10), WIDTHS, torch.float32, CPU)
+    first = memory.step(StepShape(700, 3))
+    assert first.activations.x.shape == (700, 8)
+    again = memory.step(StepShape(1024, 500))
+    assert again.activations.x.data_ptr() == first.activations.x.data_ptr()
+    larger = memory.step(StepShape(600, 1025))
+    assert larger.activations.logits.shape == (1025, 30)
+    assert memory.step(StepShape(1024, 1536)).activations.x.data_ptr() == larger.activations.x.data_ptr()
+
+
+def test_what_is_alive_at_once_shares_no_memory() -> None:
+    step = ActivationBuffers(StepShape(16, 8), WIDTHS, torch.float32, CPU).of(StepShape(16, 8))
+    of_attention, of_mlp = ("qkv", "query", "attended"), ("gate_up", "gated")
+    others = ("residual", "x", "normed", "chosen", "logits")
+    for alive in ((*of_attention, *others), (*of_mlp, *others)):
+        for i, name in enumerate(alive):
+            getattr(step, name).fill_(i)
+        for i, name in enumerate(alive):
+            assert (getattr(step, name) == i).all(), name
+
+
+class FakeEvent:
+    """An event that says what was done to it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log = log
+        self.name = name
+
+    def record(self) -> None:
+        self.log.append(f"record {self.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+
+def test_a_slot_is_written_again_only_when_its_copy_has_ended() -> None:
+    log: list[str] = []
+    slots = HostSlots(tuple(HostSlot(CPU, lambda name=name: FakeEvent(log, name)) for name in "ab"))
+    for _ in range(3):
+        log.append("write")
+        slots.take(8).send(8)
+    assert log == ["write", "wait a", "record a", "write", "wait b", "record b", "write", "wait a", "record a"]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 8, 9, 1000])
+def test_what_was_laid_out_arrives(num_bytes: int) -> None:
+    slots = HostSlots.on(CPU)
+    for value in (3, 4, 5):
+        slot = slots.take(num_bytes)
+        slot.memory[:num_bytes] = value
+        assert (slot.send(num_bytes) == value).all()

@@ -1,0 +1,242 @@
+"""The fused decoder on a CPU with kernels in plain torch: proved against the modules, refuted where its plan is wrong."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock_enginecore.attention.base import AttentionMetadata
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.cuda import decoder
+from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.families import LayerPlan, ModelPlan, plan_model
+from penstock_enginecore.forward.cuda.launches import Norm
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
+from penstock_enginecore.forward.probe import Probe, probe_logits
+from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove
+from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.models.torch_kernels import TorchKernels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("architecture", FUSED_FAMILIES)
+def test_every_family_is_proved_and_takes_over(architecture: str, tmp_path: Path) -> None:
+    save_tiny_model(architecture, tmp_path)
+    probed = load_probed(tmp_path)
+    proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
+    assert proven.reasons == ""
+    assert proven.serves is not None
+    layer = probed.model.module.model.layers[0]
+    linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    assert all(linear.weight.numel() == 0 for linear in linears)
+    assert layer.mlp.down_proj.in_features == 64
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1, "head_dim": 20},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
+        {"max_position_embeddings": 8},
+    ],
+    ids=["biases", "tied", "one kv head", "scaled positions", "shorter than the probe"],
+)
+def test_other_shapes_of_llama_are_proved(changes: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, **changes)
+    fused(tmp_path)
+
+
+def replaced(plan: ModelPlan, index: int, change: Callable[[LayerPlan], LayerPlan]) -> ModelPlan:
+    layers = list(plan.layers)
+    layers[index] = change(layers[index])
+    return dataclasses.replace(plan, layers=tuple(layers))
+
+
+def without_offset(plan: ModelPlan) -> ModelPlan:
+    def change(layer: LayerPlan) -> LayerPlan:
+        first, second = layer.norms_before
+        return dataclasses.replace(layer, norms_before=(first, Norm(second.weight, second.eps, 0.0)))
+
+    return replaced(plan, 1, change)
+
+
+def with_another_window(plan: ModelPlan) -> ModelPlan:
+    def change(layer: LayerPlan) -> LayerPlan:
+        params = dataclasses.replace(layer.attention.params, sliding_window=11)
+        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, params=params))
+
+    return replaced(plan, 0, change)
+
+
+def with_rotary_of_the_other_kind(plan: ModelPlan) -> ModelPlan:
+    return replaced(
+        plan, 1, lambda layer: dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rotary=1))
+    )
+
+
+def without_query_norms(plan: ModelPlan) -> ModelPlan:
+    return replaced(
+        plan, 1, lambda layer: dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, norms=None))
+    )
+
+
+def without_norms_after(plan: ModelPlan) -> ModelPlan:
+    return replaced(plan, 0, lambda layer: dataclasses.replace(layer, norms_after=None))
+
+
+def without_soft_cap(plan: ModelPlan) -> ModelPlan:
+    return dataclasses.replace(plan, logits_softcap=None)
+
+
+def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
+    return dataclasses.replace(plan, embedding_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "break_plan", "where"),
+    [
+        ("gemma3", without_offset, ": model.layers.1 puts out what differs by "),
+        ("gemma3", with_another_window, ": model.layers.0 puts out what differs by "),
+        ("gemma3", with_rotary_of_the_other_kind, ": model.layers.1 puts out what differs by "),
+        ("gemma3", without_query_norms, ": model.layers.1 puts out what differs by "),
+        ("gemma2", without_norms_after, ": model.layers.0 puts out what differs by "),
+        ("gemma2", without_soft_cap, ": its layers agree to "),
+        ("gemma2", without_embedding_scale, ": the embedding differs by 0.856"),
+    ],
+)
+def test_a_broken_plan_is_refuted_and_the_layer_named(
+    architecture: str,
+    break_plan: Callable[[ModelPlan], ModelPlan],
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A soft cap that shows in so small a model, and layers of both kinds.
+    kinds = ["sliding_attention", "full_attention"]
+    changes = {"final_logit_softcapping": 2.0} if architecture == "gemma2" else {"layer_types": kinds}
+    save_tiny_model(architecture, tmp_path, **changes)
+    probed = load_probed(tmp_path)
+    monkeypatch.setattr(decoder, "plan_model", lambda probed: break_plan(plan_model(probed)))
+    proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
+    assert proven.serves is None
+    assert proven.reasons.startswith("; fused decoder not used: its results differ by ")
+    assert where in proven.reasons
+    if "layers.1" in where:
+        before = float(proven.reasons.rsplit(" ", 1)[1])
+        assert before < 1e-5
+
+
+def test_after_a_refutation_the_modules_compute_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model("gemma3", tmp_path)
+    probed = load_probed(tmp_path)
+    modules = ModulesForward(probed, create_backend("reference", CPU))
+    with torch.inference_mode():
+        expected = probe_logits(modules, Probe.prompt(320))
+        monkeypatch.setattr(decoder, "plan_model", lambda probed: without_offset(plan_model(probed)))
+        assert prove(probed, lambda: FusedForward(probed, TorchKernels())).refuted
+        torch.testing.assert_close(probe_logits(modules, Probe.prompt(320)), expected)
+
+
+class OneSlotLate(TorchKernels):
+    """Writes keys and values a slot too late, which a step of its own does not show: it is what later ones read."""
+
+    def prologue(self, *args: Any) -> None:
+        qkv, bias, norms, rotary, positions, slots, *rest = args
+        super().prologue(qkv, bias, norms, rotary, positions, torch.where(slots == 17, 18, slots), *rest)
+
+
+def test_kernels_that_write_to_a_wrong_slot_are_refuted(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    probed = load_probed(tmp_path)
+    assert prove(probed, lambda: FusedForward(probed, OneSlotLate())).refuted
+
+
+def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    probed = load_probed(tmp_path)
+    mlp = probed.model.module.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (
+        torch.nn.Linear(*size, bias=False) for size in [(48, 32)] * 2 + [(32, 48)]
+    )
+    proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
+    assert proven.unsuitable == {"fused decoder": "its layers are of different sizes"}
+
+
+def batch(tokens: int, forward: FusedForward) -> ForwardBatch:
+    """A prompt of ``tokens`` tokens on a cache of its own."""
+    blocks = -(-tokens // 16)
+    forward.bind(forward.memory.throwaway(16, 1 + blocks))
+    table = np.arange(1, 1 + blocks, dtype=np.int32)[None]
+    starts, lengths = np.array([0, tokens]), np.array([tokens])
+    metadata = AttentionMetadata(starts, lengths, table, np.arange(16, 16 + tokens), 16)
+    return ForwardBatch(np.arange(tokens) % 320, np.arange(tokens), [metadata])
+
+
+@torch.inference_mode()
+def test_a_step_larger_than_any_captured_one_gives_the_logits_of_smaller_ones(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, max_position_embeddings=640, num_hidden_layers=1)
+    forward = fused(tmp_path)
+    rows = np.array([499, 3])
+    small = forward.run(batch(500, forward), rows).logits.clone()
+    torch.testing.assert_close(forward.run(batch(600, forward), rows).logits, small)
+
+
+@torch.inference_mode()
+def test_embedded_tokens_and_a_separate_head_give_the_logits_of_the_run(tmp_path: Path) -> None:
+    save_tiny_model("gemma2", tmp_path)
+    forward = fused(tmp_path)
+    plain = batch(20, forward)
+    rows = np.array([3, 19])
+    expected = forward.run(plain, rows).logits.clone()
+    embedded = dataclasses.replace(
+        plain, embedded=forward.embed(plain.token_ids), token_ids=np.zeros(20, dtype=np.int64)
+    )
+    output = forward.run(embedded, rows[:1], keep_states=True)
+    torch.testing.assert_close(output.logits, expected[:1])
+    assert output.states.shape == (20, 48)
+    forward.run(batch(5, forward), np.array([4]))  # states outlive the steps behind
+    torch.testing.assert_close(forward.head(output.states, torch.from_numpy(rows)), expected)
+
+
+@torch.inference_mode()
+def test_without_a_cache_there_is_no_step(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    forward = fused(tmp_path)
+    step = batch(5, forward)
+    forward.bind({})
+    with pytest.raises(RuntimeError, match="bind must come before the first step"):
+        forward.run(step, np.array([4]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_counted_once(tied: bool, tmp_path: Path) -> None:
+    model = save_tiny_model("qwen2", tmp_path, tie_word_embeddings=tied)
+    assert fused(tmp_path).weight_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+@torch.inference_mode()
+def test_weights_come_back_from_sleep(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    forward = fused(tmp_path)
+    expected = forward.probe().clone()
+    forward.to(CPU)
+    torch.testing.assert_close(forward.probe(), expected)
+
+
+def test_what_the_probe_shows_reaches_the_plan(tmp_path: Path) -> None:
+    save_tiny_model("mistral", tmp_path)
+    probed: ProbedModel = load_probed(tmp_path)
+    assert [layer.attention.params for layer in plan_model(probed).layers] == [call.params for call in probed.calls]

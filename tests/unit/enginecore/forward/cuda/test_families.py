@@ -1,0 +1,129 @@
+"""Plans of models' layers, and what is refused because it is not known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.forward.cuda.families import ModelPlan, plan_model
+from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models import query_scale
+from tests.fakes.models.fused_models import load_probed
+from tests.fakes.models.tiny_models import SLIDING_WINDOW, save_tiny_model
+
+
+def plan(architecture: str, path: Path, **changes: Any) -> ModelPlan:
+    save_tiny_model(architecture, path, **changes)
+    return plan_model(load_probed(path))
+
+
+def test_llama_has_two_norms_and_three_projections(tmp_path: Path) -> None:
+    found = plan("llama", tmp_path)
+    layer = found.layers[1]
+    assert layer.name == "model.layers.1"
+    assert len(layer.attention.qkv) == 3
+    assert len(layer.mlp.gate_up) == 2
+    assert layer.norms_after is None
+    assert layer.attention.norms is None
+    assert {norm.offset for norm in (*layer.norms_before, found.norm)} == {0.0}
+    assert (layer.mlp.activation, found.embedding_scale, found.logits_softcap) == ("silu", 1.0, None)
+    assert found.rotary_variants == ((),)
+
+
+def test_gemma_2_has_four_norms_around_one_windows_soft_caps_and_a_scaled_embedding(tmp_path: Path) -> None:
+    found = plan("gemma2", tmp_path)
+    windows = [layer.attention.params.sliding_window for layer in found.layers]
+    assert windows == [SLIDING_WINDOW, None]
+    layer = found.layers[0]
+    assert layer.norms_after is not None
+    assert {norm.offset for norm in (*layer.norms_before, *layer.norms_after, found.norm)} == {1.0}
+    assert layer.mlp.activation == "gelu_tanh"
+    assert layer.attention.params.softcap == 50.0
+    assert found.logits_softcap == 30.0
+    assert found.embedding_scale == pytest.approx(48**0.5)
+
+
+def test_gemma_3_norms_queries_and_keys_and_turns_each_kind_of_layer_otherwise(tmp_path: Path) -> None:
+    found = plan("gemma3", tmp_path, layer_types=["sliding_attention", "full_attention"])
+    assert found.rotary_variants == (("full_attention",), ("sliding_attention",))
+    assert [layer.attention.rotary for layer in found.layers] == [1, 0]
+    assert found.layers[0].attention.norms is not None
+    assert found.layers[0].attention.norms[0].offset == 1.0
+
+
+def test_phi_3_is_merged_already(tmp_path: Path) -> None:
+    layer = plan("phi3", tmp_path).layers[0]
+    assert (len(layer.attention.qkv), len(layer.mlp.gate_up)) == (1, 1)
+    assert (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_size) == (4, 2, 12)
+
+
+def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsuitableError, match="MixtralForCausalLM is not one of Gemma2ForCausalLM, "):
+        plan("mixtral", tmp_path)
+
+
+def test_an_activation_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsuitableError, match=r"the activation of model\.layers\.0\.mlp is NewGELUActivation"):
+        plan("llama", tmp_path, hidden_act="gelu_new")
+
+
+class Quantized(torch.nn.Linear):
+    """A linear layer by another rule."""
+
+
+def add_a_part(model: Any) -> None:
+    model.model.layers[1].self_attn.sub_norm = torch.nn.Identity()
+
+
+def take_a_part(model: Any) -> None:
+    del model.model.layers[1].mlp.act_fn
+
+
+def add_a_parameter(model: Any) -> None:
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+
+
+def replace_a_linear(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj = Quantized(48, 64)
+
+
+def replace_a_norm(model: Any) -> None:
+    model.model.norm = torch.nn.RMSNorm(48)
+
+
+def scale_by_position(model: Any) -> None:
+    setattr(model.model.layers[1].self_attn, query_scale._ATTRIBUTE, query_scale.QueryScale(0.1, 8.0))
+
+
+def call_in_another_order(model: Any) -> None:
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (add_a_part, r"model\.layers\.1\.self_attn has other parts than are known: sub_norm"),
+        (take_a_part, r"model\.layers\.1\.mlp has other parts than are known: act_fn"),
+        (add_a_parameter, r"model\.layers\.0\.self_attn has parameters that are not known: sinks"),
+        (replace_a_linear, r"model\.layers\.0\.mlp\.up_proj is a .*\.Quantized, not a Linear of torch\.nn"),
+        (replace_a_norm, r"model\.norm is a torch\.nn\..*\.RMSNorm, not a LlamaRMSNorm of transformers"),
+        (scale_by_position, r"model\.layers\.1\.self_attn scales queries by position"),
+        (call_in_another_order, "its layers are not called one after the other"),
+    ],
+)
+def test_what_is_not_known_of_a_module_is_refused_by_its_name(change: Any, reason: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    probed = load_probed(tmp_path)
+    change(probed.model.module)
+    with pytest.raises(UnsuitableError, match=reason):
+        plan_model(probed)
+
+
+def test_a_class_of_the_same_name_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    probed = load_probed(tmp_path)
+    module = probed.model.module
+    module.__class__ = type("LlamaForCausalLM", (type(module),), {"__module__": "modeling_of_a_checkpoint"})
+    with pytest.raises(UnsuitableError, match=r"the model is a modeling_of_a_checkpoint\.LlamaForCausalLM"):
+        plan_model(probed)
