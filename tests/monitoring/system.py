@@ -126,6 +126,7 @@ class System:
             await stack.enter_async_context(self.prometheus)
             self._stack = stack.pop_all()
         await self.until_whole()
+        await self.prometheus.until_quiet()  # it evaluates for some seconds before it first scrapes
         return self
 
     async def __aexit__(self, *error: Any) -> None:
