@@ -1,8 +1,10 @@
 """A release of the chart: helm's commands, and what the cluster says of its pods."""
 
 import json
+import re
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tests.cluster.load import Target
 from tests.cluster.system.cluster import Cluster
 from tests.cluster.system.programs import NotUpError, until
 
+SERVED = re.compile(r"^vllm:request_success_total\{.*\} (\S+)$", re.MULTILINE)
 CHART = Path(__file__).resolve().parents[2] / "charts" / "penstock"
 
 
@@ -28,13 +31,13 @@ class Release:
         self.name = name
         self.namespace = namespace
         self.chart = chart
-        self._helm = helm
+        self.helm_program = Path(helm)
 
     def helm(self, *arguments: str) -> str:
         """What ``helm ARGUMENTS`` prints. HelmError when it fails."""
         config = str(self.cluster.control_plane.admin)
         done = subprocess.run(
-            [self._helm, *arguments, "--kubeconfig", config, "--namespace", self.namespace],
+            [self.helm_program, *arguments, "--kubeconfig", config, "--namespace", self.namespace],
             check=False,
             capture_output=True,
             text=True,
@@ -83,6 +86,15 @@ class Release:
         """The names of the component's pods that are ready."""
         return [pod["metadata"]["name"] for pod in self.pods(component) if is_ready(pod)]
 
+    def served(self) -> dict[str, float]:
+        """Requests that each frontend has answered."""
+        counts = {}
+        for pod in self.pods("frontend"):
+            url = f"http://{pod['status']['podIP']}:8000/metrics"
+            with urllib.request.urlopen(url, timeout=10) as page:
+                counts[pod["metadata"]["name"]] = sum(map(float, SERVED.findall(page.read().decode())))
+        return counts
+
     @property
     def fullname(self) -> str:
         """What the chart's objects are named after."""
@@ -92,7 +104,7 @@ class Release:
         """Where clients reach it, once kube-proxy here has heard of its frontends."""
         service = self.fullname + "-frontend"
         address = self.kubectl("get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
-        until(f"{service} reached", lambda: _connects(address, 50051))
+        until(f"{service} reached", lambda: connects(address, 50051))
         return Target(service=address, headless=f"{service}-headless.{self.namespace}.svc.cluster.local", model=model)
 
     def describe(self) -> str:
@@ -122,7 +134,8 @@ class Release:
             raise HelmError(f"{error}\n{self.describe()}") from error
 
 
-def _connects(address: str, port: int) -> bool:
+def connects(address: str, port: int) -> bool:
+    """Whether something takes connections there, once kube-proxy here has heard of it."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError:

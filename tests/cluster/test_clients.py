@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import signal
-import urllib.request
 
 import pytest
 
@@ -28,7 +27,6 @@ VALUES = {
     "enginecore": {"replicas": 2, "extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.1"}]},
 }
 SUMMARY = re.compile(r"calls: (\d+), failed: (\d+), ")
-SERVED = re.compile(r"^vllm:request_success_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 def languages() -> dict[str, list[str]]:
@@ -71,21 +69,11 @@ class Callers:
         return told
 
 
-def served(release: Release) -> dict[str, float]:
-    """Requests that each ready frontend has answered."""
-    counts = {}
-    for pod in release.pods("frontend"):
-        url = f"http://{pod['status']['podIP']}:8000/metrics"
-        with urllib.request.urlopen(url, timeout=10) as page:
-            counts[pod["metadata"]["name"]] = sum(map(float, SERVED.findall(page.read().decode())))
-    return counts
-
-
 async def shares(release: Release) -> list[float]:
     """What each frontend answers of an even share, over a while."""
-    before = await asyncio.to_thread(served, release)
+    before = await asyncio.to_thread(release.served)
     await asyncio.sleep(WINDOW)
-    after = await asyncio.to_thread(served, release)
+    after = await asyncio.to_thread(release.served)
     had = [after[name] - before[name] for name in after]
     return [round(count * len(had) / sum(had), 2) for count in had]
 

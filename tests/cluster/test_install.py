@@ -1,18 +1,13 @@
 """``helm install`` as the README has it, from an empty namespace and back to one."""
 
-import contextlib
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import NewRelease
 from tests.cluster.load import Clients, undisturbed
 from tests.cluster.release import HelmError, Release
-from tests.cluster.system.programs import built
+from tests.cluster.terminal import Terminal
 from tests.cluster.values import MODEL, cpu_profile, oracle
 
 LEFT_BY_KUBERNETES = {"kube-root-ca.crt", "default"}
@@ -24,34 +19,16 @@ def commands(notes: str) -> list[str]:
     return [line.strip() for line in whole.splitlines() if re.match("  (kubectl|helm|penstock|grpcurl|curl) ", line)]
 
 
-def follow(notes: str, release: Release, helm: str) -> None:
+def follow(notes: str, release: Release) -> None:
     """Type it as it is printed, what is for another terminal beside the rest. AssertionError with what a command said."""
-    kubectl = Path(release.cluster.control_plane.kubectl[0])
-    programs = [
-        Path(helm).parent,
-        kubectl.parent,
-        Path(built("grpcurl", "grpcurl")).parent,
-        Path(sys.executable).parent,
-    ]
-    environment = {
-        **os.environ,
-        "PATH": ":".join([*map(str, programs), os.environ["PATH"]]),
-        "KUBECONFIG": str(release.cluster.control_plane.admin),
-    }
     typed = commands(notes)
     assert [line.split()[0] for line in typed[-6:-3]] == ["penstock", "grpcurl", "curl"]
-    with contextlib.ExitStack() as stack:
+    with Terminal(release) as terminal:
         for command in typed:
             if " port-forward " in command:
-                forwarding = subprocess.Popen(command.split(), env=environment, stdout=subprocess.PIPE, text=True)
-                stack.enter_context(forwarding)
-                stack.callback(forwarding.terminate)
-                assert forwarding.stdout is not None
-                assert forwarding.stdout.readline().startswith("Forwarding from")
-                continue
-            done = subprocess.run(["bash", "-c", command], env=environment, check=False, capture_output=True, text=True)
-            assert done.returncode == 0, f"{command}: {done.stderr}"
-            assert done.stdout.strip(), command
+                terminal.forward(command)
+            else:
+                assert terminal.type(command).strip(), command
 
 
 async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release: NewRelease, helm: str) -> None:
@@ -61,7 +38,7 @@ async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release
     assert len(release.ready("enginecore")) == 1
     assert len(release.ready("coordinator")) == 1
     assert not [pod for pod in release.pods("enginecore") if pod["status"]["containerStatuses"][0]["restartCount"]]
-    follow(notes, release, helm)
+    follow(notes, release)
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, max_tokens=16)
     assert all(len(tokens) == 16 for tokens in known.values())

