@@ -111,6 +111,17 @@ def test_without_a_cluster_to_look_at_an_autoscaled_deployment_has_no_number():
     assert replicas(release(AUTOSCALED), "enginecore") is None
 
 
+def test_operators_go_on_from_the_charts_number(api_server: str):
+    by_hand = ("coordinator.kubernetes.scale=true", "enginecore.replicas=3")
+    assert replicas(release(HUB, *by_hand), "enginecore") == 3
+    assert replicas(in_cluster(api_server, HUB, *by_hand), "enginecore") == 5
+    new = in_cluster(api_server, HUB, *by_hand, "enginecore.pools.new.replicas=4")
+    assert replicas(new, "enginecore-new") == 4
+    assert not remembered(new, "enginecore-new")
+    old = in_cluster(api_server, HUB, *by_hand, "enginecore.pools.old.replicas=4")
+    assert replicas(old, "enginecore-old") is None
+
+
 def test_without_an_autoscaler_the_number_is_the_charts(api_server: str):
     for rendered in (in_cluster(api_server, HUB), release(HUB)):
         assert (replicas(rendered, "frontend"), replicas(rendered, "enginecore")) == (2, 1)

@@ -2,7 +2,8 @@
 
 {{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". What an autoscaler has owned from the start
      has no number here. Where the release before had one it is kept as it is now, because a number that is taken out becomes 1. The
-     Deployment remembers by an annotation that there was none: a rollback then finds the same. */}}
+     Deployment remembers by an annotation that there was none: a rollback then finds the same. Operators go on from the chart's number,
+     where $self has "begins". */}}
 {{- define "penstock.replicas" -}}
 {{- if not .autoscaled -}}
 replicas: {{ .values.replicas }}
@@ -10,6 +11,10 @@ replicas: {{ .values.replicas }}
 {{- with lookup "apps/v1" "Deployment" .root.Release.Namespace (include "penstock.name" .) -}}
 {{- if eq (include "penstock.keepsReplicas" (dict "live" .)) "true" -}}
 replicas: {{ .spec.replicas }}
+{{- end -}}
+{{- else -}}
+{{- if .begins -}}
+replicas: {{ .values.replicas }}
 {{- end -}}
 {{- end -}}
 {{- end -}}

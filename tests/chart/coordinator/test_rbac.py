@@ -43,9 +43,6 @@ def test_operators_scale_the_deployments_of_the_release_and_no_others():
         rendered
     )[1].items()
     assert rules(rendered)[1]["resourceNames"] == sorted(deployments.values())
-    for deployment in rendered.all("Deployment"):
-        if deployment["metadata"]["name"] in deployments.values():
-            assert "replicas" not in deployment["spec"]
 
 
 def test_operators_have_bounds():
