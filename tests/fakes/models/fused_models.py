@@ -9,11 +9,13 @@ import torch
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.launches import Kernels
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
 from penstock_enginecore.models.loader import load_model
+from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
@@ -42,8 +44,13 @@ def fused(path: Path, kernels: Kernels | None = None) -> FusedForward:
 
 
 def offer_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of this test try the fused decoder in place of the CPU's."""
+    """Engines of this test try the fused decoder in place of the CPU's, and replay what can be."""
+
+    def build(probed: ProbedModel) -> FusedForward:
+        kernels = RecordedKernels()
+        return FusedForward(probed, kernels, StepGraphs(lambda: RecordedGraph(kernels)))
+
     monkeypatch.setattr(
         "penstock_enginecore.forward.build.decoder_candidate",
-        lambda library, probed: Candidate("fused decoder", lambda: FusedForward(probed, TorchKernels())),
+        lambda library, probed: Candidate("fused decoder", lambda: build(probed)),
     )

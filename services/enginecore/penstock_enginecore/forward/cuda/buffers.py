@@ -16,6 +16,8 @@ from penstock_enginecore.forward.cuda.launches import GroupInputs
 
 MAX_CAPTURED_TOKENS = 512
 """Steps of up to so many tokens, padding included, run on tensors that never move."""
+_MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
+"""Requests that a step with more tokens than requests is padded to."""
 _ALIGNMENT = 256
 """Bytes at a multiple of which each tensor begins: what CUDA's own allocations do, and vector loads rely on."""
 
@@ -27,18 +29,27 @@ class StepShape:
     tokens: int
     requests: int
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is beyond those that are padded and captured."""
+        return max(self.tokens, self.requests) > MAX_CAPTURED_TOKENS
+
 
 CAPTURED = StepShape(MAX_CAPTURED_TOKENS, MAX_CAPTURED_TOKENS)
 """The largest padded shape."""
 
 
 def padded_shape(tokens: int, requests: int) -> StepShape:
-    """The shape that a step runs in: each size as it is up to 2, then the next power of two to 16, then the next multiple of 16,
-    beyond 256 of 32. Steps larger than ``MAX_CAPTURED_TOKENS`` are not padded.
+    """The shape that a step runs in. Tokens are padded to the next power of two up to 16, then to the next multiple of 16, beyond
+    256 of 32; requests to as many where each has one token, else to one of a few numbers, so that steps which mix prompts and
+    decodes have few shapes as well. Steps larger than ``MAX_CAPTURED_TOKENS`` are not padded.
     """
-    if max(tokens, requests) > MAX_CAPTURED_TOKENS:
-        return StepShape(tokens, requests)
-    return StepShape(_padded(tokens), _padded(requests))
+    if (exact := StepShape(tokens, requests)).is_large:
+        return exact
+    padded = _padded(tokens)
+    if requests >= tokens:
+        return StepShape(padded, _padded(requests))
+    return StepShape(padded, min(padded, next(count for count in _MIXED_REQUESTS if count >= requests)))
 
 
 def _padded(count: int) -> int:

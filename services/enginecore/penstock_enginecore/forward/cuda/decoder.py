@@ -4,6 +4,7 @@ A step is brought to the device in one copy and padded to one of few shapes; fro
 of its shape, reads nothing on the host and allocates nothing. What is taken over is read from transformers' own modules.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
+from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.launches import Kernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
@@ -30,12 +32,12 @@ _PROBE_CUTS = (13, 14, 22, 23)
 
 class FusedForward:
     """A ``ForwardPass`` of embedding, layers and head, built beside the modules, whose weights it merges. Logits are in a buffer
-    that the next run overwrites. Raises UnsuitableError.
+    that the next run overwrites. ``graphs``: replay steps of padded shapes; None launches each. Raises UnsuitableError.
     """
 
     separate_head = True
 
-    def __init__(self, probed: ProbedModel, kernels: Kernels) -> None:
+    def __init__(self, probed: ProbedModel, kernels: Kernels, graphs: StepGraphs | None = None) -> None:
         self.device = probed.device
         self.specs = probed.specs
         self.memory = KVArena(probed.specs, probed.model.dtype, self.device)
@@ -45,6 +47,7 @@ class FusedForward:
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._layers = Layers(self._plan, self._max_len, kernels, self.device)
         self._head = merged([self._plan.head])
+        self._graphs = graphs
         self._memory: StepMemory | None = None
         self._caches: list[LayerCache] = []
         self._after_layer: AfterLayer | None = None
@@ -58,8 +61,11 @@ class FusedForward:
         return module_bytes(self._module) + sum(product.num_bytes for product in products)
 
     def bind(self, caches: LayerCaches) -> None:
-        """Layers go by their order of execution. What steps run on stays for another cache of the same shape."""
+        """Layers go by their order of execution. What steps run on stays for another cache of the same shape; what was captured
+        on another cache is forgotten.
+        """
         self._caches = [caches[name] for name in self.specs] if caches else []
+        self._forget_graphs()
         if self._caches:
             block_size = self._caches[0].cache.keys.shape[2]
             shape = CacheShape(1 + max(cache.group for cache in self._caches), -(-self._max_len // block_size))
@@ -81,11 +87,7 @@ class FusedForward:
         num_tokens, first = len(batch.token_ids), batch.attention[0]
         step = self._memory.step(padded_shape(num_tokens, max(first.num_requests, len(rows))))
         step.buffers.load(batch.token_ids, batch.positions, batch.attention, rows, step.shape)
-        if batch.embedded is None:
-            self._layers.embed(step.inputs.token_ids, step.activations.residual)
-        else:
-            step.activations.residual[:num_tokens].copy_(batch.embedded)
-        hidden = self._launch(step)
+        hidden = self._compute(step, batch.embedded)
         states = hidden[:num_tokens].clone() if keep_states else None
         return ForwardOutput(step.activations.logits[: len(rows)], states)
 
@@ -97,6 +99,7 @@ class FusedForward:
 
     def to(self, device: torch.device) -> None:
         """Moves the weights. What steps run on is freed, and allocated again when a KV cache is bound."""
+        self._forget_graphs()
         self._memory = None
         self._module.to(device)
         self._layers.to(device)
@@ -127,15 +130,34 @@ class FusedForward:
 
     def undo(self) -> None:
         """The modules compute what they did: some of their weights are parts of larger ones, and stay so."""
+        self._forget_graphs()
         self._memory = None
 
+    def _compute(self, step: Step, embedded: torch.Tensor | None) -> torch.Tensor:
+        """What the last norm puts out, in a buffer, logits being in theirs. Replays what it can."""
+        if embedded is not None:
+            step.activations.residual[: len(embedded)].copy_(embedded)
+            return self._launch(step)
+        if self._graphs is None or step.shape.is_large or self._after_layer is not None:
+            return self._launch_all(step)
+        return self._graphs.run(step.shape, functools.partial(self._launch_all, step))
+
+    def _launch_all(self, step: Step) -> torch.Tensor:
+        """All work of a step from its token ids on."""
+        self._layers.embed(step.inputs.token_ids, step.activations.residual)
+        return self._launch(step)
+
     def _launch(self, step: Step) -> torch.Tensor:
-        """The layers and the head of a step whose first layer's input is there. Returns what the last norm puts out."""
+        """The layers and the head, for what the first layer gets."""
         activations = step.activations
         hidden = self._layers.run(step.inputs, activations, self._caches, self._after_layer)
         torch.index_select(hidden, 0, step.inputs.rows, out=activations.chosen)
         self._logits(activations.chosen, activations.logits)
         return hidden
+
+    def _forget_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Of each row of ``hidden``, soft cap included."""

@@ -50,7 +50,7 @@ class StepMemory:
 
     def step(self, shape: StepShape) -> Step:
         """For a step of ``shape``."""
-        if max(shape.tokens, shape.requests) > MAX_CAPTURED_TOKENS:
+        if shape.is_large:
             return _step(shape, *self._room_for(shape))
         if shape not in self._steps:
             self._steps[shape] = _step(shape, *self._captured)

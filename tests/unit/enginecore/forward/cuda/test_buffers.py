@@ -24,11 +24,19 @@ def metadata(lengths: list[int], query_lens: list[int], *, first_block: int = 1)
 
 
 def test_steps_are_padded_to_few_shapes_and_large_ones_not_at_all() -> None:
-    sizes = {padded_shape(n, 1).tokens for n in range(1, 513)}
-    assert len(sizes) == 28
-    assert all(n <= padded_shape(n, n).tokens <= max(2 * n, 512) for n in range(1, 513))
+    decodes = {padded_shape(n, n) for n in range(1, 513)}
+    assert len(decodes) == 28
+    assert {shape.tokens - shape.requests for shape in decodes} == {0}
+    mixed = {padded_shape(n, r) for n in range(1, 513) for r in range(1, n)}
+    assert len(mixed) <= 100
+    for n in range(1, 513):
+        for r in {1, n // 3 + 1, n}:
+            shape = padded_shape(n, r)
+            assert n <= shape.tokens < n + 32
+            assert r <= shape.requests <= max(shape.tokens, r)
     assert padded_shape(3, 17) == StepShape(4, 32)
-    assert padded_shape(257, 500) == StepShape(288, 512)
+    assert padded_shape(7, 3) == StepShape(8, 8)
+    assert padded_shape(257, 50) == StepShape(288, 64)
     assert padded_shape(512, 512) == StepShape(512, 512)
     assert padded_shape(513, 3) == StepShape(513, 3)
     assert padded_shape(3, 513) == StepShape(3, 513)

@@ -1,0 +1,97 @@
+"""Steps that were captured once and are replayed: one launch for all of a step's.
+
+The first step of a shape is launched one by one, which also compiles what it needs, and is captured behind that. Later ones are
+replays: they read their inputs from, and leave their results in, the tensors that the first one used.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[], torch.Tensor]
+"""Launches the work of a step and returns the tensor that its results will be in."""
+
+
+class Graph(Protocol):
+    """The work of a step."""
+
+    def capture(self, launch: Launch) -> torch.Tensor:
+        """Keep what ``launch`` launches, and return what it returns. RuntimeError where something of it cannot be captured."""
+
+    def replay(self) -> None:
+        """Launch it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    result: torch.Tensor
+
+
+class StepGraphs:
+    """Graphs by the shape of a step. ``make_graph`` makes an empty one."""
+
+    def __init__(self, make_graph: Callable[[], Graph]) -> None:
+        self._make_graph = make_graph
+        self._captured: dict[Hashable, _Captured] = {}
+        self._usable = True
+
+    def run(self, shape: Hashable, launch: Launch) -> torch.Tensor:
+        """The results of a step of ``shape``, whose inputs have been brought."""
+        known = self._captured.get(shape)
+        if known is not None:
+            known.graph.replay()
+            return known.result
+        result = launch()
+        if self._usable:
+            self._capture(shape, launch)
+        return result
+
+    def clear(self) -> None:
+        """Forget all of them: the tensors that they read or write are going."""
+        self._captured.clear()
+
+    def _capture(self, shape: Hashable, launch: Launch) -> None:
+        graph = self._make_graph()
+        try:
+            self._captured[shape] = _Captured(graph, graph.capture(launch))
+        except RuntimeError as e:
+            self._usable = False
+            logger.warning("steps are launched one by one from now on, which is slower: capturing %s: %s", shape, e)
+
+
+class CudaGraph:
+    """A ``Graph`` by CUDA, captured on ``stream``. Graphs of one ``pool`` share what memory of their own they need, and so must
+    not run at once.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream = stream
+        self._pool = pool
+
+    def capture(self, launch: Launch) -> torch.Tensor:
+        """Other threads may go on calling CUDA meanwhile."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                return launch()
+            finally:
+                self._graph.capture_end()
+
+    def replay(self) -> None:
+        """On the current stream."""
+        self._graph.replay()
+
+
+def cuda_graphs() -> StepGraphs:
+    """Graphs of the current device."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    pool = torch.cuda.graph_pool_handle()
+    return StepGraphs(lambda: CudaGraph(stream, pool))

@@ -1,0 +1,120 @@
+"""What a step launches, recorded: to see that it could be captured, and to run it again as a graph would.
+
+The kernels of tests read on the host and allocate, which real ones do not; so a launch counts as one operation, of the tensors
+that it is given.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.fakes.models.torch_kernels import TorchKernels
+
+READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,)}
+"""By launch, which of its arguments it writes to."""
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Where the memory of ``tensor`` begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def tensors_of(arg: Any) -> list[torch.Tensor]:
+    """The tensors in ``arg``, in order."""
+    if isinstance(arg, torch.Tensor):
+        return [arg]
+    if isinstance(arg, tuple):
+        return [tensor for part in arg for tensor in tensors_of(part)]
+    fields = getattr(arg, "__dataclass_fields__", {})
+    return [tensor for name in fields for tensor in tensors_of(getattr(arg, name))]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes each operation with the addresses and shapes of its tensors (``seen``), and how to do it again (``work``). Refuses
+    reads on the host, copies, new tensors, and writes to others than ``static``; None allows any.
+    """
+
+    def __init__(self, static: list[torch.Tensor] | None) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+        self.work: list[Callable[[], object]] = []
+        self.static = None if static is None else {storage(tensor) for tensor in static}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        assert name not in READS, f"{name} reads on the host"
+        assert name not in ("_to_copy", "copy_"), f"{name} may cross to the host"
+        for index, spec in enumerate(func._schema.arguments):
+            if spec.alias_info is not None and spec.alias_info.is_write:
+                self.check_write(name, kwargs.get(spec.name) if spec.kwarg_only else args[index])
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        storages = {storage(tensor) for tensor in tensors}
+        result = func(*args, **kwargs)
+        for out in result if isinstance(result, tuple | list) else [result]:
+            assert not isinstance(out, torch.Tensor) or storage(out) in storages, f"{name} allocates"
+        self.note(
+            name, tensors, [x for x in args if isinstance(x, int | float)], functools.partial(func, *args, **kwargs)
+        )
+        return result
+
+    def check_write(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Refuse what is not static."""
+        if tensor is not None and self.static is not None:
+            assert storage(tensor) in self.static, f"{name} writes to what is not static"
+
+    def note(self, name: str, tensors: list[torch.Tensor], rest: list[Any], again: Callable[[], object]) -> None:
+        """An operation of ``tensors`` and other arguments."""
+        self.seen.append((name, *((tensor.data_ptr(), *tensor.shape, *tensor.stride()) for tensor in tensors), *rest))
+        self.work.append(again)
+
+
+class RecordedKernels(TorchKernels):
+    """Kernels in plain torch, each launch of which is one operation to the ``recorder`` in force."""
+
+    recorder: Recorder | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        recorder = super().__getattribute__("recorder")
+        if recorder is None or name not in WRITTEN:
+            return found
+
+        @functools.wraps(found)
+        def launch(*args: Any) -> None:
+            for index in WRITTEN[name]:
+                recorder.check_write(name, args[index])
+            tensors = [tensor for arg in args for tensor in tensors_of(arg)]
+            rest = [arg for arg in args if isinstance(arg, str | float | int)]
+            recorder.note(name, tensors, rest, functools.partial(found, *args))
+            with _disable_current_modes():
+                found(*args)
+
+        return launch
+
+
+class RecordedGraph:
+    """A ``Graph`` that does again what it has recorded, on the same tensors. ``kernels``: those of the captured decoder."""
+
+    def __init__(self, kernels: RecordedKernels) -> None:
+        self.recorder = Recorder(None)
+        self.replays = 0
+        self._kernels = kernels
+
+    def capture(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Captures what it runs, and runs it."""
+        self._kernels.recorder = self.recorder
+        try:
+            with self.recorder:
+                return launch()
+        finally:
+            self._kernels.recorder = None
+
+    def replay(self) -> None:
+        """In the order of the recording."""
+        self.replays += 1
+        for again in self.recorder.work:
+            again()

@@ -1,0 +1,150 @@
+"""Steps captured at their first run and replayed from then on."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.forward.cuda import graphs
+from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
+from tests.fakes.models.fused_models import load_probed, prove
+from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
+from tests.fakes.models.tiny_models import save_tiny_model
+
+
+class CountingGraph:
+    """Says what was done to it. ``fault``: why it cannot capture."""
+
+    def __init__(self, log: list[str], fault: str | None = None) -> None:
+        self.log = log
+        self.fault = fault
+
+    def capture(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.log.append("capture")
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return launch()
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+
+def test_the_first_step_of_a_shape_is_launched_and_captured_and_later_ones_replayed() -> None:
+    log: list[str] = []
+    results = {shape: torch.zeros(1) for shape in ("a", "b")}
+    steps = StepGraphs(lambda: CountingGraph(log))
+
+    def run(shape: str) -> torch.Tensor:
+        log.append(shape)
+        return steps.run(shape, lambda: log.append("launch") or results[shape])
+
+    for shape in ("a", "a", "b", "a"):
+        assert run(shape) is results[shape]
+    assert log == ["a", "launch", "capture", "launch", "a", "replay", "b", "launch", "capture", "launch", "a", "replay"]
+    steps.clear()
+    log.clear()
+    run("b")
+    assert log == ["b", "launch", "capture", "launch"]
+
+
+def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[str] = []
+    steps = StepGraphs(lambda: CountingGraph(log, "operation not permitted when stream is capturing"))
+    result = torch.zeros(1)
+    with caplog.at_level(logging.WARNING):
+        for shape in ("a", "a", "b"):
+            assert steps.run(shape, lambda: result) is result
+    assert log == ["capture"]
+    [line] = caplog.messages
+    assert line.endswith("which is slower: capturing a: operation not permitted when stream is capturing")
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """``torch.cuda`` as far as graphs use it, and what was called."""
+    calls: list[Any] = []
+
+    class FakeCUDAGraph:
+        def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+            calls.append(("begin", pool, capture_error_mode))
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def replay(self) -> None:
+            calls.append("replay")
+
+    def on(stream: str) -> AbstractContextManager[None]:
+        calls.append(("on", stream))
+        return nullcontext()
+
+    fakes = {
+        "CUDAGraph": FakeCUDAGraph,
+        "Stream": lambda: "side stream",
+        "graph_pool_handle": lambda: "pool",
+        "synchronize": lambda: calls.append("synchronize"),
+        "stream": on,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(graphs.torch.cuda, name, fake)
+    return calls
+
+
+def test_a_graph_is_captured_on_a_stream_of_its_own_while_other_threads_go_on(fake_cuda: list[Any]) -> None:
+    steps, result = cuda_graphs(), torch.zeros(1)
+    for _ in range(2):
+        assert steps.run("a", lambda: fake_cuda.append("launch") or result) is result
+    begin = ("begin", "pool", "thread_local")
+    assert fake_cuda == ["launch", "synchronize", ("on", "side stream"), begin, "launch", "end", "replay"]
+
+
+def test_a_capture_that_fails_is_ended(fake_cuda: list[Any]) -> None:
+    steps, result = cuda_graphs(), torch.zeros(1)
+    answers: list[Any] = [result, RuntimeError("not permitted"), result]
+
+    def launch() -> torch.Tensor:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert steps.run("a", launch) is result
+    assert fake_cuda[-1] == "end"
+    assert steps.run("a", launch) is result
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_replayed_steps_of_a_model_are_proved_with_the_others(architecture: str, tmp_path: Path) -> None:
+    save_tiny_model(architecture, tmp_path)
+    probed, kernels = load_probed(tmp_path), RecordedKernels()
+    made: list[RecordedGraph] = []
+
+    def make_graph() -> RecordedGraph:
+        made.append(RecordedGraph(kernels))
+        return made[-1]
+
+    proven = prove(probed, lambda: FusedForward(probed, kernels, StepGraphs(make_graph)))
+    assert proven.name, proven.reasons
+    assert [graph.replays for graph in made] == [0, 2, 0]  # two decodes behind the first
+
+
+class Stale(RecordedGraph):
+    """A graph that reads token ids of the step it was captured in."""
+
+    def replay(self) -> None:
+        self.recorder.work[0] = lambda: None
+        super().replay()
+
+
+@torch.inference_mode()
+def test_a_graph_that_computes_something_else_is_refuted(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    probed, kernels = load_probed(tmp_path), RecordedKernels()
+    proven = prove(probed, lambda: FusedForward(probed, kernels, StepGraphs(lambda: Stale(kernels))))
+    assert proven.refuted
