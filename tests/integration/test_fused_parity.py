@@ -141,9 +141,9 @@ def test_an_engine_that_slept_gives_the_same_tokens(level: int, tmp_path: Path) 
 def test_a_family_that_is_not_known_is_served_by_its_modules_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = expected_tokens("granite", tmp_path)
+    expected = expected_tokens("olmo2", tmp_path)
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path)
-    assert "; fused decoder not used: GraniteForCausalLM is not one of " in caplog.text
+    assert "; fused decoder not used: Olmo2ForCausalLM is not one of " in caplog.text
     assert greedy(engine)[0] == expected
     engine.shutdown()

@@ -19,7 +19,19 @@ from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
-FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+FUSED_FAMILIES = (
+    "llama",
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "granite",
+    "seed_oss",
+)
 
 
 def load_probed(path: Path) -> ProbedModel:

@@ -162,6 +162,8 @@ class FusedForward:
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Of each row of ``hidden``, soft cap included."""
         self._head.affine(hidden, out)
+        if self._plan.logits_divisor != 1.0:
+            out.div_(self._plan.logits_divisor)
         if (cap := self._plan.logits_softcap) is not None:
             out.div_(cap).tanh_().mul_(cap)
 
@@ -169,6 +171,7 @@ class FusedForward:
         """What the first layer gets and each layer puts out."""
         count = len(probe.token_ids)
         trace = [self.embed(probe.token_ids)]
+        self._layers.scale_input(trace[0])
         self._after_layer = lambda _, hidden: trace.append(hidden[:count].clone())
         try:
             probe_logits(self, probe, np.zeros(1, dtype=np.int64))

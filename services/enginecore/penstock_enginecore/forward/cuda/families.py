@@ -47,7 +47,9 @@ class MLPPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Norm, attention, add, norm, MLP, add. ``norms_after`` stand between attention and its add, and MLP and its."""
+    """Norm, attention, add, norm, MLP, add. ``norms_after`` stand between attention and its add, and MLP and its. What is added
+    is multiplied by ``residual_scale``.
+    """
 
     name: str
     module: torch.nn.Module
@@ -55,20 +57,24 @@ class LayerPlan:
     mlp: MLPPlan
     norms_before: tuple[Norm, Norm]
     norms_after: tuple[Norm, Norm] | None
+    residual_scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """``embedding`` ``[vocab, hidden size]``, ``embedding_scale`` what its rows are multiplied by. ``rotary`` makes cosines and
-    sines; ``rotary_variants``: the arguments that it takes for each variant. ``logits_softcap``: logits become
+    """``embedding`` ``[vocab, hidden size]``, ``embedding_scale`` what its rows are multiplied by; ``input_scale``: what all that
+    the first layer gets is, vectors that stand for tokens included. ``rotary`` makes cosines and sines; ``rotary_variants``:
+    the arguments that it takes for each variant. ``logits_softcap``: logits, divided by ``logits_divisor``, become
     ``cap * tanh(logit / cap)``.
     """
 
     embedding: torch.nn.Parameter
     embedding_scale: float
+    input_scale: float
     layers: tuple[LayerPlan, ...]
     norm: Norm
     head: torch.nn.Linear
+    logits_divisor: float
     logits_softcap: float | None
     rotary: torch.nn.Module
     rotary_variants: tuple[tuple[str, ...], ...]
@@ -85,7 +91,8 @@ class ModelPlan:
 @dataclass(frozen=True, slots=True)
 class Family:
     """How the classes of a family are called and built. ``sandwich``: norms behind attention and MLP as well. ``merged``: one
-    linear layer for queries, keys and values, and one for gate and up. ``extras``: parts of a layer that do nothing.
+    linear layer for queries, keys and values, and one for gate and up. ``multipliers``: Granite's, of inputs, of what is added,
+    and of logits. ``extras``: parts of a layer that do nothing.
     """
 
     prefix: str
@@ -94,12 +101,16 @@ class Family:
     sandwich: bool = False
     merged: bool = False
     rotary_by_type: bool = False
+    multipliers: bool = False
     embedding: str = "Embedding"
     extras: tuple[str, ...] = ()
 
 
 FAMILIES: Mapping[str, Family] = {
+    "GemmaForCausalLM": Family("Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+    "GraniteForCausalLM": Family("Granite", multipliers=True),
     "LlamaForCausalLM": Family("Llama"),
+    "MinistralForCausalLM": Family("Ministral"),
     "MistralForCausalLM": Family("Mistral"),
     "Qwen2ForCausalLM": Family("Qwen2"),
     "Qwen3ForCausalLM": Family("Qwen3", qk_norm=True),
@@ -112,6 +123,7 @@ FAMILIES: Mapping[str, Family] = {
         rotary_by_type=True,
         embedding="Gemma3TextScaledWordEmbedding",
     ),
+    "SeedOssForCausalLM": Family("SeedOss"),
     "Phi3ForCausalLM": Family("Phi3", merged=True, extras=("resid_attn_dropout", "resid_mlp_dropout")),
 }
 """By the name of the class that generates."""
@@ -154,12 +166,14 @@ class _Reader:
         return ModelPlan(
             embedding=base.embed_tokens.weight,
             embedding_scale=self._embedding_scale(base.embed_tokens),
+            input_scale=float(base.embedding_multiplier) if self._family.multipliers else 1.0,
             layers=tuple(
                 self._layer(layer, call, variants.index(kind))
                 for layer, call, kind in zip(base.layers, calls, kinds, strict=True)
             ),
             norm=self._norm(base.norm),
             head=self._linear(module.lm_head),
+            logits_divisor=float(module.config.logits_scaling) if self._family.multipliers else 1.0,
             logits_softcap=getattr(module.config, "final_logit_softcapping", None),
             rotary=base.rotary_emb,
             rotary_variants=tuple(variants),
@@ -186,6 +200,7 @@ class _Reader:
             mlp=self._mlp(layer.mlp),
             norms_before=self._norm_pair(layer, before),
             norms_after=self._norm_pair(layer, after) if after else None,
+            residual_scale=float(layer.residual_multiplier) if self._family.multipliers else 1.0,
         )
 
     def _attention(self, attention: Any, call: AttentionCall, rotary: int) -> AttentionPlan:

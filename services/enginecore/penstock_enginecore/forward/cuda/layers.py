@@ -71,6 +71,11 @@ class Layers:
         if self._plan.embedding_scale != 1.0:
             out.mul_(self._plan.embedding_scale)
 
+    def scale_input(self, x: torch.Tensor) -> None:
+        """What the first layer gets, ``[tokens, hidden size]``, in place, whether it came of tokens or not."""
+        if self._plan.input_scale != 1.0:
+            x.mul_(self._plan.input_scale)
+
     def run(
         self,
         inputs: StepInputs,
@@ -80,6 +85,7 @@ class Layers:
     ) -> torch.Tensor:
         """From what stands in ``activations.residual``: what the last norm puts out, ``[tokens, hidden size]``."""
         kernels, residual = self._kernels, activations.residual
+        self.scale_input(residual)
         x, spare = activations.normed, activations.x
         kernels.add_rms_norm(residual, None, self._layers[0].plan.norms_before[0], x)
         for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):
@@ -89,7 +95,7 @@ class Layers:
             x, spare = self._add_norm(spare, x, residual, after[0], plan.norms_before[1])
             layer.gate_up.affine(x, activations.gate_up)
             kernels.gated(activations.gate_up, plan.mlp.activation, activations.gated)
-            layer.down.affine(activations.gated, spare)
+            layer.down.affine(activations.gated, spare, plan.residual_scale)
             x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
             if after_layer is not None:
                 after_layer(i, residual)
@@ -122,7 +128,7 @@ class Layers:
             query,
         )
         self._kernels.attend(query, keys, values, group, plan.params, attended)
-        layer.output.affine(activations.attended, out)
+        layer.output.affine(activations.attended, out, layer.plan.residual_scale)
 
     def _add_norm(
         self, x: torch.Tensor, spare: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm

@@ -40,12 +40,14 @@ class Dense:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
         torch.mm(x, self.weight.t(), out=out)
 
-    def affine(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As ``product``, with the bias where there is one."""
-        if self.bias is None:
-            self.product(x, out)
+    def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+        """As ``product``, with the bias where there is one, times ``scale``."""
+        if self.bias is not None:
+            torch.addmm(self.bias, x, self.weight.t(), beta=scale, alpha=scale, out=out)
+        elif scale != 1.0:
+            torch.addmm(out, x, self.weight.t(), beta=0.0, alpha=scale, out=out)
         else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+            self.product(x, out)
 
     def to(self, device: torch.device) -> None:
         """Move the weights."""

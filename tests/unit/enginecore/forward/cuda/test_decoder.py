@@ -16,7 +16,7 @@ from penstock_enginecore.forward.cuda import decoder
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.families import LayerPlan, ModelPlan, plan_model
 from penstock_enginecore.forward.cuda.launches import Norm
-from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -101,6 +101,14 @@ def without_soft_cap(plan: ModelPlan) -> ModelPlan:
     return dataclasses.replace(plan, logits_softcap=None)
 
 
+def with_another_residual_scale(plan: ModelPlan) -> ModelPlan:
+    return replaced(plan, 1, lambda layer: dataclasses.replace(layer, residual_scale=1.0))
+
+
+def without_input_scale(plan: ModelPlan) -> ModelPlan:
+    return dataclasses.replace(plan, input_scale=1.0)
+
+
 def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
     return dataclasses.replace(plan, embedding_scale=1.0)
 
@@ -115,6 +123,8 @@ def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
         ("gemma2", without_norms_after, ": model.layers.0 puts out what differs by "),
         ("gemma2", without_soft_cap, ": its layers agree to "),
         ("gemma2", without_embedding_scale, ": the embedding differs by 0.856"),
+        ("granite", with_another_residual_scale, ": model.layers.1 puts out what differs by "),
+        ("granite", without_input_scale, ": the embedding differs by 0.667"),
     ],
 )
 def test_a_broken_plan_is_refuted_and_the_layer_named(
@@ -126,7 +136,11 @@ def test_a_broken_plan_is_refuted_and_the_layer_named(
 ) -> None:
     # A soft cap that shows in so small a model, and layers of both kinds.
     kinds = ["sliding_attention", "full_attention"]
-    changes = {"final_logit_softcapping": 2.0} if architecture == "gemma2" else {"layer_types": kinds}
+    changes = {
+        "gemma2": {"final_logit_softcapping": 2.0},
+        "gemma3": {"layer_types": kinds},
+        "granite": {"embedding_multiplier": 3.0},
+    }[architecture]
     save_tiny_model(architecture, tmp_path, **changes)
     probed = load_probed(tmp_path)
     monkeypatch.setattr(decoder, "plan_model", lambda probed: break_plan(plan_model(probed)))
@@ -240,3 +254,19 @@ def test_what_the_probe_shows_reaches_the_plan(tmp_path: Path) -> None:
     save_tiny_model("mistral", tmp_path)
     probed: ProbedModel = load_probed(tmp_path)
     assert [layer.attention.params for layer in plan_model(probed).layers] == [call.params for call in probed.calls]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_models_in_half_precision_are_proved(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_tiny_model(architecture, tmp_path)
+    loaded = load_probed(tmp_path).model
+    loaded.module.to(dtype)
+    probed = probe_model(dataclasses.replace(loaded, dtype=dtype), CPU, 16)
+    proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
+    assert proven.serves is not None, proven.reasons
+    assert probed.specs["model.layers.0.self_attn"].dtype_size == 2
+    scale = torch.tensor(48**0.5, dtype=dtype).item() if architecture == "gemma3" else 1.0
+    assert plan_model(probed).embedding_scale == scale
+    with torch.inference_mode():
+        assert proven.serves.probe().dtype == dtype

@@ -58,8 +58,17 @@ def test_phi_3_is_merged_already(tmp_path: Path) -> None:
     assert (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_size) == (4, 2, 12)
 
 
+def test_granite_multiplies_inputs_what_is_added_and_logits(tmp_path: Path) -> None:
+    found = plan("granite", tmp_path, embedding_multiplier=3.0)
+    assert (found.embedding_scale, found.input_scale, found.logits_divisor) == (1.0, 3.0, 2.0)
+    assert [layer.residual_scale for layer in found.layers] == [0.7, 0.7]
+    assert found.layers[0].attention.params.scaling == 0.2
+
+
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsuitableError, match="MixtralForCausalLM is not one of Gemma2ForCausalLM, "):
+    with pytest.raises(
+        UnsuitableError, match="MixtralForCausalLM is not one of Gemma2ForCausalLM, Gemma3ForCausalLM, "
+    ):
         plan("mixtral", tmp_path)
 
 

@@ -21,6 +21,9 @@ def test_a_product_is_those_of_the_layers_one_after_the_other(bias: bool) -> Non
     assert (product.in_features, product.out_features) == (6, 9)
     product.affine(x, out)
     torch.testing.assert_close(out, expected)
+    out.fill_(torch.nan)
+    product.affine(x, out, 0.3)
+    torch.testing.assert_close(out, expected * 0.3)
     product.product(x, out)
     torch.testing.assert_close(out, expected - (product.bias if product.bias is not None else 0))
 
