@@ -15,8 +15,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import CLIENT, Run, build_engine, generate
-from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused
-from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused, save_varied_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected_tokens(architecture: str, path: Path, **changes: Any) -> list[list[int]]:
-    model = save_tiny_model(architecture, path, **KINDS.get(architecture, {}), **changes)
+    model = save_varied_model(architecture, path, **KINDS.get(architecture, {}), **changes)
     found = []
     for prompt in prompts():
         ids = torch.tensor([prompt])

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import ModelConfig
@@ -16,6 +18,7 @@ from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
+from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
@@ -32,6 +35,17 @@ FUSED_FAMILIES = (
     "granite",
     "seed_oss",
 )
+
+
+def save_varied_model(architecture: str, directory: Path, **changes: Any) -> PreTrainedModel:
+    """As ``save_tiny_model``, with norms whose weights differ from number to number and from norm to norm."""
+    model = save_tiny_model(architecture, directory, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(directory)
+    return model
 
 
 def load_probed(path: Path) -> ProbedModel:

@@ -10,9 +10,8 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from tests.fakes.models.fused_models import FUSED_FAMILIES, fused
+from tests.fakes.models.fused_models import FUSED_FAMILIES, fused, save_varied_model
 from tests.fakes.models.recorded_launches import RecordedKernels, Recorder, tensors_of
-from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
 BLOCK_SIZE = 16
@@ -36,7 +35,7 @@ class Spied(FusedForward):
 
 
 def spied(path: Path, architecture: str) -> FusedForward:
-    save_tiny_model(architecture, path)
+    save_varied_model(architecture, path)
     forward = fused(path, RecordedKernels())
     forward.__class__ = Spied
     forward.bind(forward.memory.throwaway(BLOCK_SIZE, 64))

@@ -18,8 +18,7 @@ from penstock_enginecore.forward.cuda.families import LayerPlan, ModelPlan, plan
 from penstock_enginecore.forward.cuda.launches import Norm
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
-from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove
-from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +31,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("architecture", FUSED_FAMILIES)
 def test_every_family_is_proved_and_takes_over(architecture: str, tmp_path: Path) -> None:
-    save_tiny_model(architecture, tmp_path)
+    save_varied_model(architecture, tmp_path)
     probed = load_probed(tmp_path)
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
     assert proven.reasons == ""
@@ -55,7 +54,7 @@ def test_every_family_is_proved_and_takes_over(architecture: str, tmp_path: Path
     ids=["biases", "tied", "one kv head", "scaled positions", "shorter than the probe"],
 )
 def test_other_shapes_of_llama_are_proved(changes: dict[str, Any], tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path, **changes)
+    save_varied_model("llama", tmp_path, **changes)
     fused(tmp_path)
 
 
@@ -141,7 +140,7 @@ def test_a_broken_plan_is_refuted_and_the_layer_named(
         "gemma3": {"layer_types": kinds},
         "granite": {"embedding_multiplier": 3.0},
     }[architecture]
-    save_tiny_model(architecture, tmp_path, **changes)
+    save_varied_model(architecture, tmp_path, **changes)
     probed = load_probed(tmp_path)
     monkeypatch.setattr(decoder, "plan_model", lambda probed: break_plan(plan_model(probed)))
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
@@ -154,7 +153,7 @@ def test_a_broken_plan_is_refuted_and_the_layer_named(
 
 
 def test_after_a_refutation_the_modules_compute_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny_model("gemma3", tmp_path)
+    save_varied_model("gemma3", tmp_path)
     probed = load_probed(tmp_path)
     modules = ModulesForward(probed, create_backend("reference", CPU))
     with torch.inference_mode():
@@ -173,13 +172,13 @@ class OneSlotLate(TorchKernels):
 
 
 def test_kernels_that_write_to_a_wrong_slot_are_refuted(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     probed = load_probed(tmp_path)
     assert prove(probed, lambda: FusedForward(probed, OneSlotLate())).refuted
 
 
 def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     probed = load_probed(tmp_path)
     mlp = probed.model.module.model.layers[1].mlp
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = (
@@ -201,7 +200,7 @@ def batch(tokens: int, forward: FusedForward) -> ForwardBatch:
 
 @torch.inference_mode()
 def test_a_step_larger_than_any_captured_one_gives_the_logits_of_smaller_ones(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path, max_position_embeddings=640, num_hidden_layers=1)
+    save_varied_model("llama", tmp_path, max_position_embeddings=640, num_hidden_layers=1)
     forward = fused(tmp_path)
     rows = np.array([499, 3])
     small = forward.run(batch(500, forward), rows).logits.clone()
@@ -210,7 +209,7 @@ def test_a_step_larger_than_any_captured_one_gives_the_logits_of_smaller_ones(tm
 
 @torch.inference_mode()
 def test_embedded_tokens_and_a_separate_head_give_the_logits_of_the_run(tmp_path: Path) -> None:
-    save_tiny_model("gemma2", tmp_path)
+    save_varied_model("gemma2", tmp_path)
     forward = fused(tmp_path)
     plain = batch(20, forward)
     rows = np.array([3, 19])
@@ -227,7 +226,7 @@ def test_embedded_tokens_and_a_separate_head_give_the_logits_of_the_run(tmp_path
 
 @torch.inference_mode()
 def test_without_a_cache_there_is_no_step(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     forward = fused(tmp_path)
     step = batch(5, forward)
     forward.bind({})
@@ -237,13 +236,13 @@ def test_without_a_cache_there_is_no_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_counted_once(tied: bool, tmp_path: Path) -> None:
-    model = save_tiny_model("qwen2", tmp_path, tie_word_embeddings=tied)
+    model = save_varied_model("qwen2", tmp_path, tie_word_embeddings=tied)
     assert fused(tmp_path).weight_bytes == 4 * sum(p.numel() for p in model.parameters())
 
 
 @torch.inference_mode()
 def test_weights_come_back_from_sleep(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     forward = fused(tmp_path)
     expected = forward.probe().clone()
     forward.to(CPU)
@@ -251,7 +250,7 @@ def test_weights_come_back_from_sleep(tmp_path: Path) -> None:
 
 
 def test_what_the_probe_shows_reaches_the_plan(tmp_path: Path) -> None:
-    save_tiny_model("mistral", tmp_path)
+    save_varied_model("mistral", tmp_path)
     probed: ProbedModel = load_probed(tmp_path)
     assert [layer.attention.params for layer in plan_model(probed).layers] == [call.params for call in probed.calls]
 
@@ -259,7 +258,7 @@ def test_what_the_probe_shows_reaches_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
 def test_models_in_half_precision_are_proved(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    save_tiny_model(architecture, tmp_path)
+    save_varied_model(architecture, tmp_path)
     loaded = load_probed(tmp_path).model
     loaded.module.to(dtype)
     probed = probe_model(dataclasses.replace(loaded, dtype=dtype), CPU, 16)

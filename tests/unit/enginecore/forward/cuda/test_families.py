@@ -9,12 +9,12 @@ import torch
 from penstock_enginecore.forward.cuda.families import ModelPlan, plan_model
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models import query_scale
-from tests.fakes.models.fused_models import load_probed
-from tests.fakes.models.tiny_models import SLIDING_WINDOW, save_tiny_model
+from tests.fakes.models.fused_models import load_probed, save_varied_model
+from tests.fakes.models.tiny_models import SLIDING_WINDOW
 
 
 def plan(architecture: str, path: Path, **changes: Any) -> ModelPlan:
-    save_tiny_model(architecture, path, **changes)
+    save_varied_model(architecture, path, **changes)
     return plan_model(load_probed(path))
 
 
@@ -122,7 +122,7 @@ def call_in_another_order(model: Any) -> None:
     ],
 )
 def test_what_is_not_known_of_a_module_is_refused_by_its_name(change: Any, reason: str, tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     probed = load_probed(tmp_path)
     change(probed.model.module)
     with pytest.raises(UnsuitableError, match=reason):
@@ -130,7 +130,7 @@ def test_what_is_not_known_of_a_module_is_refused_by_its_name(change: Any, reaso
 
 
 def test_a_class_of_the_same_name_from_elsewhere_is_refused(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     probed = load_probed(tmp_path)
     module = probed.model.module
     module.__class__ = type("LlamaForCausalLM", (type(module),), {"__module__": "modeling_of_a_checkpoint"})

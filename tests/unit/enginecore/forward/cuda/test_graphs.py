@@ -12,9 +12,8 @@ import torch
 from penstock_enginecore.forward.cuda import graphs
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
-from tests.fakes.models.fused_models import load_probed, prove
+from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
-from tests.fakes.models.tiny_models import save_tiny_model
 
 
 class CountingGraph:
@@ -121,7 +120,7 @@ def test_a_capture_that_fails_is_ended(fake_cuda: list[Any]) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 @torch.inference_mode()
 def test_replayed_steps_of_a_model_are_proved_with_the_others(architecture: str, tmp_path: Path) -> None:
-    save_tiny_model(architecture, tmp_path)
+    save_varied_model(architecture, tmp_path)
     probed, kernels = load_probed(tmp_path), RecordedKernels()
     made: list[RecordedGraph] = []
 
@@ -144,7 +143,7 @@ class Stale(RecordedGraph):
 
 @torch.inference_mode()
 def test_a_graph_that_computes_something_else_is_refuted(tmp_path: Path) -> None:
-    save_tiny_model("llama", tmp_path)
+    save_varied_model("llama", tmp_path)
     probed, kernels = load_probed(tmp_path), RecordedKernels()
     proven = prove(probed, lambda: FusedForward(probed, kernels, StepGraphs(lambda: Stale(kernels))))
     assert proven.refuted
