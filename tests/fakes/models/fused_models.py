@@ -32,6 +32,8 @@ FUSED_FAMILIES = (
     "gemma2",
     "gemma3",
     "phi3",
+    "mixtral",
+    "qwen3_moe",
     "granite",
     "seed_oss",
 )

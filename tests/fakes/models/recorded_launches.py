@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.fakes.models.torch_kernels import TorchKernels
 
 READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+COPIES = ("_to_copy", "copy_")
 WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,)}
 """By launch, which of its arguments it writes to."""
 
@@ -27,7 +28,7 @@ def tensors_of(arg: Any) -> list[torch.Tensor]:
     """The tensors in ``arg``, in order."""
     if isinstance(arg, torch.Tensor):
         return [arg]
-    if isinstance(arg, tuple):
+    if isinstance(arg, tuple | list):
         return [tensor for part in arg for tensor in tensors_of(part)]
     fields = getattr(arg, "__dataclass_fields__", {})
     return [tensor for name in fields for tensor in tensors_of(getattr(arg, name))]
@@ -35,40 +36,52 @@ def tensors_of(arg: Any) -> list[torch.Tensor]:
 
 class Recorder(TorchDispatchMode):
     """Notes each operation with the addresses and shapes of its tensors (``seen``), and how to do it again (``work``). Refuses
-    reads on the host, copies, new tensors, and writes to others than ``static``; None allows any.
+    reads on the host, copies, and writes to others than ``static``; None allows any. New tensors only if it ``may_allocate``: a
+    graph has memory of its own for them, but their addresses say nothing.
     """
 
-    def __init__(self, static: list[torch.Tensor] | None) -> None:
+    def __init__(self, static: list[torch.Tensor] | None, *, may_allocate: bool = False) -> None:
         super().__init__()
         self.seen: list[tuple[Any, ...]] = []
         self.work: list[Callable[[], object]] = []
         self.static = None if static is None else {storage(tensor) for tensor in static}
+        self.may_allocate = may_allocate
+        self.allocated: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         assert name not in READS, f"{name} reads on the host"
-        assert name not in ("_to_copy", "copy_"), f"{name} may cross to the host"
+        assert name not in COPIES, f"{name} may cross to the host"
         for index, spec in enumerate(func._schema.arguments):
             if spec.alias_info is not None and spec.alias_info.is_write:
                 self.check_write(name, kwargs.get(spec.name) if spec.kwarg_only else args[index])
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        storages = {storage(tensor) for tensor in tensors}
+        tensors = tensors_of((*args, *kwargs.values()))
+        known = {storage(tensor) for tensor in tensors}
         result = func(*args, **kwargs)
-        for out in result if isinstance(result, tuple | list) else [result]:
-            assert not isinstance(out, torch.Tensor) or storage(out) in storages, f"{name} allocates"
-        self.note(
-            name, tensors, [x for x in args if isinstance(x, int | float)], functools.partial(func, *args, **kwargs)
-        )
+        for out in tensors_of(result):
+            assert self.may_allocate or storage(out) in known, f"{name} allocates"
+            if storage(out) not in known:
+                self.allocated[storage(out)] = out
+
+        def again() -> None:
+            for out, found in zip(tensors_of(result), tensors_of(func(*args, **kwargs)), strict=True):
+                if storage(out) != storage(found):
+                    out.copy_(found)
+
+        self.note(name, tensors, [x for x in args if isinstance(x, int | float)], again)
         return result
 
     def check_write(self, name: str, tensor: torch.Tensor | None) -> None:
         """Refuse what is not static."""
         if tensor is not None and self.static is not None:
-            assert storage(tensor) in self.static, f"{name} writes to what is not static"
+            may = storage(tensor) in self.static or storage(tensor) in self.allocated
+            assert may, f"{name} writes to what is not static"
 
     def note(self, name: str, tensors: list[torch.Tensor], rest: list[Any], again: Callable[[], object]) -> None:
         """An operation of ``tensors`` and other arguments."""
-        self.seen.append((name, *((tensor.data_ptr(), *tensor.shape, *tensor.stride()) for tensor in tensors), *rest))
+        addresses = [0 if storage(tensor) in self.allocated else tensor.data_ptr() for tensor in tensors]
+        shapes = [(*tensor.shape, *tensor.stride()) for tensor in tensors]
+        self.seen.append((name, *zip(addresses, shapes, strict=True), *rest))
         self.work.append(again)
 
 
@@ -100,7 +113,7 @@ class RecordedGraph:
     """A ``Graph`` that does again what it has recorded, on the same tensors. ``kernels``: those of the captured decoder."""
 
     def __init__(self, kernels: RecordedKernels) -> None:
-        self.recorder = Recorder(None)
+        self.recorder = Recorder(None, may_allocate=True)
         self.replays = 0
         self._kernels = kernels
 

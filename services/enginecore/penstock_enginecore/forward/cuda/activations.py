@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_enginecore.forward.cuda.buffers import StepShape
-
-_ALIGNMENT = 256
-"""Bytes at a multiple of which each tensor begins."""
+from penstock_enginecore.forward.cuda.buffers import ALIGNMENT, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +40,13 @@ class Activations:
 
 
 class ActivationBuffers:
-    """For steps of up to ``max_shape``. Zeros at first: rows of padding are computed along, and stay finite."""
+    """For steps of up to ``max_shape``. Zeros at first; later rows of padding hold what was there before, which nobody reads."""
 
     def __init__(self, max_shape: StepShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
         tokens, requests = max_shape.tokens, max_shape.requests
         self.max_shape = max_shape
         self._widths = widths
-        numbers = _ALIGNMENT // dtype.itemsize
+        numbers = ALIGNMENT // dtype.itemsize
 
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ MAX_CAPTURED_TOKENS = 512
 """Steps of up to so many tokens, padding included, run on tensors that never move."""
 _MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
 """Requests that a step with more tokens than requests is padded to."""
-_ALIGNMENT = 256
+ALIGNMENT = 256
 """Bytes at a multiple of which each tensor begins: what CUDA's own allocations do, and vector loads rely on."""
 
 
@@ -192,7 +192,7 @@ class _Layout:
         for length, dtype in vectors:
             num_bytes = length * dtype.itemsize
             self._parts.append((start, start + num_bytes, dtype))
-            start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self.num_bytes = start
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:

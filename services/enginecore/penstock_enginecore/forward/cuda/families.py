@@ -46,6 +46,26 @@ class MLPPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """``router`` ``[experts, hidden size]``: the ``top_k`` likeliest experts of a token compute it, and are weighted by their
+    probabilities, which sum to 1 if ``renormalize``. ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down``
+    ``[experts, hidden size, intermediate size]``: an MLP each.
+    """
+
+    router: torch.nn.Parameter
+    gate_up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    top_k: int
+    renormalize: bool
+    activation: Activation
+
+    @property
+    def num_experts(self) -> int:
+        """How many there are."""
+        return len(self.router)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """Norm, attention, add, norm, MLP, add. ``norms_after`` stand between attention and its add, and MLP and its. What is added
     is multiplied by ``residual_scale``.
@@ -54,7 +74,7 @@ class LayerPlan:
     name: str
     module: torch.nn.Module
     attention: AttentionPlan
-    mlp: MLPPlan
+    mlp: MLPPlan | ExpertsPlan
     norms_before: tuple[Norm, Norm]
     norms_after: tuple[Norm, Norm] | None
     residual_scale: float
@@ -84,7 +104,9 @@ class ModelPlan:
         """Those of all layers, which products stand for."""
         found: list[torch.nn.Linear] = []
         for layer in self.layers:
-            found += [*layer.attention.qkv, layer.attention.output, *layer.mlp.gate_up, layer.mlp.down]
+            found += [*layer.attention.qkv, layer.attention.output]
+            if isinstance(layer.mlp, MLPPlan):
+                found += [*layer.mlp.gate_up, layer.mlp.down]
         return found
 
 
@@ -123,6 +145,8 @@ FAMILIES: Mapping[str, Family] = {
         rotary_by_type=True,
         embedding="Gemma3TextScaledWordEmbedding",
     ),
+    "MixtralForCausalLM": Family("Mixtral"),
+    "Qwen3MoeForCausalLM": Family("Qwen3Moe", qk_norm=True),
     "SeedOssForCausalLM": Family("SeedOss"),
     "Phi3ForCausalLM": Family("Phi3", merged=True, extras=("resid_attn_dropout", "resid_mlp_dropout")),
 }
@@ -197,7 +221,7 @@ class _Reader:
             name=self._names[layer],
             module=layer,
             attention=self._attention(layer.self_attn, call, rotary),
-            mlp=self._mlp(layer.mlp),
+            mlp=self._mlp_or_experts(layer.mlp),
             norms_before=self._norm_pair(layer, before),
             norms_after=self._norm_pair(layer, after) if after else None,
             residual_scale=float(layer.residual_multiplier) if self._family.multipliers else 1.0,
@@ -223,15 +247,35 @@ class _Reader:
             params=call.params,
         )
 
+    def _mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan:
+        """A layer has experts if its module is called so; families with experts have layers of both kinds."""
+        if type(mlp).__name__ != f"{self._family.prefix}SparseMoeBlock":
+            return self._mlp(mlp)
+        self._expect(mlp, f"{self._family.prefix}SparseMoeBlock", ("gate", "experts"))
+        self._expect(mlp.gate, f"{self._family.prefix}TopKRouter", (), ("weight",))
+        experts = mlp.experts
+        self._expect(experts, f"{self._family.prefix}Experts", ("act_fn",), ("gate_up_proj", "down_proj"))
+        return ExpertsPlan(
+            router=mlp.gate.weight,
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            top_k=int(mlp.gate.top_k),
+            renormalize=bool(getattr(mlp.gate, "norm_topk_prob", True)),
+            activation=self._activation(mlp.experts, "act_fn"),
+        )
+
     def _mlp(self, mlp: Any) -> MLPPlan:
         act = "activation_fn" if self._family.merged else "act_fn"
         projections = ("gate_up_proj",) if self._family.merged else ("gate_proj", "up_proj")
         self._expect(mlp, f"{self._family.prefix}MLP", (*projections, "down_proj", act))
-        kind = type(getattr(mlp, act)).__name__
-        if kind not in _ACTIVATIONS:
-            raise UnsuitableError(f"the activation of {self._names[mlp]} is {kind}")
         gate_up = tuple(self._linear(getattr(mlp, name)) for name in projections)
-        return MLPPlan(gate_up, self._linear(mlp.down_proj), _ACTIVATIONS[kind])
+        return MLPPlan(gate_up, self._linear(mlp.down_proj), self._activation(mlp, act))
+
+    def _activation(self, module: Any, name: str) -> Activation:
+        kind = type(getattr(module, name)).__name__
+        if kind not in _ACTIVATIONS:
+            raise UnsuitableError(f"the activation of {self._names[module]} is {kind}")
+        return _ACTIVATIONS[kind]
 
     def _norm_pair(self, module: Any, names: Sequence[str]) -> tuple[Norm, Norm]:
         first, second = (self._norm(getattr(module, name)) for name in names)

@@ -15,6 +15,7 @@ from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.families import AttentionPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.cuda.launches import Kernels, Norm
 from penstock_enginecore.forward.cuda.linear import Dense, merged
+from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
 from penstock_enginecore.forward.cuda.rotary import rotary_table
 from penstock_enginecore.forward.proof import UnsuitableError
 
@@ -27,17 +28,16 @@ class _Layer:
     plan: LayerPlan
     qkv: Dense
     output: Dense
-    gate_up: Dense
-    down: Dense
+    mlp: MLP
 
     @classmethod
     def of(cls, plan: LayerPlan) -> "_Layer":
-        attention, mlp = plan.attention, plan.mlp
-        return cls(plan, merged(attention.qkv), merged([attention.output]), merged(mlp.gate_up), merged([mlp.down]))
+        attention = plan.attention
+        return cls(plan, merged(attention.qkv), merged([attention.output]), mlp_of(plan.mlp, plan.residual_scale))
 
     @property
     def products(self) -> tuple[Dense, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.qkv, self.output, *self.mlp.products
 
 
 class Layers:
@@ -93,9 +93,7 @@ class Layers:
             after = plan.norms_after or (None, None)
             self._attend(layer, x, spare, inputs, activations, cache)
             x, spare = self._add_norm(spare, x, residual, after[0], plan.norms_before[1])
-            layer.gate_up.affine(x, activations.gate_up)
-            kernels.gated(activations.gate_up, plan.mlp.activation, activations.gated)
-            layer.down.affine(activations.gated, spare, plan.residual_scale)
+            layer.mlp.run(x, inputs, activations, kernels, spare)
             x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
             if after_layer is not None:
                 after_layer(i, residual)
@@ -144,16 +142,12 @@ class Layers:
 
     def _widths(self) -> Widths:
         """Of what flows through them. UnsuitableError where layers differ."""
-        first, *others = (
-            Widths(
-                hidden=layer.down.out_features,
-                qkv=layer.qkv.out_features,
-                attended=layer.output.in_features,
-                intermediate=layer.down.in_features,
-                vocab=self._plan.head.out_features,
-            )
-            for layer in self._layers
-        )
-        if any(other != first for other in others):
+        found = {
+            (layer.output.out_features, layer.qkv.out_features, layer.output.in_features) for layer in self._layers
+        }
+        gated = {layer.mlp.down.in_features for layer in self._layers if isinstance(layer.mlp, GatedMLP)}
+        if len(found) > 1 or len(gated) > 1:
             raise UnsuitableError("its layers are of different sizes")
-        return first
+        [(hidden, qkv, attended)] = found
+        intermediate = gated.pop() if gated else 0
+        return Widths(hidden, qkv, attended, intermediate, self._plan.head.out_features)

@@ -39,7 +39,7 @@ def test_every_family_is_proved_and_takes_over(architecture: str, tmp_path: Path
     layer = probed.model.module.model.layers[0]
     linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     assert all(linear.weight.numel() == 0 for linear in linears)
-    assert layer.mlp.down_proj.in_features == 64
+    assert layer.self_attn.o_proj.out_features == 48
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,16 @@ def without_input_scale(plan: ModelPlan) -> ModelPlan:
     return dataclasses.replace(plan, input_scale=1.0)
 
 
+def with_one_expert(plan: ModelPlan) -> ModelPlan:
+    return replaced(plan, 1, lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, top_k=1)))
+
+
+def with_weights_as_they_are(plan: ModelPlan) -> ModelPlan:
+    return replaced(
+        plan, 0, lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, renormalize=False))
+    )
+
+
 def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
     return dataclasses.replace(plan, embedding_scale=1.0)
 
@@ -122,6 +132,8 @@ def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
         ("gemma2", without_norms_after, ": model.layers.0 puts out what differs by "),
         ("gemma2", without_soft_cap, ": its layers agree to "),
         ("gemma2", without_embedding_scale, ": the embedding differs by 0.856"),
+        ("qwen3_moe", with_one_expert, ": model.layers.1 puts out what differs by "),
+        ("mixtral", with_weights_as_they_are, ": model.layers.0 puts out what differs by "),
         ("granite", with_another_residual_scale, ": model.layers.1 puts out what differs by "),
         ("granite", without_input_scale, ": the embedding differs by 0.667"),
     ],
@@ -139,7 +151,7 @@ def test_a_broken_plan_is_refuted_and_the_layer_named(
         "gemma2": {"final_logit_softcapping": 2.0},
         "gemma3": {"layer_types": kinds},
         "granite": {"embedding_multiplier": 3.0},
-    }[architecture]
+    }.get(architecture, {})
     save_varied_model(architecture, tmp_path, **changes)
     probed = load_probed(tmp_path)
     monkeypatch.setattr(decoder, "plan_model", lambda probed: break_plan(plan_model(probed)))

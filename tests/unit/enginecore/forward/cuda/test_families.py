@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.families import ModelPlan, plan_model
+from penstock_enginecore.forward.cuda.families import ExpertsPlan, MLPPlan, ModelPlan, plan_model
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models import query_scale
 from tests.fakes.models.fused_models import load_probed, save_varied_model
@@ -65,11 +65,24 @@ def test_granite_multiplies_inputs_what_is_added_and_logits(tmp_path: Path) -> N
     assert found.layers[0].attention.params.scaling == 0.2
 
 
+def test_layers_with_experts_stand_beside_layers_without(tmp_path: Path) -> None:
+    found = plan("qwen3_moe", tmp_path, mlp_only_layers=[0], norm_topk_prob=False)
+    dense, sparse = (layer.mlp for layer in found.layers)
+    assert isinstance(dense, MLPPlan)
+    assert isinstance(sparse, ExpertsPlan)
+    assert (sparse.num_experts, sparse.top_k, sparse.renormalize, sparse.activation) == (4, 2, False, "silu")
+    assert len(found.linears) == 4 + 3 + 4
+
+
+def test_mixtral_makes_the_weights_of_experts_sum_to_one(tmp_path: Path) -> None:
+    [first, _] = plan("mixtral", tmp_path).layers
+    assert isinstance(first.mlp, ExpertsPlan)
+    assert first.mlp.renormalize
+
+
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsuitableError, match="MixtralForCausalLM is not one of Gemma2ForCausalLM, Gemma3ForCausalLM, "
-    ):
-        plan("mixtral", tmp_path)
+    with pytest.raises(UnsuitableError, match="OlmoeForCausalLM is not one of Gemma2ForCausalLM, Gemma3ForCausalLM, "):
+        plan("olmoe", tmp_path)
 
 
 def test_an_activation_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:

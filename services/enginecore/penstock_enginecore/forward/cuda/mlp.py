@@ -1,0 +1,111 @@
+"""What stands behind a layer's second norm: a gated MLP, or experts of which each token takes some.
+
+Experts compute by torch's grouped product: tokens in the order of their experts, and on the device where each expert's end. So
+nothing is read on the host, and a step with experts can be captured; what it needs in between is allocated.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock_enginecore.forward.cuda.activations import Activations
+from penstock_enginecore.forward.cuda.buffers import StepInputs
+from penstock_enginecore.forward.cuda.families import ExpertsPlan, MLPPlan
+from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.linear import Dense, merged
+
+
+class MLP(Protocol):
+    """Part of a layer."""
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        """Its linear layers."""
+
+    def run(
+        self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: Kernels, out: torch.Tensor
+    ) -> None:
+        """From ``x`` into ``out``, both ``[tokens, hidden size]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """An activation of one product times another. What it puts out is multiplied by ``scale``."""
+
+    plan: MLPPlan
+    gate_up: Dense
+    down: Dense
+    scale: float
+
+    @classmethod
+    def of(cls, plan: MLPPlan, scale: float) -> "GatedMLP":
+        """Merges the weights that ``plan`` names."""
+        return cls(plan, merged(plan.gate_up), merged([plan.down]), scale)
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        """Two."""
+        return self.gate_up, self.down
+
+    def run(
+        self,
+        x: torch.Tensor,
+        inputs: StepInputs,  # noqa: ARG002 - every token is computed
+        activations: Activations,
+        kernels: Kernels,
+        out: torch.Tensor,
+    ) -> None:
+        """Within ``activations``."""
+        self.gate_up.affine(x, activations.gate_up)
+        kernels.gated(activations.gate_up, self.plan.activation, activations.gated)
+        self.down.affine(activations.gated, out, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts chosen by a router. Weights stay in the model's modules, which keep them as they are needed here."""
+
+    plan: ExpertsPlan
+    scale: float
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        """None that stands for a linear layer."""
+        return ()
+
+    def run(
+        self,
+        x: torch.Tensor,
+        inputs: StepInputs,
+        activations: Activations,  # noqa: ARG002 - rows are as many as experts that tokens take
+        kernels: Kernels,
+        out: torch.Tensor,
+    ) -> None:
+        """Tokens of padding have no expert, and what stands in their rows of ``out`` then is of no meaning."""
+        plan = self.plan
+        weights, chosen = self._route(x)
+        count = inputs.groups[0].query_start_loc[-1]
+        is_padding = torch.arange(len(x), device=x.device) >= count
+        ids, order = chosen.masked_fill(is_padding[:, None], plan.num_experts).view(-1).sort(stable=True)
+        ends = torch.searchsorted(ids, torch.arange(plan.num_experts, device=x.device), right=True, out_int32=True)
+        rows = x.index_select(0, order // plan.top_k)
+        gate_up = torch.nn.functional.grouped_mm(rows, plan.gate_up.transpose(1, 2), offs=ends)
+        gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        kernels.gated(gate_up, plan.activation, gated)
+        down = torch.nn.functional.grouped_mm(gated, plan.down.transpose(1, 2), offs=ends)
+        by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
+        torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and experts of each token ``[tokens, top_k]``."""
+        probabilities = torch.softmax(x @ self.plan.router.t(), dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.plan.top_k, dim=-1)
+        if self.plan.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.scale, chosen
+
+
+def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float) -> MLP:
+    """What computes ``plan``. ``scale``: of what is added to the residual."""
+    return Experts(plan, scale) if isinstance(plan, ExpertsPlan) else GatedMLP.of(plan, scale)

@@ -1,0 +1,50 @@
+"""Experts, against the model's own module."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
+from penstock_enginecore.forward.cuda.buffers import HostSlots, InputBuffers, StepInputs, StepShape
+from penstock_enginecore.forward.cuda.families import ExpertsPlan, plan_model
+from penstock_enginecore.forward.cuda.mlp import mlp_of
+from tests.fakes.models.fused_models import CPU, load_probed, save_varied_model
+from tests.fakes.models.torch_kernels import TorchKernels
+
+SHAPE = StepShape(16, 16)
+
+
+def step(num_tokens: int) -> StepInputs:
+    """Inputs of a step of ``num_tokens`` tokens, padded."""
+    inputs = InputBuffers(SHAPE, 1, 1, HostSlots.on(CPU), CPU).of(SHAPE)
+    inputs.groups[0].query_start_loc.fill_(num_tokens)
+    return inputs
+
+
+def experts(architecture: str, path: Path, **changes: Any) -> tuple[ExpertsPlan, torch.nn.Module]:
+    save_varied_model(architecture, path, **changes)
+    probed = load_probed(path)
+    plan = plan_model(probed).layers[1].mlp
+    assert isinstance(plan, ExpertsPlan)
+    return plan, probed.model.module.model.layers[1].mlp
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"), [("mixtral", {}), ("qwen3_moe", {}), ("qwen3_moe", {"norm_topk_prob": False})]
+)
+@pytest.mark.parametrize("num_tokens", [1, 11, 16])
+@torch.inference_mode()
+def test_experts_compute_what_the_module_does_and_padding_takes_none(
+    architecture: str, changes: dict[str, Any], num_tokens: int, tmp_path: Path
+) -> None:
+    plan, module = experts(architecture, tmp_path, **changes)
+    x = torch.randn(SHAPE.tokens, 48)
+    x[num_tokens:] = torch.nan
+    activations = ActivationBuffers(SHAPE, Widths(48, 1, 1, 0, 1), torch.float32, CPU).of(SHAPE)
+    out = torch.full_like(x, torch.nan)
+    mlp_of(plan, 1.0).run(x, step(num_tokens), activations, TorchKernels(), out)
+    torch.testing.assert_close(out[:num_tokens], module(x[None, :num_tokens])[0])
+    mlp_of(plan, 0.5).run(x, step(num_tokens), activations, TorchKernels(), out)
+    torch.testing.assert_close(out[:num_tokens], 0.5 * module(x[None, :num_tokens])[0])
