@@ -3,6 +3,7 @@
 On a CPU, with kernels in plain torch: what is shown is the decoder's plan, its buffers and its padding.
 """
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.forward.cuda.families import plan_model
+from penstock_enginecore.forward.cuda.plans import ModelPlan
+from penstock_enginecore.forward.modules import ProbedModel
 from tests.fakes.engines.in_process import CLIENT, Run, build_engine, generate
 from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused, save_varied_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE
@@ -135,6 +139,25 @@ def test_an_engine_that_slept_gives_the_same_tokens(level: int, tmp_path: Path) 
     control.wake_up()
     assert "fused decoder" in computing(engine)
     assert greedy(engine, "again")[0] == expected
+    engine.shutdown()
+
+
+def test_a_wrong_plan_is_not_served_and_the_log_names_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = expected_tokens("qwen3", tmp_path)
+
+    def wrong_plan(probed: ProbedModel) -> ModelPlan:
+        plan = plan_model(probed)
+        first, second = plan.layers
+        wrong = dataclasses.replace(second, norms_before=second.norms_before[::-1])
+        return dataclasses.replace(plan, layers=(first, wrong))
+
+    monkeypatch.setattr("penstock_enginecore.forward.cuda.decoder.plan_model", wrong_plan)
+    engine = build_engine(tmp_path)
+    [line] = [line for line in caplog.messages if "fused decoder not used" in line]
+    assert ": model.layers.1 puts out what differs by " in line
+    assert greedy(engine)[0] == expected
     engine.shutdown()
 
 

@@ -34,6 +34,7 @@ FUSED_FAMILIES = (
     "phi3",
     "mixtral",
     "qwen3_moe",
+    "gpt_oss",
     "granite",
     "seed_oss",
 )

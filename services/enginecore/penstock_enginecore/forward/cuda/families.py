@@ -12,8 +12,15 @@ from typing import Any
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.launches import Activation, Norm
+from penstock_enginecore.forward.cuda.plans import (
+    AttentionPlan,
+    ClampedGate,
+    ExpertsPlan,
+    LayerPlan,
+    MLPPlan,
+    ModelPlan,
+)
 from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.attention_hook import AttentionCall
@@ -21,100 +28,10 @@ from penstock_enginecore.models.query_scale import query_scale
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """``qkv``: queries, keys and values, by one linear layer or by three. ``norms``: of queries and keys. ``rotary``: which of
-    the model's rotary variants.
-    """
-
-    qkv: tuple[torch.nn.Linear, ...]
-    output: torch.nn.Linear
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    norms: tuple[Norm, Norm] | None
-    rotary: int
-    params: AttentionParams
-
-
-@dataclass(frozen=True, slots=True)
-class MLPPlan:
-    """``gate_up``: by one linear layer or by two."""
-
-    gate_up: tuple[torch.nn.Linear, ...]
-    down: torch.nn.Linear
-    activation: Activation
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsPlan:
-    """``router`` ``[experts, hidden size]``: the ``top_k`` likeliest experts of a token compute it, and are weighted by their
-    probabilities, which sum to 1 if ``renormalize``. ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down``
-    ``[experts, hidden size, intermediate size]``: an MLP each.
-    """
-
-    router: torch.nn.Parameter
-    gate_up: torch.nn.Parameter
-    down: torch.nn.Parameter
-    top_k: int
-    renormalize: bool
-    activation: Activation
-
-    @property
-    def num_experts(self) -> int:
-        """How many there are."""
-        return len(self.router)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """Norm, attention, add, norm, MLP, add. ``norms_after`` stand between attention and its add, and MLP and its. What is added
-    is multiplied by ``residual_scale``.
-    """
-
-    name: str
-    module: torch.nn.Module
-    attention: AttentionPlan
-    mlp: MLPPlan | ExpertsPlan
-    norms_before: tuple[Norm, Norm]
-    norms_after: tuple[Norm, Norm] | None
-    residual_scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """``embedding`` ``[vocab, hidden size]``, ``embedding_scale`` what its rows are multiplied by; ``input_scale``: what all that
-    the first layer gets is, vectors that stand for tokens included. ``rotary`` makes cosines and sines; ``rotary_variants``:
-    the arguments that it takes for each variant. ``logits_softcap``: logits, divided by ``logits_divisor``, become
-    ``cap * tanh(logit / cap)``.
-    """
-
-    embedding: torch.nn.Parameter
-    embedding_scale: float
-    input_scale: float
-    layers: tuple[LayerPlan, ...]
-    norm: Norm
-    head: torch.nn.Linear
-    logits_divisor: float
-    logits_softcap: float | None
-    rotary: torch.nn.Module
-    rotary_variants: tuple[tuple[str, ...], ...]
-
-    @property
-    def linears(self) -> list[torch.nn.Linear]:
-        """Those of all layers, which products stand for."""
-        found: list[torch.nn.Linear] = []
-        for layer in self.layers:
-            found += [*layer.attention.qkv, layer.attention.output]
-            if isinstance(layer.mlp, MLPPlan):
-                found += [*layer.mlp.gate_up, layer.mlp.down]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """How the classes of a family are called and built. ``sandwich``: norms behind attention and MLP as well. ``merged``: one
     linear layer for queries, keys and values, and one for gate and up. ``multipliers``: Granite's, of inputs, of what is added,
-    and of logits. ``extras``: parts of a layer that do nothing.
+    and of logits. ``extras``: parts of a layer that do nothing. ``gpt_oss``: attention with sinks, and experts with biases.
     """
 
     prefix: str
@@ -126,10 +43,12 @@ class Family:
     multipliers: bool = False
     embedding: str = "Embedding"
     extras: tuple[str, ...] = ()
+    gpt_oss: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family("Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+    "GptOssForCausalLM": Family("GptOss", gpt_oss=True),
     "GraniteForCausalLM": Family("Granite", multipliers=True),
     "LlamaForCausalLM": Family("Llama"),
     "MinistralForCausalLM": Family("Ministral"),
@@ -201,6 +120,7 @@ class _Reader:
             logits_softcap=getattr(module.config, "final_logit_softcapping", None),
             rotary=base.rotary_emb,
             rotary_variants=tuple(variants),
+            rotary_twice=not self._family.gpt_oss,
         )
 
     def _rotary_kinds(self, base: Any) -> list[tuple[str, ...]]:
@@ -230,7 +150,8 @@ class _Reader:
     def _attention(self, attention: Any, call: AttentionCall, rotary: int) -> AttentionPlan:
         projections = ("qkv_proj",) if self._family.merged else ("q_proj", "k_proj", "v_proj")
         norms = ("q_norm", "k_norm") if self._family.qk_norm else ()
-        self._expect(attention, f"{self._family.prefix}Attention", (*projections, "o_proj", *norms))
+        own = ("sinks",) if self._family.gpt_oss else ()
+        self._expect(attention, f"{self._family.prefix}Attention", (*projections, "o_proj", *norms), own)
         if query_scale(attention) is not None:
             raise UnsuitableError(f"{self._names[attention]} scales queries by position")
         (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
@@ -249,6 +170,8 @@ class _Reader:
 
     def _mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan:
         """A layer has experts if its module is called so; families with experts have layers of both kinds."""
+        if self._family.gpt_oss:
+            return self._gpt_oss_experts(mlp)
         if type(mlp).__name__ != f"{self._family.prefix}SparseMoeBlock":
             return self._mlp(mlp)
         self._expect(mlp, f"{self._family.prefix}SparseMoeBlock", ("gate", "experts"))
@@ -262,6 +185,22 @@ class _Reader:
             top_k=int(mlp.gate.top_k),
             renormalize=bool(getattr(mlp.gate, "norm_topk_prob", True)),
             activation=self._activation(mlp.experts, "act_fn"),
+        )
+
+    def _gpt_oss_experts(self, mlp: Any) -> ExpertsPlan:
+        self._expect(mlp, "GptOssMLP", ("router", "experts"))
+        router, experts = mlp.router, mlp.experts
+        self._expect(router, "GptOssTopKRouter", (), ("weight", "bias"))
+        weights = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        self._expect(experts, "GptOssExperts", (), weights)
+        return ExpertsPlan(
+            router=router.weight,
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            top_k=int(router.top_k),
+            renormalize=True,  # what the softmax of the chosen ones alone is
+            activation=ClampedGate(float(experts.alpha), float(experts.limit)),
+            biases=(router.bias, experts.gate_up_proj_bias, experts.down_proj_bias),
         )
 
     def _mlp(self, mlp: Any) -> MLPPlan:

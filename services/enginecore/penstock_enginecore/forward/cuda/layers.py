@@ -12,10 +12,10 @@ import torch
 from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations, Widths
 from penstock_enginecore.forward.cuda.buffers import StepInputs
-from penstock_enginecore.forward.cuda.families import AttentionPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.cuda.launches import Kernels, Norm
 from penstock_enginecore.forward.cuda.linear import Dense, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
+from penstock_enginecore.forward.cuda.plans import AttentionPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.cuda.rotary import rotary_table
 from penstock_enginecore.forward.proof import UnsuitableError
 
@@ -46,7 +46,10 @@ class Layers:
     """
 
     def __init__(self, plan: ModelPlan, max_len: int, kernels: Kernels, device: torch.device) -> None:
-        self._rotary = [rotary_table(plan.rotary, max_len, device, *variant) for variant in plan.rotary_variants]
+        self._rotary = [
+            rotary_table(plan.rotary, max_len, device, *variant, twice=plan.rotary_twice)
+            for variant in plan.rotary_variants
+        ]
         self._plan = plan
         self._kernels = kernels
         self._layers = [_Layer.of(layer) for layer in plan.layers]

@@ -11,9 +11,9 @@ import torch
 
 from penstock_enginecore.forward.cuda.activations import Activations
 from penstock_enginecore.forward.cuda.buffers import StepInputs
-from penstock_enginecore.forward.cuda.families import ExpertsPlan, MLPPlan
 from penstock_enginecore.forward.cuda.launches import Kernels
 from penstock_enginecore.forward.cuda.linear import Dense, merged
+from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan
 
 
 class MLP(Protocol):
@@ -90,16 +90,36 @@ class Experts:
         ids, order = chosen.masked_fill(is_padding[:, None], plan.num_experts).view(-1).sort(stable=True)
         ends = torch.searchsorted(ids, torch.arange(plan.num_experts, device=x.device), right=True, out_int32=True)
         rows = x.index_select(0, order // plan.top_k)
-        gate_up = torch.nn.functional.grouped_mm(rows, plan.gate_up.transpose(1, 2), offs=ends)
-        gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        kernels.gated(gate_up, plan.activation, gated)
-        down = torch.nn.functional.grouped_mm(gated, plan.down.transpose(1, 2), offs=ends)
+        owners = ids.clamp(max=plan.num_experts - 1)  # rows of no expert are not computed
+        gate_up = self._grouped(rows, plan.gate_up, ends, owners, 1)
+        down = self._grouped(self._gate(gate_up, kernels), plan.down, ends, owners, 2)
         by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
         torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
 
+    def _grouped(
+        self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor, bias: int
+    ) -> torch.Tensor:
+        """Each expert's ``rows`` times its part of ``weight``. ``owners``: whose the rows are."""
+        transposed = isinstance(self.plan.activation, ClampedGate)
+        product = torch.nn.functional.grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offs=ends)
+        if self.plan.biases is not None:
+            product.add_(self.plan.biases[bias].index_select(0, owners))
+        return product
+
+    def _gate(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        how = self.plan.activation
+        if isinstance(how, ClampedGate):
+            gate, up = gate_up[:, ::2].clamp(max=how.limit), gate_up[:, 1::2].clamp(min=-how.limit, max=how.limit)
+            return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
+        gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        kernels.gated(gate_up, how, gated)
+        return gated
+
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and experts of each token ``[tokens, top_k]``."""
-        probabilities = torch.softmax(x @ self.plan.router.t(), dim=-1, dtype=torch.float32)
+        bias = None if self.plan.biases is None else self.plan.biases[0]
+        logits = torch.nn.functional.linear(x, self.plan.router, bias)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.plan.top_k, dim=-1)
         if self.plan.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)

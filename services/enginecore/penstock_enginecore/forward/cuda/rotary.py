@@ -8,14 +8,17 @@ from penstock_enginecore.forward.cuda.launches import RotaryTable
 from penstock_enginecore.forward.proof import UnsuitableError
 
 
-def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str) -> RotaryTable:
+def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str, twice: bool = True) -> RotaryTable:
     """Of positions up to ``max_len``, in float32 whatever the model's dtype. ``variant``: what ``module`` is told besides the
-    positions, for Gemma 3 the kind of layer. UnsuitableError for one that does not turn halves of a head against one another.
+    positions, for Gemma 3 the kind of layer. ``twice``: whether it gives each number twice, for both halves of a head.
+    UnsuitableError where they are not the same.
     """
     like = torch.empty(0, dtype=torch.float32, device=device)
-    cosines, sines = module(like, torch.arange(max_len, device=device)[None], *variant)
-    half = cosines.shape[-1] // 2
-    for table in (cosines, sines):
-        if table.dtype != torch.float32 or not torch.equal(table[..., :half], table[..., half:]):
+    tables = []
+    for table in module(like, torch.arange(max_len, device=device)[None], *variant):
+        half = table.shape[-1] // 2 if twice else table.shape[-1]
+        if table.dtype != torch.float32 or (twice and not torch.equal(table[..., :half], table[..., half:])):
             raise UnsuitableError(f"{type(module).__name__} does not turn halves")
-    return RotaryTable(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())
+        tables.append(table[0, :, :half].contiguous())
+    cosines, sines = tables
+    return RotaryTable(cosines, sines)

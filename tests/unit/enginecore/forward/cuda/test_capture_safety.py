@@ -16,7 +16,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 
 BLOCK_SIZE = 16
 OTHER = torch.zeros(3)
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 """Families whose steps allocate: a graph has memory for that, of sizes that the shape alone says."""
 
 

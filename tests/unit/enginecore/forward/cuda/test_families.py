@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.families import ExpertsPlan, MLPPlan, ModelPlan, plan_model
+from penstock_enginecore.forward.cuda.families import plan_model
+from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models import query_scale
 from tests.fakes.models.fused_models import load_probed, save_varied_model
@@ -78,6 +79,16 @@ def test_mixtral_makes_the_weights_of_experts_sum_to_one(tmp_path: Path) -> None
     [first, _] = plan("mixtral", tmp_path).layers
     assert isinstance(first.mlp, ExpertsPlan)
     assert first.mlp.renormalize
+
+
+def test_gpt_oss_has_sinks_and_experts_with_biases(tmp_path: Path) -> None:
+    found = plan("gpt_oss", tmp_path)
+    layer = found.layers[0]
+    assert layer.attention.params.sinks is not None
+    assert isinstance(layer.mlp, ExpertsPlan)
+    assert layer.mlp.activation == ClampedGate(1.702, 7.0)
+    assert layer.mlp.biases is not None
+    assert not found.rotary_twice
 
 
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
 from penstock_enginecore.forward.cuda.buffers import HostSlots, InputBuffers, StepInputs, StepShape
-from penstock_enginecore.forward.cuda.families import ExpertsPlan, plan_model
+from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.mlp import mlp_of
+from penstock_enginecore.forward.cuda.plans import ExpertsPlan
 from tests.fakes.models.fused_models import CPU, load_probed, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -32,7 +33,8 @@ def experts(architecture: str, path: Path, **changes: Any) -> tuple[ExpertsPlan,
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes"), [("mixtral", {}), ("qwen3_moe", {}), ("qwen3_moe", {"norm_topk_prob": False})]
+    ("architecture", "changes"),
+    [("mixtral", {}), ("qwen3_moe", {}), ("qwen3_moe", {"norm_topk_prob": False}), ("gpt_oss", {})],
 )
 @pytest.mark.parametrize("num_tokens", [1, 11, 16])
 @torch.inference_mode()
@@ -44,7 +46,8 @@ def test_experts_compute_what_the_module_does_and_padding_takes_none(
     x[num_tokens:] = torch.nan
     activations = ActivationBuffers(SHAPE, Widths(48, 1, 1, 0, 1), torch.float32, CPU).of(SHAPE)
     out = torch.full_like(x, torch.nan)
+    expected = module(x[None, :num_tokens])[0].view(num_tokens, -1)
     mlp_of(plan, 1.0).run(x, step(num_tokens), activations, TorchKernels(), out)
-    torch.testing.assert_close(out[:num_tokens], module(x[None, :num_tokens])[0])
+    torch.testing.assert_close(out[:num_tokens], expected)
     mlp_of(plan, 0.5).run(x, step(num_tokens), activations, TorchKernels(), out)
-    torch.testing.assert_close(out[:num_tokens], 0.5 * module(x[None, :num_tokens])[0])
+    torch.testing.assert_close(out[:num_tokens], 0.5 * expected)

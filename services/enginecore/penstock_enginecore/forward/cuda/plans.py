@@ -1,0 +1,111 @@
+"""What the fused decoder computes for a model, as data: its layers, and the modules that hold their weights."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.launches import Activation, Norm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """``qkv``: queries, keys and values, by one linear layer or by three. ``norms``: of queries and keys. ``rotary``: which of
+    the model's rotary variants.
+    """
+
+    qkv: tuple[torch.nn.Linear, ...]
+    output: torch.nn.Linear
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norms: tuple[Norm, Norm] | None
+    rotary: int
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class MLPPlan:
+    """``gate_up``: by one linear layer or by two."""
+
+    gate_up: tuple[torch.nn.Linear, ...]
+    down: torch.nn.Linear
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's activation, of gates and ups in turn: gates, of ``limit`` at most, times their sigmoid at ``alpha``, times ups,
+    within ``limit``, plus 1.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """``router`` ``[experts, hidden size]``: the ``top_k`` likeliest experts of a token compute it, and are weighted by their
+    probabilities, which sum to 1 if ``renormalize``. ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down``
+    ``[experts, hidden size, intermediate size]``: an MLP each; of ``ClampedGate`` the last two sizes are the other way round.
+    ``biases``: of the router, of gate_up and of down.
+    """
+
+    router: torch.nn.Parameter
+    gate_up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    top_k: int
+    renormalize: bool
+    activation: Activation | ClampedGate
+    biases: tuple[torch.nn.Parameter, torch.nn.Parameter, torch.nn.Parameter] | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """How many there are."""
+        return len(self.router)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Norm, attention, add, norm, MLP, add. ``norms_after`` stand between attention and its add, and MLP and its. What is added
+    is multiplied by ``residual_scale``.
+    """
+
+    name: str
+    module: torch.nn.Module
+    attention: AttentionPlan
+    mlp: MLPPlan | ExpertsPlan
+    norms_before: tuple[Norm, Norm]
+    norms_after: tuple[Norm, Norm] | None
+    residual_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """``embedding`` ``[vocab, hidden size]``, ``embedding_scale`` what its rows are multiplied by; ``input_scale``: what all that
+    the first layer gets is, vectors that stand for tokens included. ``rotary`` makes cosines and sines; ``rotary_variants``:
+    the arguments that it takes for each variant; ``rotary_twice``: whether it gives numbers for both halves of a head.
+    ``logits_softcap``: logits, divided by ``logits_divisor``, become ``cap * tanh(logit / cap)``.
+    """
+
+    embedding: torch.nn.Parameter
+    embedding_scale: float
+    input_scale: float
+    layers: tuple[LayerPlan, ...]
+    norm: Norm
+    head: torch.nn.Linear
+    logits_divisor: float
+    logits_softcap: float | None
+    rotary: torch.nn.Module
+    rotary_variants: tuple[tuple[str, ...], ...]
+    rotary_twice: bool
+
+    @property
+    def linears(self) -> list[torch.nn.Linear]:
+        """Those of all layers, which products stand for."""
+        found: list[torch.nn.Linear] = []
+        for layer in self.layers:
+            found += [*layer.attention.qkv, layer.attention.output]
+            if isinstance(layer.mlp, MLPPlan):
+                found += [*layer.mlp.gate_up, layer.mlp.down]
+        return found
