@@ -204,6 +204,10 @@ soak-short: setup ## The same for a minute and at least five accidents, one righ
 bench: setup ## Measure the engine, the session, the public API and transformers beside them
 	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)
 
+.PHONY: bench-gpu
+bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
+	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
+
 .PHONY: fuzz
 fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that must not notice (20 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)

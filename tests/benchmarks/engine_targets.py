@@ -23,15 +23,19 @@ from penstock_enginecore.executor.uniproc import UniprocExecutor
 KV_CACHE_MEMORY = 512 * 1024 * 1024
 
 
+def cpu_engine(model: str, threads: int) -> EngineCoreConfig:
+    """An engine of ``threads`` threads."""
+    return EngineCoreConfig(
+        model=ModelConfig(path=model),
+        cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
+        executor=ExecutorConfig(num_threads=threads),
+    )
+
+
 class InProcessEngine:
     """The busy loop on a thread of this process: no wire, no other process."""
 
-    def __init__(self, model: str, threads: int) -> None:
-        config = EngineCoreConfig(
-            model=ModelConfig(path=model),
-            cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
-            executor=ExecutorConfig(num_threads=threads),
-        )
+    def __init__(self, config: EngineCoreConfig) -> None:
         self._engine = EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
         self.vocab_size = self._engine.model.vocab_size
         self._pieces: dict[str, asyncio.Queue[tuple[int, bool]]] = defaultdict(asyncio.Queue)

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.benchmarks import growth, hop, load, neighbours, output_processing, sampling, scheduler_step, starts
-from tests.benchmarks.engine_targets import InProcessEngine, SessionClient
+from tests.benchmarks.engine_targets import InProcessEngine, SessionClient, cpu_engine
 from tests.benchmarks.load import Load, Result, Stream
 from tests.benchmarks.processes import engine, frontend
 from tests.benchmarks.public_target import PublicClient
@@ -38,7 +38,7 @@ async def measure(args: argparse.Namespace, loads: list[Load]) -> dict[str, dict
     async with contextlib.AsyncExitStack() as stack:
         reference = TransformersGenerate(args.model, args.threads)
         stack.callback(reference.close)
-        in_process = await stack.enter_async_context(InProcessEngine(args.model, args.threads))
+        in_process = await stack.enter_async_context(InProcessEngine(cpu_engine(args.model, args.threads)))
         private_engine = await stack.enter_async_context(engine(args.model, args.threads))
         public_engine = await stack.enter_async_context(engine(args.model, args.threads))
         public_frontend = await stack.enter_async_context(frontend(args.model, public_engine.address))

@@ -16,12 +16,12 @@ def looks_like_a_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
-def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True) -> str:
+def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True, weights: bool = True) -> str:
     """Why the model at ``path`` cannot be served, with what to do; ``""`` when its files show nothing against it, and for what
     may be an id on the hub.
 
-    With ``trust_remote_code`` the checkpoint brings its own modeling code: nothing is said of its architecture. ``tokenizer``:
-    it must have one.
+    With ``trust_remote_code`` the checkpoint brings its own modeling code: nothing is said of its architecture. ``tokenizer``
+    and ``weights``: it must have them.
     """
     folder = Path(path).expanduser()
     try:
@@ -30,8 +30,11 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
             return wrong if looks_like_a_path(path) else ""
         if not folder.is_dir():
             return f"{path!r} is a file; give the directory that holds config.json and the weights"
-        found = _configuration(path, folder, trust_remote_code) or _weights(path, folder)
-        return found or (_tokenizer(path, folder) if tokenizer else "")
+        return (
+            _configuration(path, folder, trust_remote_code)
+            or (_weights(path, folder) if weights else "")
+            or (_tokenizer(path, folder) if tokenizer else "")
+        )
     except OSError as e:
         return f"{path!r} cannot be read: {e.strerror}: {e.filename}"
 

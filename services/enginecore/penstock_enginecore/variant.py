@@ -61,7 +61,7 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
     if folder.parent.name == "snapshots":  # of the hub's cache: named after the commit, whatever it was asked for by
         values["revision"] = folder.name
     try:
-        values["weights"] = _weights(folder)
+        values["weights"] = "random" if config.load_format == "dummy" else _weights(folder)
         values |= _files(folder, config, pooling=loaded.task != "generate")
         model = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as e:

@@ -42,7 +42,11 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
         memory=memory,
         engines=options.engines,
     )
-    check_model(options.model, trust_remote_code=bool(model.get("trust_remote_code")))
+    check_model(
+        options.model,
+        trust_remote_code=bool(model.get("trust_remote_code")),
+        weights=model.get("load_format") != "dummy",
+    )
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))
     public = (options.grpc_port, options.http_port)
@@ -50,13 +54,13 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
         check_free(options.host if port in public else LOOPBACK, port, flag=flag)
 
 
-def check_model(model: str, *, trust_remote_code: bool = False) -> None:
+def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True) -> None:
     """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub is not looked up here."""
     if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
         path = Path(model).expanduser()
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"model {model}: no such directory{nearest(path.name, siblings)}")
-    if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code):
+    if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code, weights=weights):
         raise ConfigError(f"model {problem}")
 
 

@@ -10,6 +10,7 @@ from penstock_common.config.checks import check_fields, model_name
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Task = Literal["auto", "generate", "embed", "classify"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +28,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description="Type of weights and activations; auto: the checkpoint's own, except that bfloat16 becomes float32 on a "
             "CPU without native support. CPUs compute float16 as float32."
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        Meta(
+            description="Where weights come from; auto: the checkpoint's files. dummy: random ones, for a directory with "
+            "config.json and tokenizer alone: to measure speed and memory without a download."
         ),
     ] = "auto"
     device: Annotated[Device, Meta(description="Where the model runs; auto: on a GPU where there is one.")] = "auto"

@@ -56,8 +56,7 @@ def load_model(config: ModelConfig, device: torch.device, progress: Callable[[st
     max_len = config_max_len(hf_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
-    with weights_progress(progress, weights_size(config.path)):
-        module: Any = read_weights(config, dtype)
+    module: Any = load_weights(config, dtype, device, progress)
     module.to(device).eval().requires_grad_(False)
     prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
@@ -102,7 +101,12 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
     """The checkpoint's configuration. Raises ModelLoadError."""
-    if problem := checkpoint.problem(config.path, trust_remote_code=config.trust_remote_code, tokenizer=False):
+    if problem := checkpoint.problem(
+        config.path,
+        trust_remote_code=config.trust_remote_code,
+        tokenizer=False,
+        weights=config.load_format != "dummy",
+    ):
         raise ModelLoadError(f"model.path {problem}")
     try:
         hf_config = AutoConfig.from_pretrained(**_source(config))
@@ -131,12 +135,39 @@ def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
     return int(length)
 
 
-def read_weights(
-    config: ModelConfig, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM, unused: tuple[str, ...] = ()
+def load_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str], None],
+    auto_class: Any = AutoModelForCausalLM,
+    unused: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """The model with its weights, as transformers' ``auto_class`` makes it. ``unused``: prefixes of weights that may be
-    missing. Raises ModelLoadError.
+    """The model with its weights, as transformers' ``auto_class`` makes it: those of its files, or random ones, which are made on
+    ``device``. ``unused``: prefixes of weights that may be missing. Raises ModelLoadError.
     """
+    if config.load_format == "dummy":
+        progress("the weights are random: model.load_format is 'dummy'")
+        return _random_weights(config, dtype, device, auto_class)
+    with weights_progress(progress, weights_size(config.path)):
+        return _read_weights(config, dtype, auto_class, unused)
+
+
+def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any) -> PreTrainedModel:
+    """As the model's own class begins its training, from seed 0."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        module = auto_class.from_config(
+            read_config(config),
+            dtype=dtype,
+            attn_implementation=attention_hook.ATTENTION_NAME,
+            trust_remote_code=config.trust_remote_code,
+        )
+    return cast("PreTrainedModel", module)
+
+
+def _read_weights(config: ModelConfig, dtype: torch.dtype, auto_class: Any, unused: tuple[str, ...]) -> PreTrainedModel:
+    """Those of the checkpoint's files."""
     try:
         loaded: Any = auto_class.from_pretrained(
             **_source(config), dtype=dtype, attn_implementation=attention_hook.ATTENTION_NAME, output_loading_info=True

@@ -85,9 +85,9 @@ def load_pooling_model(
     dtype = loader.resolve_dtype(config.dtype, hf_config, device)
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
-    with loader.weights_progress(progress, loader.weights_size(config.path)):
-        # Embedding takes hidden states: what BERT's pooler makes of them is not used.
-        loaded: Any = loader.read_weights(config, dtype, auto_class, unused=("pooler.",) if task == "embed" else ())
+    # Embedding takes hidden states: what BERT's pooler makes of them is not used.
+    unused = ("pooler.",) if task == "embed" else ()
+    loaded: Any = loader.load_weights(config, dtype, device, progress, auto_class, unused)
     loaded.to(device).eval().requires_grad_(False)
     module, head = (loaded, None) if task == "embed" else split_head(loaded)
     max_len = _max_len(hf_config, config, pooling if head is None else None)

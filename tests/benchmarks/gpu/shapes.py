@@ -1,0 +1,154 @@
+"""Model shapes with random weights, the rows that are measured of them, and how fast a device could be at most."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_enginecore.config.model import Dtype
+
+TOKENIZER = Path(__file__).resolve().parents[3] / "examples" / "demo_model" / "penstock-tiny"
+"""Whose tokenizer stands in: prompts are random token ids."""
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of Llama's kind. ``dtype``: of weights, activations and KV cache."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    dtype: Dtype
+    max_len: int = 32_768
+    tied: bool = False
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def step_weights(self) -> int:
+        """Numbers that every step multiplies by: the layers and the head."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of a token, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_size * self.number_bytes
+
+    def write(self, directory: Path) -> Path:
+        """A checkpoint without weights, for ``model.load_format: dummy``."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(TOKENIZER / name, directory / name)
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_len,
+            "tie_word_embeddings": self.tied,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "dtype": self.dtype,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return directory
+
+
+@dataclass(frozen=True)
+class Row:
+    """A decode step of ``streams`` sequences of ``context`` tokens. ``target_ms``: what is aimed at on an H200."""
+
+    streams: int
+    context: int
+    target_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt of ``tokens`` in one step."""
+
+    tokens: int
+    target_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of a shape."""
+
+    shape: ModelShape
+    decode: tuple[Row, ...]
+    prefill: tuple[Prefill, ...]
+    engine_streams: tuple[int, ...]
+    output_len: int
+    input_len: int
+
+
+LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14_336, 128_256, "bfloat16")
+LLAMA_1B = ModelShape("1B", 16, 2048, 32, 8, 64, 8192, 128_256, "bfloat16", tied=True)
+TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 128, 512, "float32", max_len=512)
+
+FULL = Plan(
+    LLAMA_8B,
+    decode=(
+        Row(1, 1024, 4.5),
+        Row(8, 1024, 4.8),
+        Row(32, 1024, 5.6),
+        Row(64, 1024, 6.9),
+        Row(128, 1024, 9.6),
+        Row(256, 1024, 17.2),
+        Row(64, 16_384, 41.8),
+    ),
+    prefill=(Prefill(2048, 58.0), Prefill(8192, 257.0)),
+    engine_streams=(1, 64),
+    output_len=128,
+    input_len=1024,
+)
+SMALL = Plan(
+    LLAMA_1B, decode=(Row(1, 1024), Row(64, 1024)), prefill=(), engine_streams=(1,), output_len=128, input_len=1024
+)
+SMOKE = Plan(
+    TINY,
+    decode=(Row(1, 64), Row(4, 64)),
+    prefill=(Prefill(64),),
+    engine_streams=(1, 4),
+    output_len=8,
+    input_len=32,
+)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device was measured to do: bytes copied (read and written) and floating-point operations, per second."""
+
+    copy_rate: float
+    product_rate: float
+
+    def decode_ms(self, shape: ModelShape, row: Row) -> float:
+        """The least a decode step can take: weights read once or multiplied, and every sequence's keys and values read."""
+        weights = shape.step_weights * shape.number_bytes / self.copy_rate
+        products = 2 * shape.step_weights * row.streams / self.product_rate
+        cache = row.streams * row.context * shape.kv_bytes_per_token / self.copy_rate
+        return (max(weights, products) + cache) * 1e3
+
+    def prefill_ms(self, shape: ModelShape, prefill: Prefill) -> float:
+        """The least a prompt can take: all tokens through the layers, attention to half of the square, one row of logits."""
+        layers = shape.step_weights - shape.vocab * shape.hidden
+        scores = 2 * shape.layers * shape.heads * shape.head_size * prefill.tokens**2
+        return (2 * layers * prefill.tokens + scores) / self.product_rate * 1e3
