@@ -22,6 +22,7 @@ from tests.cluster.tools.components import KUBERNETES, OLDEST
 
 PLUGINS = Path("/var/lib/kubelet/device-plugins")
 VARIABLE = "FAKE_GPUS"
+LOOK_SECONDS = 1.0
 
 
 def stubs(directory: Path) -> tuple[Any, Any]:
@@ -58,6 +59,32 @@ def plugin(pb: Any, rpc: Any, ids: list[str], over: threading.Event) -> Any:
     return DevicePlugin()
 
 
+class Offer:
+    """Devices of a resource, told to the kubelet anew whenever that has started: it then clears the folder of sockets."""
+
+    def __init__(self, pb: Any, rpc: Any, argument: str, over: threading.Event) -> None:
+        """``argument``: ``RESOURCE=COUNT``."""
+        self._resource, _, self._count = argument.partition("=")
+        self._name = self._resource.replace("/", "-")
+        self._pb, self._rpc, self._over = pb, rpc, over
+        self._server: Any = None  # one that nobody holds is stopped
+
+    def tell(self) -> None:
+        """Serve, and register, unless that has been done and holds."""
+        socket = PLUGINS / f"{self._name}.sock"
+        if socket.exists():
+            return
+        ids = [f"{self._name}-{number}" for number in range(int(self._count))]
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        self._rpc.add_DevicePluginServicer_to_server(plugin(self._pb, self._rpc, ids, self._over), self._server)
+        self._server.add_insecure_port(f"unix://{socket}")
+        self._server.start()
+        with grpc.insecure_channel(f"unix://{PLUGINS}/kubelet.sock") as channel:
+            request = self._pb.RegisterRequest(version="v1beta1", endpoint=socket.name, resource_name=self._resource)
+            self._rpc.RegistrationStub(channel).Register(request, timeout=30, wait_for_ready=True)
+        print(f"{self._count} x {self._resource}", flush=True)
+
+
 def main() -> None:
     """Offer what the command line names."""
     over = threading.Event()
@@ -65,21 +92,12 @@ def main() -> None:
         signal.signal(sign, lambda *_: over.set())
     with tempfile.TemporaryDirectory() as directory:
         pb, rpc = stubs(Path(directory))
-        servers = []  # one that nobody holds is stopped
-        for argument in sys.argv[1:]:
-            resource, _, count = argument.partition("=")
-            name = resource.replace("/", "-")
-            server = grpc.server(ThreadPoolExecutor(8))
-            ids = [f"{name}-{number}" for number in range(int(count))]
-            rpc.add_DevicePluginServicer_to_server(plugin(pb, rpc, ids, over), server)
-            server.add_insecure_port(f"unix://{PLUGINS}/{name}.sock")
-            server.start()
-            servers.append(server)
-            with grpc.insecure_channel(f"unix://{PLUGINS}/kubelet.sock") as channel:
-                request = pb.RegisterRequest(version="v1beta1", endpoint=f"{name}.sock", resource_name=resource)
-                rpc.RegistrationStub(channel).Register(request, timeout=30, wait_for_ready=True)
-            print(f"{count} x {resource}", flush=True)
-        over.wait()
+        offers = [Offer(pb, rpc, argument, over) for argument in sys.argv[1:]]
+        while True:
+            for offer in offers:
+                offer.tell()
+            if over.wait(LOOK_SECONDS):
+                return
 
 
 if __name__ == "__main__":
