@@ -1,0 +1,229 @@
+"""What stands between the product with the merged weights of queries, keys and values, and attention: biases, norms of heads,
+rotary positions, and the write into the KV cache. One launch; a program works on a few heads of one token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
+
+_HEADS = 4
+"""Heads of a program."""
+_FP8 = torch.float8_e4m3fn
+
+
+def prologue(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    norms: tuple[Norm, Norm] | None,
+    rotary: RotaryTable,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
+    (``norms``: of queries and of keys), turn them by their ``positions`` (int32 ``[tokens]``), write keys and values to ``slots``
+    (int64 ``[tokens]``) of ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
+    ``[tokens, heads, head size]``. Nothing at all is written for a token whose slot is -1.
+
+    ``interleaved``: numbers 2i and 2i + 1 of a head turn together, not i and i + half the rotary size. ``scales``: of keys and
+    of values; a cache of float8_e4m3fn holds numbers divided by them, those beyond its range as its largest. Other caches take
+    none. Blocks of the cache may lie apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
+    """
+    tokens, num_heads, size = query.shape
+    num_kv_heads, block_size = keys.shape[1:3]
+    half = rotary.cosines.shape[1]
+    _check_shapes(qkv, query, keys, values, positions, slots, half)
+    _check_strides((qkv, query, positions, slots, rotary.cosines, rotary.sines), (keys, values))
+    if scales != (1.0, 1.0) and not keys.dtype == values.dtype == _FP8:
+        raise ValueError(f"scales {scales} for caches of {keys.dtype} and {values.dtype}")
+    if not tokens:
+        return
+    groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+    rest = size - 2 * half
+    _prologue[(tokens, groups)](
+        qkv,
+        qkv if bias is None else bias,
+        qkv if norms is None else norms[0].weight,
+        qkv if norms is None else norms[1].weight,
+        rotary.cosines,
+        rotary.sines,
+        positions,
+        slots,
+        keys,
+        values,
+        query,
+        num_heads,
+        num_kv_heads,
+        block_size,
+        keys.stride(0),
+        values.stride(0),
+        *((0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)),
+        *((0.0, 0.0) if norms is None else (norms[0].offset, norms[1].offset)),
+        1.0 / scales[0],
+        1.0 / scales[1],
+        SIZE=size,
+        HALF=half,
+        BIAS=bias is not None,
+        NORMS=norms is not None,
+        INTERLEAVED=interleaved,
+        HEADS=_HEADS,
+        HALF_BLOCK=triton.next_power_of_2(max(1, half)),
+        REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=2,
+    )
+
+
+def _check_shapes(
+    qkv: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    half: int,
+) -> None:
+    tokens, num_heads, size = query.shape
+    if (
+        qkv.shape != (tokens, (num_heads + 2 * keys.shape[1]) * size)
+        or values.shape != keys.shape
+        or keys.shape[3] != size
+    ):
+        shapes = f"queries {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}"
+        raise ValueError(f"a product of {list(qkv.shape)} for {shapes}")
+    if positions.shape != (tokens,) or slots.shape != (tokens,):
+        raise ValueError(f"positions {list(positions.shape)} and slots {list(slots.shape)} of {tokens} tokens")
+    if 2 * half > size:
+        raise ValueError(f"{2 * half} numbers turn of heads that have {size}")
+
+
+def _check_strides(whole: tuple[torch.Tensor, ...], caches: tuple[torch.Tensor, torch.Tensor]) -> None:
+    if not all(tensor.is_contiguous() for tensor in whole):
+        raise ValueError("the product, queries, positions, slots and rotary tables must be contiguous")
+    if not all(cache[0].is_contiguous() for cache in caches):
+        raise ValueError(f"each block must be contiguous; the strides are {[cache.stride() for cache in caches]}")
+
+
+@triton.jit
+def _load(qkv, bias, heads, columns, inside, token, width, SIZE: tl.constexpr, BIAS: tl.constexpr):
+    """``columns`` of ``heads``, with their bias, float32 ``[heads, columns]``."""
+    offsets = heads[:, None] * SIZE + columns[None, :]
+    value = tl.load(qkv + token * width + offsets, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _factor(weight, columns, offset, SIZE: tl.constexpr):
+    return tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :] + offset
+
+
+@triton.jit
+def _write(into, offsets, value, inside, inverse_scale):
+    if into.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value * inverse_scale, -448.0), 448.0)
+    tl.store(into + offsets, value.to(into.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prologue(
+    qkv,
+    bias,
+    query_weight,
+    key_weight,
+    cosines,
+    sines,
+    positions,
+    slots,
+    keys,
+    values,
+    query,
+    num_heads,
+    num_kv_heads,
+    block_size,
+    key_stride,
+    value_stride,
+    query_eps,
+    key_eps,
+    query_offset,
+    key_offset,
+    key_inverse_scale,
+    value_inverse_scale,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    group = tl.program_id(1)
+    query_groups, kv_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
+    is_query = group < query_groups
+    is_value = group >= query_groups + kv_groups
+    # The first head of each kind in the product, and heads counted within their kind.
+    first = tl.where(is_query, 0, num_heads + tl.where(is_value, num_kv_heads, 0))
+    group -= tl.where(is_query, 0, query_groups + tl.where(is_value, kv_groups, 0))
+    heads = group * HEADS + tl.arange(0, HEADS)
+    there = (heads < tl.where(is_query, num_heads, num_kv_heads))[:, None]
+    width = (num_heads + 2 * num_kv_heads) * SIZE
+    turned = tl.arange(0, HALF_BLOCK)
+    one_columns = turned * 2 if INTERLEAVED else turned
+    other_columns = one_columns + (1 if INTERLEAVED else HALF)
+    in_half = there & (turned < HALF)[None, :]
+    one = _load(qkv, bias, first + heads, one_columns, in_half, token, width, SIZE, BIAS)
+    other = _load(qkv, bias, first + heads, other_columns, in_half, token, width, SIZE, BIAS)
+    if REST_BLOCK > 0:
+        rest_columns = 2 * HALF + tl.arange(0, REST_BLOCK)
+        in_rest = there & (rest_columns < SIZE)[None, :]
+        rest = _load(qkv, bias, first + heads, rest_columns, in_rest, token, width, SIZE, BIAS)
+    if NORMS:  # noqa: SIM102 - this is known to the compiler, whether a program works on values is not
+        if not is_value:
+            squares = tl.sum(one * one, axis=1) + tl.sum(other * other, axis=1)
+            if REST_BLOCK > 0:
+                squares += tl.sum(rest * rest, axis=1)
+            scale = tl.rsqrt(squares / SIZE + tl.where(is_query, query_eps, key_eps))[:, None]
+            weight = query_weight if is_query else key_weight
+            offset = tl.where(is_query, query_offset, key_offset)
+            one *= scale * _factor(weight, one_columns, offset, SIZE)
+            other *= scale * _factor(weight, other_columns, offset, SIZE)
+            if REST_BLOCK > 0:
+                rest *= scale * _factor(weight, rest_columns, offset, SIZE)
+    # Values do not turn.
+    at = tl.load(positions + token).to(tl.int64) * HALF + turned
+    turns = (turned < HALF) & (not is_value)
+    cosine = tl.load(cosines + at, mask=turns, other=1.0)[None, :]
+    sine = tl.load(sines + at, mask=turns, other=0.0)[None, :]
+    one, other = one * cosine - other * sine, other * cosine + one * sine
+    block, in_block = slot // block_size, slot % block_size
+    cached = ((heads * block_size + in_block) * SIZE)[:, None]
+    if is_query:
+        start = ((token * num_heads + heads) * SIZE)[:, None]
+        _write(query, start + one_columns[None, :], one, in_half, 1.0)
+        _write(query, start + other_columns[None, :], other, in_half, 1.0)
+        if REST_BLOCK > 0:
+            _write(query, start + rest_columns[None, :], rest, in_rest, 1.0)
+    elif is_value:
+        start = block * value_stride + cached
+        _write(values, start + one_columns[None, :], one, in_half, value_inverse_scale)
+        _write(values, start + other_columns[None, :], other, in_half, value_inverse_scale)
+        if REST_BLOCK > 0:
+            _write(values, start + rest_columns[None, :], rest, in_rest, value_inverse_scale)
+    else:
+        start = block * key_stride + cached
+        _write(keys, start + one_columns[None, :], one, in_half, key_inverse_scale)
+        _write(keys, start + other_columns[None, :], other, in_half, key_inverse_scale)
+        if REST_BLOCK > 0:
+            _write(keys, start + rest_columns[None, :], rest, in_rest, key_inverse_scale)
