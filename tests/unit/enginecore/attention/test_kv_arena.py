@@ -53,6 +53,8 @@ def test_a_narrower_layer_uses_the_beginning_of_a_part() -> None:
     narrow, wider = layers["narrow"].cache, layers["wide"].cache
     assert (wider.keys.shape, wider.values.shape) == ((5, 3, 4, 8), (5, 3, 4, 16))
     assert (narrow.keys.shape, narrow.values.shape) == ((5, 2, 4, 8), (5, 2, 4, 8))
+    assert narrow.keys.data_ptr() == wider.keys.data_ptr()
+    assert narrow.values.data_ptr() == wider.values.data_ptr()
     wider.keys.fill_(1)
     wider.values.fill_(2)
     assert (narrow.keys == 1).all()

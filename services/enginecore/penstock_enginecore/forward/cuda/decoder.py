@@ -122,10 +122,8 @@ class FusedForward:
         """Frees what the modules hold of the weights of products. Rows of q, k and v follow one another in one product, those of
         gate and up in another: an adapter's part of a product goes where the projection's rows are.
         """
-        for linear in self._plan.linears:
+        for linear in (*self._plan.linears, self._plan.head):
             empty(linear)
-        if self._head.weight is not self._plan.embedding:
-            empty(self._plan.head)
         return self
 
     def undo(self) -> None:

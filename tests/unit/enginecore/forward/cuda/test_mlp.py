@@ -39,7 +39,7 @@ def experts(architecture: str, path: Path, **changes: Any) -> tuple[ExpertsPlan,
 @pytest.mark.parametrize("num_tokens", [1, 11, 16])
 @torch.inference_mode()
 def test_experts_compute_what_the_module_does_and_padding_takes_none(
-    architecture: str, changes: dict[str, Any], num_tokens: int, tmp_path: Path
+    architecture: str, changes: dict[str, Any], num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, module = experts(architecture, tmp_path, **changes)
     x = torch.randn(SHAPE.tokens, 48)
@@ -47,7 +47,16 @@ def test_experts_compute_what_the_module_does_and_padding_takes_none(
     activations = ActivationBuffers(SHAPE, Widths(48, 1, 1, 0, 1), torch.float32, CPU).of(SHAPE)
     out = torch.full_like(x, torch.nan)
     expected = module(x[None, :num_tokens])[0].view(num_tokens, -1)
+    ends: list[int] = []
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def counted(rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        ends.append(int(offs[-1]))
+        return grouped_mm(rows, weight, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
     mlp_of(plan, 1.0).run(x, step(num_tokens), activations, TorchKernels(), out)
     torch.testing.assert_close(out[:num_tokens], expected)
+    assert ends == [num_tokens * plan.top_k] * 2
     mlp_of(plan, 0.5).run(x, step(num_tokens), activations, TorchKernels(), out)
     torch.testing.assert_close(out[:num_tokens], 0.5 * expected)
