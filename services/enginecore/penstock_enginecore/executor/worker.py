@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from penstock_common.cores import usable_cores
-from penstock_common.errors import ConfigError, Internal, InvalidArgument
+from penstock_common.errors import Internal, InvalidArgument
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.utility import utility
+from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
@@ -157,17 +158,3 @@ class Worker:
         """Let go of the model and the cache."""
         self._runner = None
         self._free_memory()
-
-
-def resolve_device(name: str, rank: int) -> torch.device:
-    """The torch device for ``model.device``; ``auto`` is the GPU where there is one. Of several GPUs each rank has its own.
-    Raises ConfigError.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not count):
-        return torch.device("cpu")
-    if not count:
-        raise ConfigError("model.device is 'cuda' but torch finds no CUDA device here; use 'auto' or 'cpu'")
-    if rank >= count:
-        raise ConfigError(f"worker {rank} has no device: torch finds {count} CUDA devices here")
-    return torch.device("cuda", rank)

@@ -19,6 +19,7 @@ from penstock_common.memory import in_units
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported
@@ -57,7 +58,7 @@ def load_model(config: ModelConfig, device: torch.device, progress: Callable[[st
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
     module: Any = load_weights(config, dtype, device, progress)
-    module.to(device).eval().requires_grad_(False)
+    place(module, config.path, device)
     prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
         module=module,

@@ -19,6 +19,7 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook, loader
 from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.support import check_supported
 from penstock_enginecore.pooling.config import PoolingConfig, is_sentence_transformer, read_pooling_config
 from penstock_enginecore.pooling.dense import Dense, load_dense
@@ -88,7 +89,7 @@ def load_pooling_model(
     # Embedding takes hidden states: what BERT's pooler makes of them is not used.
     unused = ("pooler.",) if task == "embed" else ()
     loaded: Any = loader.load_weights(config, dtype, device, progress, auto_class, unused)
-    loaded.to(device).eval().requires_grad_(False)
+    place(loaded, config.path, device)
     module, head = (loaded, None) if task == "embed" else split_head(loaded)
     max_len = _max_len(hf_config, config, pooling if head is None else None)
     if not is_encoder(hf_config):

@@ -4,7 +4,6 @@ import pytest
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
-from penstock_enginecore.executor.worker import resolve_device
 from penstock_enginecore.executor.worker_config import WorkerConfig
 
 ENGINE = EngineCoreConfig(model=ModelConfig(path="m"))
@@ -19,12 +18,3 @@ def test_an_engine_of_one_worker_is_the_default() -> None:
 def test_a_rank_that_is_none_is_refused(rank: int, world_size: int, name: str) -> None:
     with pytest.raises(ConfigError, match=f"worker.{name}"):
         WorkerConfig(engine=ENGINE, rank=rank, world_size=world_size)
-
-
-def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert [str(resolve_device("auto", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
-    assert str(resolve_device("cpu", 1)) == "cpu"
-    with pytest.raises(ConfigError, match="worker 2 has no device: torch finds 2 CUDA devices here"):
-        resolve_device("cuda", 2)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, ModelConfig
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes
-from penstock_enginecore.executor.worker import resolve_device
 from penstock_enginecore.models import loader
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model, resolve_dtype
@@ -169,13 +168,6 @@ def test_dtype(
     config = tiny_config("llama")
     config.dtype = stored and getattr(torch, stored)
     assert resolve_dtype(wanted, config, torch.device(device)) == expected
-
-
-def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto", rank=0) == CPU
-    with pytest.raises(ConfigError, match=r"model\.device is 'cuda' but torch finds no CUDA device"):
-        resolve_device("cuda", rank=0)
 
 
 def test_a_pool_larger_than_the_machine_is_refused_by_name() -> None:
