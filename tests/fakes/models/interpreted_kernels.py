@@ -1,9 +1,11 @@
 """Triton's kernels in its interpreter, on CPU tensors. Which way they run is settled when their modules are imported."""
 
+import functools
 import importlib
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,4 +21,23 @@ def interpreted(name: str) -> ModuleType:
         raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set")
     os.environ["TRITON_INTERPRET"] = "1"
     pytest.importorskip("triton", reason=NO_TRITON)
+    _patch_functions_once()
     return importlib.import_module(f"{_ROOM}.{name}")
+
+
+@functools.cache
+def _patch_functions_once() -> None:
+    """The interpreter patches all of Triton's language again at each call of a function within a kernel, which takes longer than
+    what the function does; what it patches for a function stays as it is, or is patched by the launch around it.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.fn not in patched:
+            patched.add(function.fn)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
