@@ -1,0 +1,310 @@
+"""From logits to tokens on the device, with the outcomes of ``sample.sampler``: a token is a function of its row, its settings,
+its seed and its output index.
+
+Equal to the CPU's bit for bit: the token of a greedy row (the first that is largest, NaN largest of all), the random number,
+and the distances of logits below the peak, by the same two roundings to float32; so min_p and top_k keep the same tokens, ties
+included. Equal up to rounding: weights, each exp(-distance) in float64 rounded to float32, where a CPU's exp may be off in the
+last place; and sums of weights, float64 in another order. So where a boundary of the cumulative distribution is nearer than that
+to what is looked for, about 1e-7 of the whole, top_p may keep a token more or less, and the draw be another token. A token of no
+weight is never drawn, and the sums' order is fixed: the same inputs give the same token again.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_PART = 4096
+"""Tokens of a program that looks for peaks, or sums weights, at most."""
+_SUMMED = 256
+"""Tokens whose weights are summed before single ones are looked at."""
+_FILTERED = 1024
+"""Tokens that a program which filters looks at in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What rows are drawn by, on the device, each ``[rows]``. ``temperature`` float32, 0 is greedy, others from 1e-30 to 1e30;
+    ``seeds`` int64, the bits of a 64-bit seed; ``output_indices`` int64; ``max_distance`` float32 is ``-log(min_p)``, infinity
+    where that is off; ``top_k`` int32, 0 is off; ``top_p`` float64, 1 is off.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    output_indices: torch.Tensor
+    max_distance: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+
+class TokenSampler:
+    """For up to ``max_rows`` rows of ``vocab`` logits. Its memory never moves."""
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._part = min(_PART, max(_SUMMED, triton.next_power_of_2(vocab)))
+        self._parts = triton.cdiv(vocab, self._part)
+        self._blocks = triton.cdiv(vocab, _SUMMED)
+        self._part_peaks = torch.empty(max_rows, self._parts, dtype=torch.float32, device=device)
+        self._part_columns = torch.empty(max_rows, self._parts, dtype=torch.int32, device=device)
+        self._limits = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._sums = torch.empty(max_rows, self._blocks, dtype=torch.float64, device=device)
+
+    def sample(
+        self, logits: torch.Tensor, draws: Draws, token_ids: torch.Tensor, peaks: torch.Tensor, *, filtered: bool
+    ) -> None:
+        """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
+        ``[rows]``, and its largest logit to ``peaks`` float32 ``[rows]``. Rows whose peak is not finite are greedy.
+
+        ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise. ValueError for other shapes,
+        or more rows than there is memory for.
+        """
+        rows = len(logits)
+        if logits.shape[1:] != (self._vocab,) or rows > len(self._limits) or not logits.is_contiguous():
+            room = f"{len(self._limits)} contiguous rows of {self._vocab}"
+            raise ValueError(f"logits of {list(logits.shape)} in place of up to {room}")
+        if token_ids.shape != (rows,) or peaks.shape != (rows,):
+            raise ValueError(f"{rows} rows for {list(token_ids.shape)} tokens and {list(peaks.shape)} peaks")
+        if not rows:
+            return
+        of_parts = (self._part_peaks, self._part_columns)
+        _peaks[(rows, self._parts)](logits, *of_parts, self._vocab, PART=self._part, num_warps=8)
+        _settle[(rows,)](*of_parts, peaks, token_ids, self._parts, PARTS=triton.next_power_of_2(self._parts))
+        if filtered:
+            of_filters = (draws.max_distance, draws.top_k, draws.top_p)
+            _limit[(rows,)](
+                logits,
+                peaks,
+                draws.temperature,
+                *of_filters,
+                self._limits,
+                self._vocab,
+                BLOCK=min(_FILTERED, self._part),
+                num_warps=8,
+            )
+        of_row = (peaks, draws.temperature, self._limits)
+        _sum[(rows, self._parts)](
+            logits,
+            *of_row,
+            self._sums,
+            self._vocab,
+            self._blocks,
+            FILTERED=filtered,
+            PART=self._part,
+            SUMMED=_SUMMED,
+            num_warps=8,
+        )
+        _draw[(rows,)](
+            logits,
+            *of_row,
+            self._sums,
+            draws.seeds,
+            draws.output_indices,
+            token_ids,
+            self._vocab,
+            self._blocks,
+            FILTERED=filtered,
+            BLOCKS=triton.next_power_of_2(self._blocks),
+            SUMMED=_SUMMED,
+        )
+
+
+@triton.jit
+def _first_largest(value, columns, inside, NONE: tl.constexpr):
+    """The largest of ``value`` and the first of ``columns`` that has it. NaN is largest of all."""
+    is_nan = (value != value) & inside
+    finite = tl.where(is_nan | ~inside, -float("inf"), value)
+    peak = tl.max(finite, axis=0)
+    column = tl.min(tl.where((finite == peak) & inside & ~is_nan, columns, NONE), axis=0)
+    first_nan = tl.min(tl.where(is_nan, columns, NONE), axis=0)
+    has_nan = first_nan < NONE
+    return tl.where(has_nan, float("nan"), peak), tl.where(has_nan, first_nan, column)
+
+
+@triton.jit
+def _peaks(logits, part_peaks, part_columns, vocab, PART: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * PART + tl.arange(0, PART)
+    inside = columns < vocab
+    value = tl.load(logits + row * vocab + columns, mask=inside, other=0.0).to(tl.float32)
+    peak, column = _first_largest(value, columns, inside, 2147483647)
+    at = row * tl.num_programs(1) + part
+    tl.store(part_peaks + at, peak)
+    tl.store(part_columns + at, column)
+
+
+@triton.jit
+def _settle(part_peaks, part_columns, peaks, token_ids, parts, PARTS: tl.constexpr):
+    """The peak of a row from those of its parts, and its column: the token, unless another is drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, PARTS)
+    inside = index < parts
+    value = tl.load(part_peaks + row * parts + index, mask=inside, other=0.0)
+    peak, part = _first_largest(value, index, inside, PARTS)
+    tl.store(peaks + row, peak)
+    tl.store(token_ids + row, tl.load(part_columns + row * parts + part))
+
+
+@triton.jit
+def _is_drawn(peak, temperature):
+    return (temperature > 0) & (tl.abs(peak) < float("inf"))
+
+
+@triton.jit
+def _distances(logits, columns, inside, peak, temperature):
+    """Infinity beside the row. Both roundings are IEEE's, as on a CPU."""
+    value = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    return tl.div_rn(peak - value, tl.zeros_like(value) + temperature)
+
+
+@triton.jit
+def _weights(distance):
+    return tl.exp(-distance.to(tl.float64)).to(tl.float32).to(tl.float64)
+
+
+@triton.jit
+def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """The least distance within which tokens' weights, or their number, sum to ``wanted`` at least; the largest of a token with
+    any weight if none does, which rounding may cause.
+
+    Floats that are not negative are in order of their bits. Four bits at a time are settled, highest first, by what tokens that
+    have the same higher bits sum to.
+    """
+    settled = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.float64)
+    digits = tl.arange(0, 16)
+    for level in range(8):
+        shift = 28 - 4 * level
+        sums = tl.zeros((16,), tl.float64)
+        for start in range(0, vocab, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < vocab
+            distance = _distances(logits, columns, inside, peak, temperature)
+            key = distance.to(tl.int32, bitcast=True)
+            weight = _weights(distance) if BY_WEIGHT else tl.full((BLOCK,), 1.0, tl.float64)
+            same = inside & ((key >> shift >> 4) == settled)
+            here = same[None, :] & (((key >> shift) & 15)[None, :] == digits[:, None])
+            sums += tl.sum(tl.where(here, weight[None, :], 0.0), axis=1)
+        covered = before + tl.cumsum(sums, axis=0)
+        reached = tl.min(tl.where((covered >= wanted) & (sums > 0), digits, 16), axis=0)
+        last = tl.max(tl.where(sums > 0, digits, 0), axis=0)
+        digit = tl.where(reached < 16, reached, last)
+        before = before + tl.sum(tl.where(digits < digit, sums, 0.0), axis=0)
+        settled = (settled << 4) | digit
+    return settled.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _limit(logits, peaks, temperatures, max_distances, top_ks, top_ps, limits, vocab, BLOCK: tl.constexpr):
+    """The distance within which the tokens of a row pass its filters: min_p, then top_k, then top_p of what these leave."""
+    row = tl.program_id(0).to(tl.int64)
+    peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
+    limit = tl.load(max_distances + row)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+    if not _is_drawn(peak, temperature):
+        return
+    of_row = logits + row * vocab
+    if (top_k > 0) & (top_k < vocab):
+        limit = tl.minimum(limit, _least_within(of_row, peak, temperature, top_k.to(tl.float64), vocab, False, BLOCK))
+    if top_p < 1:
+        mass = tl.zeros((), tl.float64)
+        for start in range(0, vocab, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            distance = _distances(of_row, columns, columns < vocab, peak, temperature)
+            mass += tl.sum(tl.where(distance <= limit, _weights(distance), 0.0), axis=0)
+        limit = tl.minimum(limit, _least_within(of_row, peak, temperature, top_p * mass, vocab, True, BLOCK))
+    tl.store(limits + row, limit)
+
+
+@triton.jit
+def _kept_weights(logits, columns, inside, peak, temperature, limit, FILTERED: tl.constexpr):
+    distance = _distances(logits, columns, inside, peak, temperature)
+    weight = _weights(distance)
+    if FILTERED:
+        weight = tl.where(distance <= limit, weight, 0.0)
+    return weight
+
+
+@triton.jit
+def _sum(
+    logits,
+    peaks,
+    temperatures,
+    limits,
+    sums,
+    vocab,
+    blocks,
+    FILTERED: tl.constexpr,
+    PART: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    """Weights of blocks of ``SUMMED`` tokens."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
+    if not _is_drawn(peak, temperature):
+        return
+    limit = tl.load(limits + row) if FILTERED else 0.0
+    columns = part * PART + tl.arange(0, PART)
+    weight = _kept_weights(logits + row * vocab, columns, columns < vocab, peak, temperature, limit, FILTERED)
+    per_part: tl.constexpr = PART // SUMMED
+    index = part * per_part + tl.arange(0, per_part)
+    of_blocks = tl.sum(tl.reshape(weight, (per_part, SUMMED)), axis=1)
+    tl.store(sums + row * blocks + index, of_blocks, mask=index < blocks)
+
+
+@triton.jit
+def _draw(
+    logits,
+    peaks,
+    temperatures,
+    limits,
+    sums,
+    seeds,
+    output_indices,
+    token_ids,
+    vocab,
+    blocks,
+    FILTERED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    """The inverse of the cumulative distribution in order of tokens, as in sample/draw.py: the block, then the token in it."""
+    row = tl.program_id(0).to(tl.int64)
+    peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
+    if not _is_drawn(peak, temperature):
+        return
+    index = tl.arange(0, BLOCKS)
+    of_blocks = tl.load(sums + row * blocks + index, mask=index < blocks, other=0.0)
+    total = tl.sum(of_blocks, axis=0)
+    # One step below the total: a target that rounds up to it would point past the last token with any weight.
+    below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
+    target = tl.minimum(_uniform(tl.load(seeds + row), tl.load(output_indices + row)) * total, below)
+    block = _first_beyond(of_blocks, target, index, BLOCKS)
+    skipped = tl.sum(tl.where(index < block, of_blocks, 0.0), axis=0)
+    columns = block * SUMMED + tl.arange(0, SUMMED)
+    limit = tl.load(limits + row) if FILTERED else 0.0
+    weight = _kept_weights(logits + row * vocab, columns, columns < vocab, peak, temperature, limit, FILTERED)
+    token = block * SUMMED + _first_beyond(weight, target - skipped, tl.arange(0, SUMMED), SUMMED)
+    tl.store(token_ids + row, token)
+
+
+@triton.jit
+def _first_beyond(weight, target, index, SIZE: tl.constexpr):
+    """The first with any weight whose cumulative weight exceeds ``target``; the last with any weight if none does, which rounding
+    may cause.
+    """
+    first = tl.min(tl.where((tl.cumsum(weight, axis=0) > target) & (weight > 0), index, SIZE), axis=0)
+    last = tl.max(tl.where(weight > 0, index, 0), axis=0)
+    return tl.where(first < SIZE, first, last)
+
+
+@triton.jit
+def _uniform(seed, output_index):
+    """A number in [0, 1) of 53 random bits, float64, by Philox4x32-10: that of ``sample.random.uniforms``."""
+    counter_low, counter_high = output_index.to(tl.uint32), (output_index >> 32).to(tl.uint32)
+    key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    none = tl.zeros_like(key_low)
+    first, second, _, _ = tl.philox_impl(counter_low, counter_high, none, none, key_low, key_high)
+    bits = (first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)
+    return bits.to(tl.float64) * 1.1102230246251565e-16
