@@ -208,6 +208,10 @@ bench: setup ## Measure the engine, the session, the public API and transformers
 bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
 	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
 
+.PHONY: kernels-report
+kernels-report: setup ## Compile every tuned kernel for an H200, and print what it uses; needs no GPU
+	@$(BIN)/python -m tests.compiled
+
 .PHONY: fuzz
 fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that must not notice (20 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)

@@ -1,0 +1,110 @@
+"""Each tuned configuration of attention, as engines launch it."""
+
+from collections.abc import Iterator
+
+from penstock_enginecore.forward.cuda.kernels.attention import pieces_per_request
+from penstock_enginecore.forward.cuda.kernels.attention_decode import decode_pieces, merge_pieces
+from penstock_enginecore.forward.cuda.kernels.attention_prefill import prefill_tiles
+from penstock_enginecore.forward.cuda.kernels.configurations import Decode, Prefill, load_tuned
+from tests.compiled.kernel import Kernel
+
+HEADS, KV_HEADS, BLOCK_SIZE, REQUESTS = 32, 8, 16, 256
+NUMBERS = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
+SIZES = {64: (64,), 128: (80, 96, 128), 256: (256,)}
+"""Head sizes by the padded size whose configuration they use."""
+ALIGNED = frozenset(
+    [
+        "query",
+        "keys",
+        "values",
+        "block_table",
+        "query_start_loc",
+        "seq_lens",
+        "key_scale",
+        "value_scale",
+        "sums_out",
+        "largest_out",
+        "total_out",
+        "sums_in",
+        "largest_in",
+        "total_in",
+        "out",
+        "key_stride",
+        "value_stride",
+    ]
+)
+"""What the launcher checks, and what torch allocates; the stride of block tables is whatever it is."""
+
+
+def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
+    """Decodes and prefills of a layer of 32 heads and 8 KV heads, bf16 with caches of bf16 and of fp8, and their merge."""
+    tuned = load_tuned()
+    for decode in tuned.decode:
+        if decode.bytes in bytes_per_number:
+            yield from (_decode(decode, size) for size in SIZES[decode.head_size])
+    for prefill in tuned.prefill:
+        if prefill.bytes in bytes_per_number:
+            yield from (_prefill(prefill, size) for size in SIZES[prefill.head_size])
+    for size in (64, 128, 256):
+        yield _merge(size)
+
+
+def gate() -> Iterator[Kernel]:
+    """Those that most models use: few enough to compile each time tests run."""
+    return (kernel for kernel in kernels() if kernel.constants["SIZE_V"] == 128)
+
+
+def _arguments(bytes_per_number: int) -> dict[str, str | None]:
+    query = "*fp32" if bytes_per_number == 4 else "*bf16"
+    cache = NUMBERS[bytes_per_number]
+    scale = "*fp32" if bytes_per_number == 1 else None
+    tables = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32"}
+    numbers = {
+        "num_requests": "i32",
+        "table_stride": "i32",
+        "key_stride": "i32",
+        "value_stride": "i32",
+        "scaling": "fp32",
+    }
+    sums = dict.fromkeys(("sums_out", "largest_out", "total_out", "sums_in", "largest_in", "total_in"), "*fp32")
+    return {
+        "query": query, "keys": cache, "values": cache, "out": query, "sinks": None,
+        "key_scale": scale, "value_scale": scale, **tables, **numbers, **sums,
+    }  # fmt: skip
+
+
+def _constants(size: int) -> dict[str, object]:
+    padded = 1 << (size - 1).bit_length()
+    return {
+        "HEADS": HEADS, "KV_HEADS": KV_HEADS, "SIZE": size, "SIZE_V": size, "PADDED": padded, "PADDED_V": padded,
+        "BLOCK_SIZE": BLOCK_SIZE, "WINDOW": 0, "ATTENTION_CHUNK": 0, "SOFTCAP": 0.0, "PRECISION": "tf32",
+        "REQUESTS": REQUESTS,
+    }  # fmt: skip
+
+
+def _decode(tiles: Decode, size: int) -> Kernel:
+    own = {"ROWS": 16, "BLOCK_N": tiles.block_n, "PIECE": tiles.piece, "MAX_PIECES": pieces_per_request(KV_HEADS)}
+    return Kernel(
+        f"decode, {size}, {_cache(tiles.bytes)}", decode_pieces, _arguments(tiles.bytes), {**_constants(size), **own},
+        ALIGNED, tiles.warps, tiles.stages, ("cp.async.cg",),
+    )  # fmt: skip
+
+
+def _prefill(tiles: Prefill, size: int) -> Kernel:
+    own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    return Kernel(
+        f"prefill, {size}, {_cache(tiles.bytes)}", prefill_tiles, _arguments(tiles.bytes), {**_constants(size), **own},
+        ALIGNED, tiles.warps, tiles.stages, ("wgmma.mma_async",),
+    )  # fmt: skip
+
+
+def _merge(size: int) -> Kernel:
+    decode = next(one for one in load_tuned().decode if one.head_size >= size and one.bytes == 2)
+    names = ("HEADS", "SIZE_V", "PADDED_V", "WINDOW", "ATTENTION_CHUNK")
+    own = {"PIECE": decode.piece, "MAX_PIECES": pieces_per_request(KV_HEADS), "AT_ONCE": 16}
+    constants = {**{name: _constants(size)[name] for name in names}, **own}
+    return Kernel(f"merge, {size}", merge_pieces, _arguments(2), constants, ALIGNED)
+
+
+def _cache(bytes_per_number: int) -> str:
+    return {1: "fp8", 2: "bf16", 4: "fp32"}[bytes_per_number]

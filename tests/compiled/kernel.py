@@ -1,0 +1,91 @@
+"""A Triton kernel compiled for a GPU that need not be there, and what its machine code uses."""
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SM_90 = 90
+"""Compute capability 9.0: H100 and H200."""
+MAX_SHARED = 227 * 1024
+"""Bytes of shared memory that a program may have there."""
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """``arguments`` by name, perhaps more than the kernel has: a type for each (``*bf16``, ``*i32``, ``i32``, ``fp32``), None for
+    one that is left out. ``aligned``: those that the launcher promises to be multiples of 16, of pointers their addresses.
+    ``must_have``: instructions of PTX.
+    """
+
+    name: str
+    function: Any
+    arguments: dict[str, str | None]
+    constants: dict[str, Any]
+    aligned: frozenset[str] = frozenset()
+    warps: int = 4
+    stages: int = 3
+    must_have: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``registers`` of a thread; bytes of ``shared`` memory of a program, of the ``stack`` of a thread, for spilled registers,
+    and of its ``local`` memory. ``missing``: instructions that the kernel must have, and has not.
+    """
+
+    registers: int
+    shared: int
+    stack: int
+    local: int
+    missing: tuple[str, ...]
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with it, in words."""
+        found = [f"has no {instruction}" for instruction in self.missing]
+        if self.stack or self.local:
+            found.append(f"spills: {self.stack} bytes of stack, {self.local} of local memory")
+        if self.shared > MAX_SHARED:
+            found.append(f"takes {self.shared} bytes of shared memory, more than {MAX_SHARED}")
+        return found
+
+
+def compile_kernel(kernel: Kernel) -> Usage:
+    """What ``kernel`` uses on compute capability 9.0. RuntimeError where kernels are interpreted in this process."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1), and cannot be compiled")
+    names = kernel.function.arg_names
+    absent = {name: None for name, kind in kernel.arguments.items() if kind is None and name in names}
+    constants = {**kernel.constants, **absent}
+    signature = {name: "constexpr" if name in constants else kernel.arguments[name] for name in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in kernel.aligned and name not in constants
+    }
+    source = ASTSource(kernel.function, signature, constants, attributes)
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", SM_90, 32), options=options)
+    text = compiled.asm["ptx"]
+    missing = tuple(instruction for instruction in kernel.must_have if instruction not in text)
+    numbers = _resources(compiled.asm["cubin"])
+    return Usage(numbers["REG"], compiled.metadata.shared, numbers["STACK"], numbers["LOCAL"], missing)
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [_TOOLS / "cuobjdump", "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}

@@ -1,0 +1,225 @@
+"""The attention kernels, interpreted, against the reference."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock_enginecore.attention.base import AttentionParams
+from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
+from tests.unit.enginecore.forward.cuda.kernels.paged import Paged, attention, expected
+
+KERNELS = Path(attention.__file__).parent
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+MIXED = ([1, 20, 1, 2], [530, 50, 7, 90])
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_a_mixed_step_is_attended_as_by_the_reference(params: AttentionParams) -> None:
+    step = make_step(*MIXED, block_size=16)
+    torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 60),
+    chunk=st.none() | st.integers(1, 60),
+    softcap=st.none() | st.just(3.0),
+    sinks=st.booleans(),
+    block_size=st.sampled_from([16, 48]),
+)
+def test_and_so_is_any_step_whatever_the_layer_asks_for(
+    requests: list[tuple[int, int]],
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: bool,
+    block_size: int,
+) -> None:
+    step = make_step([new for _, new in requests], [old + new for old, new in requests], block_size=block_size)
+    params = AttentionParams(0.25, window, softcap, SINKS if sinks else None, chunk)
+    torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (7, 1), (36, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (48, 32)], ids=str)
+def test_heads_and_their_sizes_need_not_be_powers_of_two(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    step = make_step([1, 9], [20, 30], block_size=16, heads=heads, head_size=sizes[0], head_size_v=sizes[1])
+    params = AttentionParams(scaling=0.2)
+    torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
+
+
+def test_half_precision_is_close() -> None:
+    step = make_step(*MIXED, block_size=16, dtype=torch.float16)
+    for params in (PARAMS["full"], PARAMS["sinks and window"]):
+        torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-2, atol=2e-3)
+
+
+def test_numbers_of_an_fp8_cache_are_scaled() -> None:
+    step = make_step(*MIXED, block_size=16, dtype=torch.float16)
+    key_scale, value_scale = 0.5, 2.0
+    paged = Paged.of(step)
+    paged.keys = (paged.keys / key_scale).to(torch.float8_e4m3fn)
+    paged.values = (paged.values / value_scale).to(torch.float8_e4m3fn)
+    cache = step.cache
+    step.cache = replace(
+        cache,
+        keys=(cache.keys / key_scale).to(torch.float8_e4m3fn).to(torch.float16) * key_scale,
+        values=(cache.values / value_scale).to(torch.float8_e4m3fn).to(torch.float16) * value_scale,
+    )
+    scales = attention.Scales(torch.tensor([key_scale]), torch.tensor([value_scale]))
+    output = paged.attend(PARAMS["full"], scales=scales)
+    torch.testing.assert_close(output, expected(step, PARAMS["full"]), rtol=2e-2, atol=2e-3)
+
+
+def test_padding_changes_no_bit_and_its_outputs_are_left_alone() -> None:
+    step = make_step(*MIXED, block_size=16)
+    exact = Paged.of(step).attend(PARAMS["sinks and window"])
+    spare = max(set(range(len(Paged.of(step).keys))) - set(step.metadata.block_table.reshape(-1).tolist()))
+    padded = Paged.of(step, requests=9, blocks=70, spare=spare).attend(PARAMS["sinks and window"], tokens=40)
+    assert torch.equal(padded[: len(exact)], exact)
+    assert padded[len(exact) :].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["full", "chunk, softcap and sinks"])
+def test_bits_alone_are_the_bits_in_a_crowd(name: str) -> None:
+    crowd = Paged.of(make_step([1, 20, 1, 5, 1], [600, 50, 7, 90, 40], block_size=16))
+    together = crowd.attend(PARAMS[name])
+    metadata = crowd.step.metadata
+    for i in range(metadata.num_requests):
+        first, last = (int(x) for x in metadata.query_start_loc[i : i + 2])
+        alone = replace(crowd, step=replace(crowd.step, query=crowd.step.query[first:last]))
+        alone.group = replace(
+            crowd.group,
+            block_table=crowd.group.block_table[i : i + 1],
+            seq_lens=crowd.group.seq_lens[i : i + 1],
+            query_start_loc=torch.tensor([0, last - first], dtype=torch.int32),
+        )
+        assert torch.equal(alone.attend(PARAMS[name]), together[first:last])
+
+
+def test_a_long_decode_is_cut_into_as_many_pieces_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_ITEMS_PER_REQUEST", 1)
+    step = make_step([1], [16 * 512 + 3], block_size=256, heads=(1, 1))
+    torch.testing.assert_close(
+        Paged.of(step).attend(PARAMS["full"]), expected(step, PARAMS["full"]), rtol=2e-5, atol=2e-6
+    )
+
+
+MUTATIONS = {
+    "block index": ("softmax", "table + positions // BLOCK_SIZE", "table + positions // BLOCK_SIZE * 0"),
+    "slot of a block": ("softmax", "+ positions % BLOCK_SIZE)", "+ positions % 8)"),
+    "stride of blocks": ("softmax", "rows = blocks * stride", "rows = blocks * (stride // 2)"),
+    "head of a block": ("softmax", "(head * BLOCK_SIZE", "(head * 0 * BLOCK_SIZE"),
+    "padding of heads": ("softmax", "numbers < SIZE", "numbers < PADDED"),
+    "scale": ("softmax", "* scaling", "* (scaling * 1.01)"),
+    "mask of scores": ("softmax", "tl.where(visible, dots", "tl.where(visible | True, dots"),
+    "window": ("softmax", "position - WINDOW + 1", "position - WINDOW"),
+    "chunk": ("softmax", "position // ATTENTION_CHUNK * ATTENTION_CHUNK", "position - ATTENTION_CHUNK"),
+    "shrinking": ("softmax", "sums * shrink[:, None]", "sums"),
+    "end of a decode": ("decode", "(positions < end)", "(positions <= end)"),
+    "sink of a decode": ("decode", "total += 1.0", "total += 0.0"),
+    "merge of the first piece": ("decode", "(pieces >= first) & ", "(pieces > first) & "),
+    "request of a decode": ("decode", "tl.load(query_start_loc + request).to(tl.int64)", "request.to(tl.int64)"),
+    "causality": ("prefill", "positions[None, :] <= at[:, None]", "positions[None, :] <= at[:, None] + 1"),
+    "head of a row": ("prefill", "rows % GROUP", "rows // QUERIES"),
+    "last tile": ("prefill", "& (queries < num_queries)", ""),
+    "sink of a prefill": ("prefill", "sinks + heads", "sinks + rows % GROUP"),
+}
+
+
+def mutate(folder: Path, part: str, old: str, new: str, patch: pytest.MonkeyPatch) -> None:
+    """Attend with kernels of a copy of the sources in which ``old`` of one file is ``new``."""
+    package = f"mutated_{folder.name}"
+    (folder / package).mkdir()
+    for name in ("softmax", "decode", "prefill"):
+        source = (KERNELS / f"attention_{name}.py").read_text()
+        if name == part:
+            assert old in source
+            source = source.replace(old, new)
+        source = source.replace("penstock_enginecore.forward.cuda.kernels", package)
+        (folder / package / f"attention_{name}.py").write_text(source)
+    patch.syspath_prepend(folder)
+    for name, kernels in (("decode", ("decode_pieces", "merge_pieces")), ("prefill", ("prefill_tiles",))):
+        module = importlib.import_module(f"{package}.attention_{name}")
+        for kernel in kernels:
+            patch.setattr(attention, kernel, getattr(module, kernel))
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        patch.delitem(sys.modules, name)
+
+
+def is_wrong(step: Step, params: AttentionParams) -> bool:
+    """Whether outputs are not the reference's, or padding is written."""
+    output = Paged.of(step).attend(params, tokens=64)
+    right = expected(step, params)
+    same = torch.allclose(output[: len(right)], right, rtol=2e-5, atol=2e-6)
+    return not same or not bool(output[len(right) :].isnan().all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
+def test_a_broken_kernel_is_caught(
+    mutation: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [
+        (make_step([1, 5], [530, 20], block_size=16, head_size=24), replace(PARAMS["softcap"], sinks=SINKS)),
+        (make_step([1, 1, 3], [40, 18, 30], block_size=16), PARAMS["window"]),
+        (make_step([3, 1], [30, 17], block_size=16), PARAMS["chunk"]),
+    ]
+    mutate(tmp_path, *mutation, monkeypatch)
+    assert any(is_wrong(*step) for step in steps)
+
+
+def test_nothing_is_caught_where_nothing_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step([1, 5], [40, 20], block_size=16)
+    mutate(tmp_path, "decode", "", "", monkeypatch)
+    assert not is_wrong(step, PARAMS["full"])
+
+
+def test_what_would_not_be_aligned_is_refused() -> None:
+    paged = Paged.of(make_step([1], [20], block_size=16))
+    shape = paged.keys.shape
+    numbers = torch.zeros(paged.keys.numel() + 64)
+    off = numbers[1 : 1 + paged.keys.numel()].view(shape)
+    with pytest.raises(ValueError, match="not multiples of 16"):
+        replace(paged, keys=off).attend(PARAMS["full"])
+    block = shape[1:].numel()
+    apart = torch.zeros(shape[0] * (block + 8)).as_strided(shape, (block + 8, *paged.keys.stride()[1:]))
+    with pytest.raises(ValueError, match="not multiples of 16"):
+        replace(paged, values=apart).attend(PARAMS["full"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("query", "contiguous"),
+        ("scratch", "the scratch is for"),
+        ("blocks", "blocks of a multiple of 16 tokens, not of 8"),
+        ("heads", "4 heads do not share 3 KV heads"),
+    ],
+)
+def test_shapes_that_the_kernels_do_not_take_are_refused(change: str, message: str) -> None:
+    paged = Paged.of(make_step([1], [20], block_size=16))
+    query, keys, values = paged.step.query, paged.keys, paged.values
+    scratch = attention.Scratch.allocate(1, 2 if change == "scratch" else 4, 2, 16, CPU)
+    if change == "query":
+        query = torch.zeros(1, 16, 4).transpose(1, 2)
+    if change == "blocks":
+        keys = keys[:, :, :8]
+    if change == "heads":
+        keys = torch.zeros(3, 3, 16, 16)
+    out = torch.zeros(1, 4, 16)
+    with pytest.raises(ValueError, match=message):
+        attention.attend(query, keys, values, out, paged.group, PARAMS["full"], scratch)
+
+
+def test_heads_larger_than_any_tile_are_refused() -> None:
+    step = make_step([1], [3], block_size=16, head_size=260, head_size_v=16)
+    with pytest.raises(ValueError, match="no tiles for heads of 512 numbers of 4 bytes"):
+        Paged.of(step).attend(PARAMS["full"])

@@ -1,0 +1,53 @@
+"""The usual kernels compiled for a GPU, and that the gate sees what is wrong with one."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.models.interpreted_kernels import NO_TRITON
+
+ROOT = Path(__file__).resolve().parents[4]
+
+# Not imported here: whether Triton interprets or compiles is settled for a process when it is, and here it compiles.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
+
+BROKEN = """
+from dataclasses import replace
+from tests.compiled import attention
+from tests.compiled.kernel import MAX_SHARED, Usage, compile_kernel
+
+decode = next(attention.gate())
+print(compile_kernel(replace(decode, aligned=frozenset())).faults)
+print(Usage(255, MAX_SHARED + 1, 8, 16, ("wgmma",)).faults)
+"""
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process in which kernels are not interpreted, unless ``variables`` say so."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_usual_configurations_have_no_fault() -> None:
+    done = run("-m", "tests.compiled", "--gate")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| none |") >= 5
+
+
+def test_a_kernel_without_promises_of_alignment_has_a_fault_and_so_have_spills_and_much_memory() -> None:
+    done = run("-c", BROKEN)
+    assert done.returncode == 0, done.stderr
+    unaligned, other = done.stdout.splitlines()
+    assert unaligned != "[]"
+    assert all(word in other for word in ("no wgmma", "8 bytes of stack", "232449 bytes of shared memory"))
+
+
+def test_interpreted_kernels_are_not_compiled() -> None:
+    done = run("-c", BROKEN, TRITON_INTERPRET="1")
+    assert "RuntimeError: kernels are interpreted in this process (TRITON_INTERPRET=1)" in done.stderr
