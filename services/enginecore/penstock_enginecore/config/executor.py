@@ -32,7 +32,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The kernels for CPUs. Each use of them can be turned off, to find out what is wrong."""
+    """The kernels, most of them for CPUs. Each use of them can be turned off, to find out what is wrong."""
 
     isa: Annotated[
         Literal["auto", "avx512", "avx2", "baseline", "off"],
@@ -41,8 +41,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decoder: Annotated[
         bool,
         Meta(
-            description="Compute the layers of known models in one call per step, attention included, so that this needs "
-            "kernels.attention."
+            description="Compute the layers of known models in one call per step, attention included: on CPUs this needs "
+            "kernels.attention, on GPUs steps are replayed as CUDA graphs."
         ),
     ] = True
     linear: Annotated[bool, Meta(description="Compute the linear layers of all other models with packed weights.")] = (

@@ -10,6 +10,7 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.cuda.candidate import fused_candidates
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import Probe, probe_logits
@@ -71,8 +72,9 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         candidates.append(decoder_candidate(native.library, probed))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
+    candidates += fused_candidates(probed, config.kernels, config.attention_backend)
     proven = first_proven(candidates, run)
-    sampling, computing = None, "torch"
+    sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
         computing = native.describe(proven.name, attends and "attention", sampling and "sampler")

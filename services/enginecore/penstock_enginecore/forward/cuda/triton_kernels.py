@@ -1,0 +1,62 @@
+"""The launches of the fused decoder by the Triton kernels."""
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
+from penstock_enginecore.forward.cuda.kernels.activation import gated
+from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
+from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
+from penstock_enginecore.forward.cuda.kernels.prologue import prologue
+from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+
+
+class TritonKernels:
+    """A ``Kernels``. What decodes leave between two kernels has memory of its own: layers and steps run one after the other."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, int, int, bool], Scratch] = {}
+
+    def prologue(
+        self,
+        qkv: torch.Tensor,
+        bias: torch.Tensor | None,
+        norms: tuple[Norm, Norm] | None,
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query: torch.Tensor,
+    ) -> None:
+        """One kernel."""
+        prologue(qkv, bias, norms, rotary, positions, slots, keys, values, query)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: GroupInputs,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """Decodes in pieces of the keys, their merge, and tiles of the requests with several new tokens."""
+        scratch = self._scratch_for(len(group.seq_lens), query.shape[1], keys.shape[1], out)
+        attend(query, keys, values, out, group, params, scratch)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+        """One kernel."""
+        add_rms_norm(x, residual, norm, out)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        """One kernel."""
+        gated(gate_up, activation, out)
+
+    def _scratch_for(self, requests: int, heads: int, kv_heads: int, out: torch.Tensor) -> Scratch:
+        """Of captured steps all have the same, which never moves; larger ones share another, which grows."""
+        shape = heads, kv_heads, out.shape[2]
+        key = (*shape, requests > MAX_CAPTURED_TOKENS)
+        if key not in self._scratch or len(self._scratch[key].total) < requests:
+            self._scratch[key] = Scratch.allocate(max(requests, MAX_CAPTURED_TOKENS), *shape, out.device)
+        return self._scratch[key]

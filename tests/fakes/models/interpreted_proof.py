@@ -1,0 +1,37 @@
+"""The fused decoder with the Triton kernels in their interpreter, proved for families: a process of its own, in which
+TRITON_INTERPRET is set before anything imports Triton.
+
+    python -m tests.fakes.models.interpreted_proof llama gemma3
+
+prints what speaks against each, by its name, as JSON.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
+
+KINDS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
+
+
+def main(architectures: list[str]) -> None:
+    """Proves each of ``architectures`` on a tiny model."""
+    torch.set_num_threads(1)
+    kernels = TritonKernels()
+    against: dict[str, str] = {}
+    for architecture in architectures:
+        with tempfile.TemporaryDirectory() as directory:
+            save_varied_model(architecture, Path(directory), **KINDS.get(architecture, {}))
+            probed = load_probed(Path(directory))
+            against[architecture] = prove(probed, lambda probed=probed: FusedForward(probed, kernels)).reasons
+    print(json.dumps(against))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
