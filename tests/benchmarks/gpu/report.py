@@ -37,6 +37,8 @@ def lines(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
         "|---|---|---|---|---|",
     )
     yield from (_engine(results, streams) for streams in plan.engine_streams)
+    yield from ("", "| attention of one layer | floor ms | ms | of the floor | error |", "|---|---|---|---|---|")
+    yield from (_attention(plan, results, limits, index) for index in range(len(plan.decode)))
     yield ""
     yield f"Device idle while decoding: {_idle(results)}."
     yield from _peers(results)
@@ -94,6 +96,16 @@ def _prefill(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index
     return _row((prefill.tokens, _ms(floor), _ms(prefill.target_ms, "none"), _ms(found), _share(floor, found)))
 
 
+def _attention(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:
+    row = plan.decode[index]
+    name = f"{row.streams} x {row.context}"
+    floor = limits.attention_ms(plan.shape, row) if limits else None
+    if not _ok(results, "kernels"):
+        return _row((name, _ms(floor), *[UNMEASURED] * 3))
+    found = results["kernels"]["decode"][index]
+    return _row((name, _ms(floor), _ms(found["ms"]), _share(floor, found["ms"]), f"{found['error']:.1e}"))
+
+
 def _engine(results: dict[str, Any], streams: int) -> str:
     if not _ok(results, "engine"):
         return _row((streams, *[UNMEASURED] * 4))
@@ -118,7 +130,7 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _ms(value: float | None, missing: str = UNMEASURED) -> str:
-    return missing if value is None else f"{value:.2f}"
+    return missing if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def _share(floor: float | None, found: float | None) -> str:

@@ -144,8 +144,11 @@ class Ceilings:
         """The least a decode step can take: weights read once or multiplied, and every sequence's keys and values read."""
         weights = shape.step_weights * shape.number_bytes / self.copy_rate
         products = 2 * shape.step_weights * row.streams / self.product_rate
-        cache = row.streams * row.context * shape.kv_bytes_per_token / self.copy_rate
-        return (max(weights, products) + cache) * 1e3
+        return max(weights, products) * 1e3 + shape.layers * self.attention_ms(shape, row)
+
+    def attention_ms(self, shape: ModelShape, row: Row) -> float:
+        """The least that attention of a layer can take in a decode step."""
+        return row.streams * row.context * shape.kv_bytes_per_token / shape.layers / self.copy_rate * 1e3
 
     def prefill_ms(self, shape: ModelShape, prefill: Prefill) -> float:
         """The least a prompt can take: all tokens through the layers, attention to half of the square, one row of logits."""

@@ -1,0 +1,92 @@
+"""Attention alone: its error against float64, and its time beside the time that its bytes or products take at least."""
+
+from typing import Any
+
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
+from penstock_enginecore.forward.cuda.launches import GroupInputs
+from tests.benchmarks.gpu import machine
+from tests.benchmarks.gpu.shapes import BLOCK_SIZE, ModelShape, Plan, Prefill, Row
+
+CHECKED = 2
+"""Requests, or last queries of a prompt, whose outputs are computed again in float64."""
+ROUNDS = 30
+
+
+def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Of one layer of the shape."""
+    dtype = getattr(torch, plan.shape.dtype)
+    rounds = ROUNDS if device.type == "cuda" else 1
+    return {
+        "decode": [_decode(plan.shape, row, dtype, device, rounds) for row in plan.decode],
+        "prefill": [_prefill(plan.shape, each, dtype, device, rounds) for each in plan.prefill],
+    }
+
+
+def _decode(shape: ModelShape, row: Row, dtype: torch.dtype, device: torch.device, rounds: int) -> dict[str, Any]:
+    layer = _Layer(shape, row.streams, 1, row.context, dtype, device)
+    ms = layer.seconds(rounds) * 1e3
+    return {"streams": row.streams, "context": row.context, "ms": ms, "error": layer.error(range(CHECKED))}
+
+
+def _prefill(
+    shape: ModelShape, prefill: Prefill, dtype: torch.dtype, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    layer = _Layer(shape, 1, prefill.tokens, prefill.tokens, dtype, device)
+    ms = layer.seconds(rounds) * 1e3
+    return {"tokens": prefill.tokens, "ms": ms, "error": layer.error(range(prefill.tokens - CHECKED, prefill.tokens))}
+
+
+class _Layer:
+    """Random queries over a random cache: ``queries`` new tokens in each of ``requests`` sequences of ``length``."""
+
+    def __init__(
+        self, shape: ModelShape, requests: int, queries: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        per_request = -(-length // BLOCK_SIZE)
+        blocks = 1 + requests * per_request
+        cache = torch.randn(blocks, 2, shape.kv_heads, BLOCK_SIZE, shape.head_size, dtype=dtype, device=device)
+        self._device = device
+        self._queries, self._length = queries, length
+        self._keys, self._values = cache[:, 0], cache[:, 1]
+        self._query = torch.randn(requests * queries, shape.heads, shape.head_size, dtype=dtype, device=device)
+        self._out = torch.full_like(self._query, float("nan"))
+        self._params = AttentionParams(scaling=shape.head_size**-0.5)
+        order = 1 + torch.randperm(requests * per_request, device=device, dtype=torch.int32)
+        self._group = GroupInputs(
+            block_table=order.view(requests, per_request),
+            query_start_loc=torch.arange(requests + 1, dtype=torch.int32, device=device) * queries,
+            seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
+            slots=torch.empty(0, dtype=torch.int64, device=device),
+        )
+        self._scratch = Scratch.allocate(requests, shape.heads, shape.kv_heads, shape.head_size, device)
+
+    def seconds(self, rounds: int) -> float:
+        """Of one launch among many."""
+        return machine.seconds_in_a_row(self._device, self._attend, rounds=rounds, warm_up=min(3, rounds))
+
+    def _attend(self) -> None:
+        attend(
+            self._query, self._keys, self._values, self._out, self._group, self._params, self._scratch,
+            decodes_only=self._queries == 1,
+        )  # fmt: skip
+
+    def error(self, tokens: range) -> float:
+        """The largest difference from float64 over these tokens, as a share of the largest number."""
+        found = self._out[tokens.start : min(tokens.stop, len(self._out))].double()
+        expected = torch.stack([self._exact(tokens.start + i) for i in range(len(found))])
+        return float((found - expected).abs().max() / expected.abs().max())
+
+    def _exact(self, token: int) -> torch.Tensor:
+        request, query = divmod(token, self._queries)
+        seen = self._length - self._queries + query + 1
+        blocks = self._group.block_table[request].long()
+        keys, values = (
+            part[blocks].transpose(0, 1).flatten(1, 2)[:, :seen].double() for part in (self._keys, self._values)
+        )
+        shared = self._query.shape[1] // keys.shape[0]
+        keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)
+        scores = torch.einsum("hd,hkd->hk", self._query[token].double(), keys) * self._params.scaling
+        return torch.einsum("hk,hkd->hd", scores.softmax(-1), values)
