@@ -1,7 +1,9 @@
 """What holds for every test, wherever it runs."""
 
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,10 @@ from tests import skipped
 # How long an example of a property test takes depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Triton settles whether it interprets or compiles when it is imported, which transformers does as well: before any test is.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
