@@ -74,6 +74,8 @@ class Offer:
         socket = PLUGINS / f"{self._name}.sock"
         if socket.exists():
             return
+        if self._server is not None:
+            self._server.stop(grace=None).wait()  # or it removes the socket of the next one
         ids = [f"{self._name}-{number}" for number in range(int(self._count))]
         self._server = grpc.server(ThreadPoolExecutor(8))
         self._rpc.add_DevicePluginServicer_to_server(plugin(self._pb, self._rpc, ids, self._over), self._server)
