@@ -115,8 +115,8 @@ cluster-tools: setup ## Build Kubernetes and what the test cluster has beside it
 	@$(BIN)/python -m tests.cluster.tools.build $(COMPONENTS)
 
 .PHONY: cluster-test
-cluster-test: setup ## The chart on a real control plane with three nodes; needs root and cluster-tools
-	@$(BIN)/python -m tests.cluster $(if $(MINOR),--minor $(MINOR)) test $(CLUSTER_TESTS)
+cluster-test: setup ## The chart on a real Kubernetes, files of tests in two clusters at once; needs root and cluster-tools
+	@$(BIN)/python -m tests.cluster $(if $(MINOR),--minor $(MINOR)) test $(or $(CLUSTER_TESTS),--clusters 2)
 
 .PHONY: cluster
 cluster: setup ## A test cluster until Ctrl-C, for a look around

@@ -4,13 +4,14 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.namespaces import HOLDER, enter
+from tests.cluster.namespaces import HOLDER, UNSHARE, enter
 from tests.cluster.system.cluster import Cluster
 from tests.cluster.tools.build import PROGRAMS, ROOT
 from tests.cluster.tools.components import KUBERNETES, NEWEST
@@ -49,11 +50,12 @@ def execute(command: list[str], minor: str) -> None:
     )
 
 
-def test(minor: str, arguments: list[str]) -> int:
-    """Run the tests in namespaces of their own, with a cluster of theirs."""
+def test(minor: str, clusters: int, arguments: list[str]) -> int:
+    """Run the tests in namespaces of their own, with a cluster of theirs, or files of them beside each other with one each."""
     enter("tests.cluster", sys.argv[1:])
     os.environ["PENSTOCK_CLUSTER_MINOR"] = minor
-    return int(pytest.main(arguments or ["tests/cluster"]))
+    beside = ["--dist", "loadfile", "--tx", f"{clusters}*popen//python={shlex.join(UNSHARE)} {sys.executable}"]
+    return int(pytest.main([*(beside if clusters > 1 else []), *(arguments or ["tests/cluster"])]))
 
 
 def main() -> None:
@@ -65,10 +67,11 @@ def main() -> None:
     start.add_argument("--nodes", type=int, default=4)
     start.add_argument("--image", type=Path, action="append", default=[], help="an archive that every node gets")
     commands.add_parser("exec").add_argument("rest", nargs=argparse.REMAINDER)
-    commands.add_parser("test")
+    tests = commands.add_parser("test")
+    tests.add_argument("--clusters", type=int, default=1, metavar="N", help="files of tests run in N clusters at once")
     arguments, rest = parser.parse_known_args()
     if arguments.command == "test":
-        sys.exit(test(arguments.minor, rest))
+        sys.exit(test(arguments.minor, arguments.clusters, rest))
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")
     elif arguments.command == "up":

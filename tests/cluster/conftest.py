@@ -24,9 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(worker_id: str) -> Iterator[Cluster]:
     """Four nodes, one of them tainted as GPU nodes are."""
-    directory = ROOT / "run"
+    directory = ROOT / ("run" if worker_id == "master" else f"run-{worker_id}")
     images = sorted([*(ROOT / "images").glob("penstock-*.tar"), *(ROOT / "images").glob("torch-*.tar")])
     cluster = Cluster(directory, minor=os.environ.get("PENSTOCK_CLUSTER_MINOR", NEWEST), images=images)
     try:

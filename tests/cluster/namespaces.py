@@ -9,6 +9,8 @@ from tests.cluster.tools.build import ROOT
 
 INSIDE = "PENSTOCK_CLUSTER_NAMESPACES"
 HOLDER = ROOT / "cluster.pid"
+UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Before a command: namespaces of its own. What it starts there ends with it."""
 NEEDED = {
     "runc": "runc",
     "nft": "nftables",
@@ -40,7 +42,7 @@ def why_not() -> str:
 
 
 def enter(module: str, arguments: list[str]) -> None:
-    """Go on as ``python -m module`` in network, mount and process namespaces of our own: what is started there ends with us."""
+    """Go on as ``python -m module`` in network, mount and process namespaces of our own."""
     if os.environ.get(INSIDE):
         return
     if reason := missing():
@@ -48,5 +50,4 @@ def enter(module: str, arguments: list[str]) -> None:
     os.environ[INSIDE] = "1"
     ROOT.mkdir(parents=True, exist_ok=True)
     HOLDER.write_text(str(os.getpid()))
-    unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    os.execvp(unshare[0], [*unshare, sys.executable, "-m", module, *arguments])
+    os.execvp(UNSHARE[0], [*UNSHARE, sys.executable, "-m", module, *arguments])

@@ -25,6 +25,8 @@ ROLLED = {
     "coordinator": {"config": {"lease_seconds": 6}},
 }
 """Settings that services read when they start and then no more: their pods are replaced."""
+MOVED_SOON = {"frontend": {"config": {"server": {"max_connection_age": 20}}}}
+"""Frontends drain for as long as clients may stay on a connection: two minutes by default, as in the tests of upgrades."""
 SLOW = {"enginecore": {"extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}]}}
 
 
@@ -39,7 +41,7 @@ class Scene:
 @pytest.fixture
 async def scene(new_release: NewRelease) -> Scene:
     """Two frontends and three engines, whose streams last two seconds."""
-    values = oracle(merged(SLOW, {"enginecore": {"replicas": 3}}))
+    values = oracle(merged(merged(SLOW, MOVED_SOON), {"enginecore": {"replicas": 3}}))
     release = new_release()
     release.install(values)
     return Scene(release, values)

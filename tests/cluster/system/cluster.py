@@ -18,7 +18,7 @@ from tests.cluster.system.addresses import CLUSTER_DOMAIN, CONTROL_PLANE, DNS_SE
 from tests.cluster.system.control_plane import ControlPlane
 from tests.cluster.system.node import Node, kube_proxy
 from tests.cluster.system.pki import Pki
-from tests.cluster.system.programs import built, run, until
+from tests.cluster.system.programs import alone, built, run, until
 from tests.cluster.tools.build import ROOT
 from tests.cluster.tools.components import NEWEST
 
@@ -37,7 +37,8 @@ class Cluster:
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         self.pki = pki = Pki.create(directory / "pki")
-        unpacked = containerd.filled([*own_images(), *images])
+        with alone():
+            unpacked = containerd.filled([*own_images(), *images])
         self.control_plane = ControlPlane(minor, pki, directory / "control-plane")
         self.nodes = [
             Node(
@@ -79,8 +80,9 @@ class Cluster:
         archive = ROOT / "images" / f"{program}.tar"
         inside = path or f"/{program}"
         source = Path(built(component, program))
-        if not archive.exists() or archive.stat().st_mtime < source.stat().st_mtime:
-            write_image(archive, image, {inside: source}, [inside])
+        with alone():
+            if not archive.exists() or archive.stat().st_mtime < source.stat().st_mtime:
+                write_image(archive, image, {inside: source}, [inside])
         for node in self.nodes:
             node.import_image(archive)
 

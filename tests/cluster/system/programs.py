@@ -1,14 +1,15 @@
 """Programs that run for as long as the cluster does, in this network namespace or in a node's."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.cluster.tools.build import PROGRAMS
+from tests.cluster.tools.build import PROGRAMS, ROOT
 
 PATIENCE = 120.0
 
@@ -42,6 +43,14 @@ def until(what: str, ready: Callable[[], bool], seconds: float = PATIENCE) -> No
         if time.monotonic() > deadline:
             raise NotUpError(f"{what}: not within {seconds:.0f} s")
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While this block runs no other cluster is in one: for files that clusters beside each other share."""
+    with (ROOT / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Program:
