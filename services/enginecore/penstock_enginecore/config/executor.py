@@ -23,6 +23,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "OMP_NUM_THREADS says.",
         ),
     ] = 0
+    numa: Annotated[
+        bool,
+        Meta(
+            description="Run a worker's threads on the cores of its GPU's NUMA node, or of several workers on the CPU each on "
+            "those of one node, unless the process is kept to one node already."
+        ),
+    ] = True
     max_concurrent_batches: Annotated[
         int, Meta(ge=1, le=16, description="Steps that are handed to the executor at once.")
     ] = 1

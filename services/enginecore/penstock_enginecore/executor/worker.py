@@ -18,6 +18,7 @@ from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
+from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,22 @@ class Worker:
         self._engine = config.engine
         self._device = resolve_device(self._engine.model.device, config.rank)
         check_kv_cache_memory(self._engine.cache, self._device)
-        cores = max(1, usable_cores() // config.world_size)
+        cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
         self._runner: ModelRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._kv_cache_asleep = False
         self._profiler: torch.profiler.profile | None = None
+
+    def _settle(self) -> int:
+        """Move near the device. The worker's share of the cores."""
+        rank, world_size = self._config.rank, self._config.world_size
+        share = usable_cores() // world_size
+        home = settle(self._device, rank, world_size) if self._engine.executor.numa else None
+        if home is None:
+            return share
+        logger.info("%s is at NUMA node %d: running on %d cores of it", self._device, home.node, len(home.cores))
+        return min(share, usable_cores() // home.sharers)
 
     @property
     def runner(self) -> ModelRunner:
