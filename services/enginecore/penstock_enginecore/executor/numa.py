@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ def _node_of(address: str, sys: Path) -> int | None:
 
 def _pci_address(rank: int) -> str:
     """As sysfs writes it: domain, bus, device and function."""
-    found = torch.cuda.get_device_properties(rank)
+    found: Any = torch.cuda.get_device_properties(rank)  # torch's stubs lack these fields
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
