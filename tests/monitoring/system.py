@@ -25,8 +25,8 @@ WAIT = 3
 """Seconds that a request waits for an engine."""
 LIMIT = 40
 """Requests that the frontend has at once."""
-THRESHOLDS = {"firstTokenSeconds": 5, "interTokenSeconds": 1.5}
-"""Above what a busy machine needs without a fault."""
+THRESHOLDS = {"firstTokenSeconds": 5, "interTokenSeconds": 1.5, "kvCacheUsage": 0.6}
+"""Seconds above what a busy machine needs without a fault. A request that is preempted leaves a quarter of these small caches."""
 RENEWED = 90
 """Days that a certificate lasts which nobody needs to be told of."""
 
