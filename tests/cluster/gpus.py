@@ -18,7 +18,7 @@ import grpc
 from grpc_tools import protoc
 
 from tests.cluster.tools.build import download
-from tests.cluster.tools.components import KUBERNETES, OLDEST
+from tests.cluster.tools.components import READ
 
 PLUGINS = Path("/var/lib/kubelet/device-plugins")
 VARIABLE = "FAKE_GPUS"
@@ -27,7 +27,7 @@ LOOK_SECONDS = 1.0
 
 def stubs(directory: Path) -> tuple[Any, Any]:
     """The modules of messages and services of the contract, generated into ``directory``."""
-    module = download("k8s.io/kubelet", KUBERNETES[OLDEST].replace("v1.", "v0.", 1))
+    module = download("k8s.io/kubelet", READ["k8s.io/kubelet"])
     source = module / "pkg/apis/deviceplugin/v1beta1"
     status = protoc.main(
         ["protoc", f"-I{source}", f"--python_out={directory}", f"--grpc_python_out={directory}", "api.proto"]

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster.tools.components import COMPONENTS, Component, OwnModule
+from tests.cluster.tools.components import COMPONENTS, READ, Component, OwnModule
 
 ROOT = Path(__file__).resolve().parents[3] / "build" / "cluster"
 SOURCES = ROOT / "src"
@@ -130,6 +130,8 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: there is only {', '.join(COMPONENTS)}")
     if shutil.which("go") is None:
         sys.exit("go is not installed: the test cluster is built from Go modules")
+    for module, version in READ.items():
+        download(module, version)
     for name in arguments.components or COMPONENTS:
         build(name, COMPONENTS[name], arguments.parallel)
 

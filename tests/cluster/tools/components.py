@@ -87,6 +87,14 @@ func NewDNSChallengeProviderByName(name string) (challenge.Provider, error) {
 }
 """
 
+READ = {
+    "k8s.io/kubelet": KUBERNETES[OLDEST].replace("v1.", "v0.", 1),
+    "sigs.k8s.io/gateway-api": "v1.6.0",
+    "github.com/cert-manager/cert-manager": "v1.19.1",
+    "github.com/prometheus-operator/prometheus-operator": "v0.92.1",
+}
+"""Modules of which nothing is built, and their versions: tests read files of theirs, where no network is."""
+
 COMPONENTS: dict[str, Component] = {
     **{f"kubernetes-{minor}": kubernetes(minor, CONTROL_PLANE) for minor in KUBERNETES},
     "node": kubernetes(OLDEST, NODE),
