@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[3]
 ENGINE = "services/enginecore/penstock_enginecore"
 ORACLE = ("tests/fakes/engines/fake_executor.py", "tests/fakes/engines/oracle_service")
 """What the oracle engine has besides the engine's own code."""
+_FIRST_ORACLE = "354825eeb79fc9af1a43066cc448d8a31b830508"
+"""The first commit that has it; releases before that one get what it has."""
 DEMO_MODEL = "examples/demo_model/penstock-tiny"
 
 
@@ -45,15 +47,24 @@ def tree(commit: str) -> Iterator[Path]:
 
 @contextmanager
 def oracle_context(sources: Path) -> Iterator[Path]:
-    """A directory to build the oracle engine from: the engine of ``sources``, the executor of this tree."""
-    with tempfile.TemporaryDirectory(prefix="penstock-oracle-") as directory:
+    """A directory to build the oracle engine from: the engine of ``sources``, and an executor that was made for it."""
+    with tempfile.TemporaryDirectory(prefix="penstock-oracle-") as directory, _with_oracle(sources) as oracle:
         context = Path(directory)
         _copy(sources / ENGINE, context / "code" / "penstock_enginecore")
         for path in ORACLE:
-            _copy(ROOT / path, context / "code" / path)
+            _copy(oracle / path, context / "code" / path)
         _copy(sources / DEMO_MODEL, context / "demo-model")
         _copy(sources / "constraints.txt", context / "constraints.txt")
         yield context
+
+
+@contextmanager
+def _with_oracle(sources: Path) -> Iterator[Path]:
+    if all((sources / path).exists() for path in ORACLE):
+        yield sources
+    else:
+        with tree(_FIRST_ORACLE) as first:
+            yield first
 
 
 def _copy(source: Path, target: Path) -> None:
