@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
+"""Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"
 _PARTS = ("vision_config", "audio_config", "text_config")
@@ -64,10 +66,11 @@ def _architecture(path: str, config: dict[str, Any]) -> str:
     named = ", ".join(map(str, config.get("architectures") or ())) or str(config.get("model_type", "a model"))
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
-        return (
-            f"{path!r}: its checkpoint is quantized{method and f' ({method})'}, which is not served yet; give the one in "
-            "bfloat16, float16 or float32"
-        )
+        if method not in QUANTIZATIONS:
+            return (
+                f"{path!r}: its checkpoint is quantized{method and f' ({method})'}; of those that are, "
+                f"{', '.join(QUANTIZATIONS)} are served; give one of them, or the one in bfloat16, float16 or float32"
+            )
     if config.get("is_encoder_decoder"):
         return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only one"
     if parts := [part for part in _PARTS if isinstance(config.get(part), dict)]:

@@ -65,8 +65,9 @@ def test_a_configuration_that_cannot_be_read(checkpoint: Path, text: str, said: 
     ("changes", "said"),
     [
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            "its checkpoint is quantized (awq), which is not served yet",
+            {"quantization_config": {"quant_method": "hqq"}},
+            "its checkpoint is quantized (hqq); of those that are, fp8, fbgemm_fp8, compressed-tensors, awq, gptq, mxfp4 "
+            "are served",
         ),
         ({"is_encoder_decoder": True}, "LlamaForCausalLM is not supported: it is an encoder-decoder model"),
         ({"vision_config": {}}, "it is a multimodal or composite model (vision_config)"),

@@ -92,7 +92,7 @@ def check_encoder(config: PretrainedConfig, model_class: type[PreTrainedModel]) 
     elif types := sorted(_rope_types(config) - {"default"}):
         reason = f"its rotary scaling is {types[0]!r}; served: 'default'"
     elif getattr(config, "quantization_config", None) is not None:
-        reason = "its checkpoint is quantized, which is not served yet"
+        reason = "its checkpoint is quantized, which is served for decoders only"
     if reason is not None:
         raise ModelLoadError(f"{model_class.__name__} is not supported: {reason}")
 

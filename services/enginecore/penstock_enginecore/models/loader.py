@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -20,9 +21,10 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.placement import place
+from penstock_enginecore.models.quantization.loading import load_dequantized
 from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
-from penstock_enginecore.models.support import check_positions, check_supported
+from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
@@ -116,14 +118,17 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     return cast("PretrainedConfig", hf_config)
 
 
-def _model_class(hf_config: PretrainedConfig, config: ModelConfig) -> type[PreTrainedModel]:
+def _model_class(
+    hf_config: PretrainedConfig, config: ModelConfig, auto_class: Any = AutoModelForCausalLM
+) -> type[PreTrainedModel]:
+    """What transformers' ``auto_class`` makes of a configuration. Raises ModelLoadError."""
     named = ", ".join(hf_config.architectures or ()) or hf_config.model_type
-    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
-        if config.trust_remote_code and "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {}):
-            remote: Any = get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], config.path)
+    if type(hf_config) not in auto_class._model_mapping:
+        if config.trust_remote_code and auto_class.__name__ in getattr(hf_config, "auto_map", {}):
+            remote: Any = get_class_from_dynamic_module(hf_config.auto_map[auto_class.__name__], config.path)
             return cast("type[PreTrainedModel]", remote)
         raise ModelLoadError(f"{named} is not supported: transformers has no causal language model for it")
-    entry: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    entry: Any = auto_class._model_mapping[type(hf_config)]
     classes: tuple[type[PreTrainedModel], ...] = entry if isinstance(entry, tuple) else (entry,)
     return next((c for c in classes if c.__name__ in (hf_config.architectures or ())), classes[0])
 
@@ -170,9 +175,7 @@ def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 def _read_weights(config: ModelConfig, dtype: torch.dtype, auto_class: Any, unused: tuple[str, ...]) -> PreTrainedModel:
     """Those of the checkpoint's files."""
     try:
-        loaded: Any = auto_class.from_pretrained(
-            **_source(config), dtype=dtype, attn_implementation=attention_hook.ATTENTION_NAME, output_loading_info=True
-        )
+        loaded = _from_files(config, dtype, auto_class)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
@@ -185,6 +188,28 @@ def _read_weights(config: ModelConfig, dtype: torch.dtype, auto_class: Any, unus
                 "the files do not belong to this configuration"
             )
     return cast("PreTrainedModel", module)
+
+
+def _from_files(config: ModelConfig, dtype: torch.dtype, auto_class: Any) -> Any:
+    """The model, and what transformers tells of its weights."""
+    hf_config = read_config(config)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_hook.ATTENTION_NAME}
+    scheme = quantization_of(hf_config)
+    if scheme is None:
+        return auto_class.from_pretrained(**_source(config), **options, output_loading_info=True)
+    model_class = _model_class(hf_config, config, auto_class)
+    return load_dequantized(model_class, hf_config, _files(config), scheme, **options)
+
+
+def _files(config: ModelConfig) -> Path:
+    """The directory of the weights; those of a hub id are downloaded."""
+    directory = Path(config.path).expanduser()
+    if directory.is_dir():
+        return directory
+    patterns = ["*.json", WEIGHT_FILES[0]]
+    return Path(
+        huggingface_hub.snapshot_download(config.path, revision=config.revision or None, allow_patterns=patterns)
+    )
 
 
 def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:

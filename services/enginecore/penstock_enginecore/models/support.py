@@ -16,6 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.quantization.recognition import recognise
+from penstock_enginecore.models.quantization.scheme import Scheme
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _HARMLESS_EXTRAS = frozenset(
@@ -47,6 +49,16 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
             "full, sliding-window or chunked attention, e.g. Llama, Qwen2/3, Mistral, Mixtral, Gemma or Phi3; "
             "docs/models.md lists what is tested."
         )
+    try:
+        quantization_of(config)
+    except ModelLoadError as e:
+        raise ModelLoadError(f"{model_class.__name__} is not supported: {e}") from e
+
+
+def quantization_of(config: PretrainedConfig) -> Scheme | None:
+    """How the checkpoint's weights are quantized, None where they are not. ModelLoadError for a way that is not served."""
+    quantization = getattr(config, "quantization_config", None)
+    return None if quantization is None else recognise(quantization)
 
 
 def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
@@ -62,8 +74,6 @@ def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
         return f"it has layers of type {', '.join(other)}"
     if getattr(config, "num_kv_shared_layers", 0):
         return "some of its layers share the keys and values of others"
-    if getattr(config, "quantization_config", None) is not None:
-        return "its checkpoint is quantized, which is not served yet"
     return None
 
 

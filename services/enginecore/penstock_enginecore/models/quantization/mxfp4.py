@@ -1,0 +1,62 @@
+"""MXFP4 as in gpt-oss: experts of 4-bit floats with a power of two for each 32 of them (OCP Microscaling Formats)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.models.quantization.scheme import Part, Shape, expect, pieces
+
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What each 4 bits mean (e2m1)."""
+_BLOCK = 32
+_BIAS = 127
+_NAN = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Blocks uint8 ``[experts, out_features, in_features / 32, 16]``, the lower 4 bits of a byte first, and the exponents of
+    their scales, 127 added. The weight is ``[experts, in_features, out_features]``, as gpt-oss's experts are.
+    """
+
+    @property
+    def name(self) -> str:
+        """The format's own."""
+        return "MXFP4"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Numbers, exponents."""
+        byte = frozenset({"U8"})
+        return Part("_blocks", byte), Part("_scales", byte)
+
+    @property
+    def dense(self) -> str:
+        """The weight's own name."""
+        return ""
+
+    def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """``[experts, in_features, out_features]``."""
+        blocks = shapes["_blocks"]
+        if len(blocks) != 4 or blocks[3] != _BLOCK // 2:
+            raise ValueError(f"_blocks is {list(blocks)}; it must be [experts, out_features, blocks, {_BLOCK // 2}]")
+        expect("_scales", shapes["_scales"], blocks[:3])
+        experts, out_features, count, _ = blocks
+        return experts, count * _BLOCK, out_features
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers times powers of two, in float32. ValueError for a scale that is no number."""
+        blocks, scales = tensors["_blocks"], tensors["_scales"]
+        if bool((scales == _NAN).any()):
+            raise ValueError(f"_scales holds {_NAN}, which stands for no number")
+        experts, out_features, count, _ = blocks.shape
+        numbers = torch.tensor(NUMBERS)
+        out = torch.empty(experts, count * _BLOCK, out_features, dtype=dtype)
+        for expert in range(experts):
+            for rows in pieces(out_features, count * _BLOCK):
+                packed, exponents = blocks[expert, rows], scales[expert, rows].int() - _BIAS
+                levels = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).int()
+                values = torch.ldexp(numbers[levels], exponents[..., None])
+                out[expert, :, rows] = values.flatten(1).t().to(dtype)
+        return out

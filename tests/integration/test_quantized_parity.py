@@ -1,0 +1,86 @@
+"""Greedy tokens of quantized checkpoints equal transformers' own with the weights that they mean, in float32."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE
+
+NEW_TOKENS = 8
+PROMPT_LENGTHS = (7, 34)
+DENSE = [form for form in FORMATS if form != "mxfp4"]
+EXPERTS = [
+    ("qwen3_moe", "fp8-blocks"),
+    ("qwen3_moe", "compressed-int4-asymmetric"),
+    ("mixtral", "awq"),
+    ("deepseek_v3", "fp8-blocks"),
+    ("phi3", "gptq"),
+]
+GPT_OSS = {"hidden_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def expected_tokens(model: torch.nn.Module) -> list[list[int]]:
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    assert len({token for tokens in found for token in tokens}) > 4
+    return found
+
+
+def greedy(engine: EngineCore) -> list[list[int]]:
+    wanted = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    run = generate(engine, [(f"r{i}", prompt, wanted) for i, prompt in enumerate(prompts())])
+    engine.shutdown()
+    return [run.tokens[f"r{i}"] for i in range(len(PROMPT_LENGTHS))]
+
+
+def computing(engine: EngineCore) -> str:
+    [info] = engine.executor.collective_rpc("worker_info")
+    return str(info["computing"])
+
+
+@pytest.mark.parametrize("form", DENSE)
+def test_the_decoder_gives_the_tokens_of_what_the_weights_mean(form: str, tmp_path: Path) -> None:
+    expected = expected_tokens(save_quantized_model("llama", form, tmp_path, hidden_size=64))
+    engine = build_engine(tmp_path, cache={"block_size": 16})
+    assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+
+
+@pytest.mark.parametrize(("architecture", "form"), EXPERTS)
+def test_modules_and_merged_experts_give_them_as_well(architecture: str, form: str, tmp_path: Path) -> None:
+    expected = expected_tokens(save_quantized_model(architecture, form, tmp_path, shards=3))
+    assert greedy(build_engine(tmp_path, kernels={"isa": "off"})) == expected
+
+
+def test_gpt_oss_gives_them_with_mxfp4_experts(tmp_path: Path) -> None:
+    expected = expected_tokens(save_quantized_model("gpt_oss", "mxfp4", tmp_path, **GPT_OSS))
+    assert greedy(build_engine(tmp_path)) == expected
+
+
+def test_the_log_tells_what_memory_dequantized_weights_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized_model("llama", "awq", tmp_path, hidden_size=128)
+    with caplog.at_level(logging.WARNING):
+        build_engine(tmp_path).shutdown()
+    # Of each of 2 layers 5 x 128 x 64 and 2 x 128 x 64 numbers: attention with 2 of 4 heads for keys and values, and the MLP.
+    [line] = [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()]
+    assert "(AWQ, 4 bits, groups of 16)" in line
+    assert "0.1 MiB of them take 0.6 MiB of memory as float32" in line
