@@ -14,7 +14,7 @@ from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.scheme import Scheme
 
-_ABSENT = (None, {}, [], "")
+_ABSENT: tuple[Any, ...] = (None, {}, [], "")
 
 
 def recognise(config: Any) -> Scheme:
