@@ -9,6 +9,7 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.fused_models import offer_fused
 from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE
 
@@ -84,3 +85,19 @@ def test_the_log_tells_what_memory_dequantized_weights_take(tmp_path: Path, capl
     [line] = [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()]
     assert "(AWQ, 4 bits, groups of 16)" in line
     assert "0.1 MiB of them take 0.6 MiB of memory as float32" in line
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [("llama", "fp8-blocks"), ("qwen2", "compressed-fp8-channel"), ("qwen3_moe", "fp8-blocks"), ("phi3", "fp8-tensor")],
+)
+def test_the_fused_decoder_gives_them_with_weights_that_stay_quantized(
+    architecture: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer_fused(monkeypatch)
+    expected = expected_tokens(save_quantized_model(architecture, form, tmp_path, hidden_size=64))
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(tmp_path)
+    assert "fused decoder" in computing(engine)
+    assert "linear layers keep their quantized weights" in caplog.text
+    assert greedy(engine) == expected

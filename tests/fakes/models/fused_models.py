@@ -13,10 +13,11 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
-from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.models.loader import Keeps, keep_none, load_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -51,9 +52,9 @@ def save_varied_model(architecture: str, directory: Path, **changes: Any) -> Pre
     return model
 
 
-def load_probed(path: Path) -> ProbedModel:
+def load_probed(path: Path, keep: Keeps = keep_none) -> ProbedModel:
     """The checkpoint at ``path``, and what a token has shown of it."""
-    return probe_model(load_model(ModelConfig(path=str(path)), CPU, lambda line: None), CPU, 16)
+    return probe_model(load_model(ModelConfig(path=str(path)), CPU, lambda line: None, keep), CPU, 16)
 
 
 @torch.inference_mode()
@@ -79,6 +80,7 @@ def offer_fused(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = RecordedKernels()
         return FusedForward(probed, kernels, StepGraphs(lambda: RecordedGraph(kernels)))
 
+    monkeypatch.setattr("penstock_enginecore.executor.loading.kept_weights", lambda *_: keeps)
     monkeypatch.setattr(
         "penstock_enginecore.forward.build.decoder_candidate",
         lambda library, probed: Candidate("fused decoder", lambda: build(probed)),

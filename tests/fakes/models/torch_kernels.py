@@ -3,7 +3,7 @@
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.launches import Activation, Float8Weight, GroupInputs, Norm, RotaryTable
 
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -74,6 +74,14 @@ class TorchKernels:
     def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         gate, up = gate_up.float().chunk(2, dim=1)
         out.copy_(_ACTIVATIONS[activation](gate) * up)
+
+    def float8_product(
+        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        columns = torch.arange(weight.numbers.shape[1]) // weight.width
+        dense = weight.numbers.float() * weight.scales.t()[:, columns]
+        total = x.float() @ dense.t() + (0.0 if bias is None else bias.float())
+        out.copy_(total * scale)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

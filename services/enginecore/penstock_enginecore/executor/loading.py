@@ -8,6 +8,7 @@ from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward
+from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
 
@@ -25,7 +26,8 @@ def load_runner(config: EngineCoreConfig, device: torch.device, progress: Progre
         block_size=config.cache.block_size,
     )
     if task == "generate":
-        model = load_model(config.model, device, progress)
+        keep = kept_weights(device, config.kernels, config.model.attention_backend)
+        model = load_model(config.model, device, progress, keep)
         return GenerationRunner(model, build_forward(model, forward))
     pooled = load_pooling_model(config.model, task, device, progress)
     return PoolingRunner(pooled, build_backbone(pooled, forward))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock_common.memory import in_units
 from penstock_enginecore.attention.base import AttentionBackend
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
@@ -16,6 +17,7 @@ from penstock_enginecore.forward.native import decoder_candidate, linear_candida
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.quantization.linear import dequantize_linears
 from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.sample.base import Sampler
@@ -74,6 +76,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     candidates += fused_candidates(probed, config.kernels, config.attention_backend)
     proven = first_proven(candidates, run)
+    if proven.serves is None:
+        _dequantize(model)
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
@@ -113,6 +117,12 @@ def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionB
         return native, False, create_backend(config.attention_backend, config.device)
     backend = create_backend(config.attention_backend, config.device, native.attention)
     return native, config.attention_backend == "auto", backend
+
+
+def _dequantize(model: LoadedModel) -> None:
+    """Linear layers that keep quantized weights for a decoder that does not serve."""
+    if num_bytes := dequantize_linears(model.module, model.dtype):
+        logger.warning("linear layers are dequantized: their weights take %s", in_units(num_bytes))
 
 
 def _log(computing: str, proven: Proven[object]) -> None:

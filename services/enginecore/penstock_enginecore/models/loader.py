@@ -21,7 +21,8 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.placement import place
-from penstock_enginecore.models.quantization.loading import load_dequantized
+from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
+from penstock_enginecore.models.quantization.scheme import Scheme
 from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
@@ -31,6 +32,14 @@ _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 """The instruction sets, as torch names them, with which a CPU computes in bfloat16."""
 _PROGRESS_INTERVAL = 1.0
 """Seconds between two progress lines."""
+
+
+Keeps = Callable[[Scheme], bool]
+
+
+def keep_none(scheme: Scheme) -> bool:  # noqa: ARG001 - a ``Keeps``
+    """Dequantize all weights."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +59,12 @@ class LoadedModel:
         return int(embedding.weight.shape[1])
 
 
-def load_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> LoadedModel:
-    """Read configuration and weights of ``config.path`` and move the model to ``device``. Raises ModelLoadError."""
+def load_model(
+    config: ModelConfig, device: torch.device, progress: Callable[[str], None], keep: Keeps = keep_none
+) -> LoadedModel:
+    """Read configuration and weights of ``config.path`` and move the model to ``device``. ``keep``: whether linear layers keep
+    weights that are quantized so. Raises ModelLoadError.
+    """
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
     check_supported(hf_config, model_class)
@@ -59,7 +72,7 @@ def load_model(config: ModelConfig, device: torch.device, progress: Callable[[st
     max_len = config_max_len(hf_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
-    module: Any = load_weights(config, dtype, device, progress)
+    module: Any = load_weights(config, dtype, device, progress, keep=keep)
     place(module, config.path, device)
     prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
@@ -148,15 +161,17 @@ def load_weights(
     progress: Callable[[str], None],
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
+    keep: Keeps = keep_none,
 ) -> PreTrainedModel:
     """The model with its weights, as transformers' ``auto_class`` makes it: those of its files, or random ones, which are made on
-    ``device``. ``unused``: prefixes of weights that may be missing. Raises ModelLoadError.
+    ``device``. ``unused``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights that are
+    quantized so. Raises ModelLoadError.
     """
     if config.load_format == "dummy":
         progress("the weights are random: model.load_format is 'dummy'")
         return _random_weights(config, dtype, device, auto_class)
     with weights_progress(progress, weights_size(config.path)):
-        return _read_weights(config, dtype, auto_class, unused)
+        return _read_weights(config, dtype, auto_class, unused, keep)
 
 
 def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any) -> PreTrainedModel:
@@ -172,10 +187,12 @@ def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     return cast("PreTrainedModel", module)
 
 
-def _read_weights(config: ModelConfig, dtype: torch.dtype, auto_class: Any, unused: tuple[str, ...]) -> PreTrainedModel:
+def _read_weights(
+    config: ModelConfig, dtype: torch.dtype, auto_class: Any, unused: tuple[str, ...], keep: Keeps
+) -> PreTrainedModel:
     """Those of the checkpoint's files."""
     try:
-        loaded = _from_files(config, dtype, auto_class)
+        loaded = _from_files(config, dtype, auto_class, keep)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
@@ -190,15 +207,17 @@ def _read_weights(config: ModelConfig, dtype: torch.dtype, auto_class: Any, unus
     return cast("PreTrainedModel", module)
 
 
-def _from_files(config: ModelConfig, dtype: torch.dtype, auto_class: Any) -> Any:
+def _from_files(config: ModelConfig, dtype: torch.dtype, auto_class: Any, keep: Keeps) -> Any:
     """The model, and what transformers tells of its weights."""
     hf_config = read_config(config)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_hook.ATTENTION_NAME}
+    attention = attention_hook.ATTENTION_NAME
     scheme = quantization_of(hf_config)
     if scheme is None:
-        return auto_class.from_pretrained(**_source(config), **options, output_loading_info=True)
-    model_class = _model_class(hf_config, config, auto_class)
-    return load_dequantized(model_class, hf_config, _files(config), scheme, **options)
+        return auto_class.from_pretrained(
+            **_source(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
+        )
+    found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, _files(config), scheme)
+    return load_quantized(found, dtype, keep=keep(scheme), attn_implementation=attention)
 
 
 def _files(config: ModelConfig) -> Path:

@@ -21,7 +21,7 @@ from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.launches import Kernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
-from penstock_enginecore.forward.cuda.linear import empty, merged
+from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
 from penstock_enginecore.forward.cuda.steps import CacheShape, Step, StepMemory
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, module_bytes
 from penstock_enginecore.forward.probe import NUM_TOKENS, Probe, probe_logits, probe_parts
@@ -46,7 +46,7 @@ class FusedForward:
         self._plan = plan_model(probed)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._layers = Layers(self._plan, self._max_len, kernels, self.device)
-        self._head = merged([self._plan.head])
+        self._head = merged([self._plan.head], kernels)
         self._graphs = graphs
         self._memory: StepMemory | None = None
         self._caches: list[LayerCache] = []
@@ -56,7 +56,7 @@ class FusedForward:
     def weight_bytes(self) -> int:
         """Bytes of what the modules still hold, embeddings and norms, and of the products."""
         products = self._layers.products
-        if self._head.weight is not self._plan.embedding:
+        if not (isinstance(self._head, Dense) and self._head.weight is self._plan.embedding):
             products.append(self._head)
         return module_bytes(self._module) + sum(product.num_bytes for product in products)
 

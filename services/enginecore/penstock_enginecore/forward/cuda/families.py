@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock_enginecore.forward.cuda.launches import Activation, Norm
+from penstock_enginecore.forward.cuda.linear import Linear
 from penstock_enginecore.forward.cuda.plans import (
     AttentionPlan,
     ClampedGate,
@@ -24,6 +25,7 @@ from penstock_enginecore.forward.cuda.plans import (
 from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.quantization.linear import QuantizedLinear
 from penstock_enginecore.models.query_scale import query_scale
 
 
@@ -225,7 +227,9 @@ class _Reader:
         eps = norm.eps if self._family.norm_offset else norm.variance_epsilon
         return Norm(norm.weight, float(eps), self._family.norm_offset)
 
-    def _linear(self, linear: Any) -> torch.nn.Linear:
+    def _linear(self, linear: Any) -> Linear:
+        if type(linear) is QuantizedLinear:
+            return linear
         self._expect(linear, "Linear", (), ("weight", "bias"), of_torch=True)
         found: torch.nn.Linear = linear
         return found

@@ -52,6 +52,17 @@ class GroupInputs:
     slots: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """``numbers`` e4m3 ``[out_features, in_features]``, of which those of a row and a block of ``width`` columns are multiplied
+    by one of ``scales`` float32 ``[blocks, out_features]``.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    width: int
+
+
 class Kernels(Protocol):
     """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
     depends on a number on the device. So a sequence of calls can be captured and replayed.
@@ -96,4 +107,11 @@ class Kernels(Protocol):
     def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         """From ``gate_up`` ``[tokens, 2 * intermediate size]``, ``activation`` of the first half times the second into ``out``
         ``[tokens, intermediate size]``.
+        """
+
+    def float8_product(
+        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
+        ``[rows, out_features]``.
         """

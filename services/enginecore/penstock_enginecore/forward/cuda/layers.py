@@ -13,7 +13,7 @@ from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations, Widths
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.launches import Kernels, Norm
-from penstock_enginecore.forward.cuda.linear import Dense, merged
+from penstock_enginecore.forward.cuda.linear import Product, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
 from penstock_enginecore.forward.cuda.plans import AttentionPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.cuda.rotary import rotary_table
@@ -26,17 +26,18 @@ AfterLayer = Callable[[int, torch.Tensor], None]
 @dataclass(frozen=True, slots=True)
 class _Layer:
     plan: LayerPlan
-    qkv: Dense
-    output: Dense
+    qkv: Product
+    output: Product
     mlp: MLP
 
     @classmethod
-    def of(cls, plan: LayerPlan) -> "_Layer":
+    def of(cls, plan: LayerPlan, kernels: Kernels) -> "_Layer":
         attention = plan.attention
-        return cls(plan, merged(attention.qkv), merged([attention.output]), mlp_of(plan.mlp, plan.residual_scale))
+        qkv, output = merged(attention.qkv, kernels), merged([attention.output], kernels)
+        return cls(plan, qkv, output, mlp_of(plan.mlp, plan.residual_scale, kernels))
 
     @property
-    def products(self) -> tuple[Dense, ...]:
+    def products(self) -> tuple[Product, ...]:
         return self.qkv, self.output, *self.mlp.products
 
 
@@ -52,13 +53,13 @@ class Layers:
         ]
         self._plan = plan
         self._kernels = kernels
-        self._layers = [_Layer.of(layer) for layer in plan.layers]
+        self._layers = [_Layer.of(layer, kernels) for layer in plan.layers]
         self.widths = self._widths()
         after = [layer.norms_before[0] for layer in plan.layers[1:]]
         self._next_norms = [*after, plan.norm]
 
     @property
-    def products(self) -> list[Dense]:
+    def products(self) -> list[Product]:
         """Those of all layers."""
         return [product for layer in self._layers for product in layer.products]
 

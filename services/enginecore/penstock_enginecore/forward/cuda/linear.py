@@ -1,15 +1,49 @@
 """Products of the fused decoder, into buffers of its own.
 
-A class per way in which weights are kept: what multiplies by quantized ones has ``Dense``'s methods, and its place in
-``merged``, which makes one product of several linear layers.
+A class per way in which weights are kept; ``merged`` makes one product of several linear layers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.quantized import float8_product
 from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.quantization.linear import QuantizedLinear
+
+Linear = torch.nn.Linear | QuantizedLinear
+
+
+class Product(Protocol):
+    """Rows times a weight that is kept in some way."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[out_features]``."""
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of a row of the product."""
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row that is multiplied."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias."""
+
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
+
+    def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+        """As ``product``, with the bias where there is one, times ``scale``."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +92,30 @@ class Dense:
         return [p for p in (self.weight, self.bias) if p is not None]
 
 
-def merged(linears: Sequence[torch.nn.Linear]) -> Dense:
+def merged(linears: Sequence[Linear], kernels: Kernels) -> Product:
     """One product of ``linears``, whose rows follow one another. Weights are held once: those of the layers become parts of the
-    whole, and the layers go on computing what they did. UnsuitableError where some have a bias and some have none.
+    whole, and the layers go on computing what they did. UnsuitableError where some have a bias and some have none, where they
+    are quantized in several ways, and for a way that there is no product for.
     """
-    if len(linears) == 1:
-        return Dense(linears[0].weight, linears[0]._parameters["bias"])
     biased = {linear._parameters["bias"] is not None for linear in linears}
     if len(biased) > 1:
         raise UnsuitableError("some of the linear layers of one product have a bias, and some have none")
-    return Dense(_joined(linears, "weight"), _joined(linears, "bias") if biased.pop() else None)
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    if 0 < len(quantized) < len(linears):
+        raise UnsuitableError("some of the linear layers of one product are quantized, and some are not")
+    bias = _whole(linears, "bias") if biased.pop() else None
+    return float8_product(quantized, bias, kernels) if quantized else Dense(_whole(linears, "weight"), bias)
+
+
+def _whole(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
+    """Parameters of one layer as they are, of several as parts of one."""
+    first: torch.nn.Parameter = linears[0].get_parameter(name)
+    return first if len(linears) == 1 else _joined(linears, name)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _joined(linears: Sequence[torch.nn.Linear], name: str) -> torch.nn.Parameter:
+def _joined(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
     """Parameters one after the other along their first dimension; those of the layers are then views of their places."""
     whole = torch.cat([getattr(linear, name) for linear in linears])
     start = 0
@@ -83,9 +126,7 @@ def _joined(linears: Sequence[torch.nn.Linear], name: str) -> torch.nn.Parameter
     return torch.nn.Parameter(whole, requires_grad=False)
 
 
-def empty(linear: torch.nn.Linear) -> None:
+def empty(linear: Linear) -> None:
     """Let go of the weights of a layer that a product stands for. Its name and sizes stay, which adapters go by."""
-    for name in ("weight", "bias"):
-        parameter = getattr(linear, name)
-        if parameter is not None:
-            setattr(linear, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))
+    for name, parameter in list(linear.named_parameters()):
+        setattr(linear, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))

@@ -12,7 +12,7 @@ import torch
 from penstock_enginecore.forward.cuda.activations import Activations
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.launches import Kernels
-from penstock_enginecore.forward.cuda.linear import Dense, merged
+from penstock_enginecore.forward.cuda.linear import Product, merged
 from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan
 
 
@@ -20,7 +20,7 @@ class MLP(Protocol):
     """Part of a layer."""
 
     @property
-    def products(self) -> tuple[Dense, ...]:
+    def products(self) -> tuple[Product, ...]:
         """Its linear layers."""
 
     def run(
@@ -34,17 +34,17 @@ class GatedMLP:
     """An activation of one product times another. What it puts out is multiplied by ``scale``."""
 
     plan: MLPPlan
-    gate_up: Dense
-    down: Dense
+    gate_up: Product
+    down: Product
     scale: float
 
     @classmethod
-    def of(cls, plan: MLPPlan, scale: float) -> "GatedMLP":
+    def of(cls, plan: MLPPlan, scale: float, kernels: Kernels) -> "GatedMLP":
         """Merges the weights that ``plan`` names."""
-        return cls(plan, merged(plan.gate_up), merged([plan.down]), scale)
+        return cls(plan, merged(plan.gate_up, kernels), merged([plan.down], kernels), scale)
 
     @property
-    def products(self) -> tuple[Dense, ...]:
+    def products(self) -> tuple[Product, ...]:
         """Two."""
         return self.gate_up, self.down
 
@@ -70,7 +70,7 @@ class Experts:
     scale: float
 
     @property
-    def products(self) -> tuple[Dense, ...]:
+    def products(self) -> tuple[Product, ...]:
         """None that stands for a linear layer."""
         return ()
 
@@ -126,6 +126,6 @@ class Experts:
         return weights * self.scale, chosen
 
 
-def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float) -> MLP:
+def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float, kernels: Kernels) -> MLP:
     """What computes ``plan``. ``scale``: of what is added to the residual."""
-    return Experts(plan, scale) if isinstance(plan, ExpertsPlan) else GatedMLP.of(plan, scale)
+    return Experts(plan, scale) if isinstance(plan, ExpertsPlan) else GatedMLP.of(plan, scale, kernels)

@@ -6,6 +6,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.launches import Activation, Norm
+from penstock_enginecore.forward.cuda.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +15,8 @@ class AttentionPlan:
     the model's rotary variants.
     """
 
-    qkv: tuple[torch.nn.Linear, ...]
-    output: torch.nn.Linear
+    qkv: tuple[Linear, ...]
+    output: Linear
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -28,8 +29,8 @@ class AttentionPlan:
 class MLPPlan:
     """``gate_up``: by one linear layer or by two."""
 
-    gate_up: tuple[torch.nn.Linear, ...]
-    down: torch.nn.Linear
+    gate_up: tuple[Linear, ...]
+    down: Linear
     activation: Activation
 
 
@@ -93,7 +94,7 @@ class ModelPlan:
     input_scale: float
     layers: tuple[LayerPlan, ...]
     norm: Norm
-    head: torch.nn.Linear
+    head: Linear
     logits_divisor: float
     logits_softcap: float | None
     rotary: torch.nn.Module
@@ -101,9 +102,9 @@ class ModelPlan:
     rotary_twice: bool
 
     @property
-    def linears(self) -> list[torch.nn.Linear]:
+    def linears(self) -> list[Linear]:
         """Those of all layers, which products stand for."""
-        found: list[torch.nn.Linear] = []
+        found: list[Linear] = []
         for layer in self.layers:
             found += [*layer.attention.qkv, layer.attention.output]
             if isinstance(layer.mlp, MLPPlan):

@@ -6,9 +6,10 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
+from penstock_enginecore.forward.cuda.kernels.float8 import float8_product
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
-from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.launches import Activation, Float8Weight, GroupInputs, Norm, RotaryTable
 
 
 class TritonKernels:
@@ -52,6 +53,12 @@ class TritonKernels:
     def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         """One kernel."""
         gated(gate_up, activation, out)
+
+    def float8_product(
+        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        """One kernel."""
+        float8_product(x, weight, bias, scale, out)
 
     def _scratch_for(self, requests: int, heads: int, kv_heads: int, out: torch.Tensor) -> Scratch:
         """Of captured steps all have the same, which never moves; larger ones share another, which grows."""

@@ -61,13 +61,20 @@ class Float8:
         matrices = weight.reshape(-1, rows, columns)
         scales = tensors[self.scale].float()
         scales = scales.reshape(scales.numel() // self._scales(rows, columns), -(-rows // height), -(-columns // width))
-        out = torch.empty(matrices.shape, dtype=dtype)
+        out = torch.empty(matrices.shape, dtype=dtype, device=weight.device)
         for i, (matrix, own) in enumerate(zip(matrices, scales.expand(len(matrices), -1, -1), strict=True)):
             for piece in pieces(rows, columns, height):
                 of_rows = own[piece.start // height : -(-piece.stop // height)].repeat_interleave(height, 0)
                 factors = of_rows[: piece.stop - piece.start].repeat_interleave(width, 1)[:, :columns]
                 out[i, piece] = matrix[piece].float().mul_(factors).to(dtype)
         return out.view(weight.shape)
+
+    def by_rows(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """Scales of a matrix float32 ``[blocks, rows]``, one for each row and block of columns, and how many columns that is."""
+        rows, columns = tensors[""].shape
+        height, width = self._block(rows, columns)
+        scales = tensors[self.scale].float().reshape(-(-rows // height), -1)
+        return scales.repeat_interleave(height, 0)[:rows].t().contiguous(), width
 
     def _block(self, rows: int, columns: int) -> tuple[int, int]:
         if self.granularity == "tensor":

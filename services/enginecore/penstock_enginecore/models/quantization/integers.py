@@ -25,7 +25,7 @@ class GroupedIntegers:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in ``dtype``, multiplied in float32."""
-        out = torch.empty(self.levels.shape, dtype=dtype)
+        out = torch.empty(self.levels.shape, dtype=dtype, device=self.levels.device)
         for piece in pieces(*self.levels.shape):
             numbers = self.levels[piece].float()
             numbers -= self.zeros[piece].float().index_select(1, self.groups)

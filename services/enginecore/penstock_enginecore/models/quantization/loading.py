@@ -1,6 +1,8 @@
-"""A model of a quantized checkpoint, its weights dequantized as they are read."""
+"""A model of a quantized checkpoint: its weights dequantized as they are read, or kept in its linear layers."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,38 +10,95 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock_common.memory import in_units
+from penstock_enginecore.models.quantization.linear import QuantizedLinear, replace_module
 from penstock_enginecore.models.quantization.scheme import Scheme
-from penstock_enginecore.models.quantization.weights import dense_weights, open_tensors
+from penstock_enginecore.models.quantization.weights import DenseWeights, DequantizedTensor, dense_weights, open_tensors
 
 logger = logging.getLogger(__name__)
 
+_WEIGHT = ".weight"
 
-def load_dequantized(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    directory: Path,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    **options: Any,
-) -> Any:
-    """What ``from_pretrained`` of ``model_class`` makes of ``config`` and the files in ``directory`` with ``options``, as if
-    these had never been quantized by ``scheme``: it reads a weight at a time, and renames, merges and casts as ever. Warns of the
-    memory that takes. Raises ModelLoadError.
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCheckpoint:
+    """The files in ``directory``, quantized by ``scheme``, of a model of ``model_class`` and ``config``."""
+
+    model_class: type[PreTrainedModel]
+    config: PretrainedConfig
+    directory: Path
+    scheme: Scheme
+
+
+def load_quantized(found: QuantizedCheckpoint, dtype: torch.dtype, *, keep: bool, **options: Any) -> Any:
+    """What ``from_pretrained`` of the model's class makes of the files with ``options``, as if these had never been quantized: it
+    reads a weight at a time, and renames, merges and casts as ever. If ``keep``, linear layers keep their weights as they are,
+    and become ``QuantizedLinear``; others are dequantized. Warns of the memory that takes. Raises ModelLoadError.
     """
-    del config.quantization_config
-    with open_tensors(directory) as stored:
-        weights = dense_weights(stored, scheme, dtype)
+    found.config.__dict__.pop("quantization_config", None)
+    with open_tensors(found.directory) as stored:
+        weights = dense_weights(stored, found.scheme, dtype)
+        kept = _linears(found, weights) if keep else {}
+        _tell(found.scheme, weights, kept, dtype)
+        loaded = _make(found, weights, kept, dtype, options)
+        if not all(_is_placeholder(loaded[0], name) for name in kept):
+            # transformers has weights of this class in another form than the files, into which only dense ones can be brought.
+            kept = {}
+            _tell(found.scheme, weights, kept, dtype)
+            loaded = _make(found, weights, kept, dtype, options)
+        for name, tensor in kept.items():
+            linear = loaded[0].get_submodule(name)
+            replace_module(loaded[0], name, QuantizedLinear(linear, tensor.scheme, tensor.read()))
+    _read_generation_config(loaded[0], found.directory)
+    return loaded
+
+
+def _linears(found: QuantizedCheckpoint, weights: DenseWeights) -> dict[str, DequantizedTensor]:
+    """Quantized weights that are those of linear layers of the model, its head aside, by the layers' names."""
+    make: Any = found.model_class
+    with torch.device("meta"):
+        skeleton = make._from_config(found.config)
+    modules = {
+        name: module for name, module in skeleton.named_modules() if module is not skeleton.get_output_embeddings()
+    }
+    tensors = {name.removesuffix(_WEIGHT): tensor for name, tensor in weights.tensors.items() if name.endswith(_WEIGHT)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, DequantizedTensor) and type(modules.get(name)) is torch.nn.Linear
+    }
+
+
+def _make(
+    found: QuantizedCheckpoint,
+    weights: DenseWeights,
+    kept: Mapping[str, DequantizedTensor],
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> Any:
+    placeholders = {f"{name}{_WEIGHT}": tensor.placeholder() for name, tensor in kept.items()}
+    state = {**weights.tensors, **placeholders}
+    make: Any = found.model_class.from_pretrained
+    return make(None, config=found.config, state_dict=state, dtype=dtype, output_loading_info=True, **options)
+
+
+def _is_placeholder(module: Any, name: str) -> bool:
+    """Whether a layer's weight came as it was given."""
+    return set(module.get_submodule(name).weight.stride()) == {0}
+
+
+def _tell(scheme: Scheme, weights: DenseWeights, kept: Mapping[str, DequantizedTensor], dtype: torch.dtype) -> None:
+    stored = weights.quantized_bytes - sum(tensor.stored_bytes for tensor in kept.values())
+    dense = weights.dense_bytes - sum(tensor.shape[0] * tensor.shape[1] * dtype.itemsize for tensor in kept.values())
+    if kept:
+        logger.info("%d linear layers keep their quantized weights (%s)", len(kept), scheme.name)
+    if stored:
         logger.warning(
             "the checkpoint's weights are quantized (%s) and are dequantized at load: %s of them take %s of memory as %s",
             scheme.name,
-            in_units(weights.quantized_bytes),
-            in_units(weights.dense_bytes),
+            in_units(stored),
+            in_units(dense),
             str(dtype).removeprefix("torch."),
         )
-        make: Any = model_class.from_pretrained
-        loaded = make(None, config=config, state_dict=weights.tensors, dtype=dtype, output_loading_info=True, **options)
-    _read_generation_config(loaded[0], directory)
-    return loaded
 
 
 def _read_generation_config(module: Any, directory: Path) -> None:

@@ -54,10 +54,23 @@ class DequantizedTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The weight, or a part of it, in the model's dtype. Raises ModelLoadError."""
         try:
-            whole = self._scheme.dequantize({suffix: part[...] for suffix, part in self._parts.items()}, self._dtype)
+            whole = self._scheme.dequantize(self.read(), self._dtype)
         except ValueError as e:
             raise self._wrong(e) from e
         return whole[index]
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Its parts as they are, by suffix."""
+        return {suffix: part[...] for suffix, part in self._parts.items()}
+
+    @property
+    def scheme(self) -> Scheme:
+        """How it is quantized."""
+        return self._scheme
+
+    def placeholder(self) -> torch.Tensor:
+        """Of its shape and dtype, and of one number's memory."""
+        return torch.zeros((), dtype=self._dtype).expand(self.shape)
 
     def _wrong(self, error: ValueError) -> ModelLoadError:
         return ModelLoadError(f"the weight {self._name} cannot be {self._scheme.name}: {error}")

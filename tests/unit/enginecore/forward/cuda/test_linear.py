@@ -5,6 +5,7 @@ import torch
 
 from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
 from penstock_enginecore.forward.proof import UnsuitableError
+from tests.fakes.models.torch_kernels import TorchKernels
 
 
 def layers(*, bias: bool) -> list[torch.nn.Linear]:
@@ -17,7 +18,7 @@ def layers(*, bias: bool) -> list[torch.nn.Linear]:
 def test_a_product_is_those_of_the_layers_one_after_the_other(bias: bool) -> None:
     linears, x = layers(bias=bias), torch.randn(5, 6)
     expected = torch.cat([linear(x) for linear in linears], dim=1)
-    product, out = merged(linears), torch.full((5, 9), torch.nan)
+    product, out = merged(linears, TorchKernels()), torch.full((5, 9), torch.nan)
     assert (product.in_features, product.out_features) == (6, 9)
     product.affine(x, out)
     torch.testing.assert_close(out, expected)
@@ -32,7 +33,7 @@ def test_a_product_is_those_of_the_layers_one_after_the_other(bias: bool) -> Non
 def test_weights_are_held_once_and_the_layers_still_compute() -> None:
     linears, x = layers(bias=True), torch.randn(5, 6)
     expected = [linear(x) for linear in linears]
-    product = merged(linears)
+    product = merged(linears, TorchKernels())
     whole = product.weight.untyped_storage().data_ptr()
     assert {linear.weight.untyped_storage().data_ptr() for linear in linears} == {whole}
     for linear, kept in zip(linears, expected, strict=True):
@@ -42,7 +43,7 @@ def test_weights_are_held_once_and_the_layers_still_compute() -> None:
 
 def test_one_layer_is_its_own_product() -> None:
     [linear, *_] = layers(bias=True)
-    product = merged([linear])
+    product = merged([linear], TorchKernels())
     assert product == Dense(linear.weight, linear.bias)
     assert product.weight is linear.weight
 
@@ -52,7 +53,7 @@ def test_a_bias_on_some_of_the_layers_is_refused() -> None:
     with pytest.raises(
         UnsuitableError, match="some of the linear layers of one product have a bias, and some have none"
     ):
-        merged(linears)
+        merged(linears, TorchKernels())
 
 
 def test_an_emptied_layer_keeps_its_sizes() -> None:

@@ -55,8 +55,8 @@ def test_experts_compute_what_the_module_does_and_padding_takes_none(
         return grouped_mm(rows, weight, offs=offs)
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
-    mlp_of(plan, 1.0).run(x, step(num_tokens), activations, TorchKernels(), out)
+    mlp_of(plan, 1.0, TorchKernels()).run(x, step(num_tokens), activations, TorchKernels(), out)
     torch.testing.assert_close(out[:num_tokens], expected)
     assert ends == [num_tokens * plan.top_k] * 2
-    mlp_of(plan, 0.5).run(x, step(num_tokens), activations, TorchKernels(), out)
+    mlp_of(plan, 0.5, TorchKernels()).run(x, step(num_tokens), activations, TorchKernels(), out)
     torch.testing.assert_close(out[:num_tokens], 0.5 * expected)

@@ -37,6 +37,20 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: int
 
 
+class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Up to ``rows`` rows times weights of ``bytes`` per number: a program makes ``block_m`` rows of ``block_n`` features, of
+    ``block_k`` columns at a time, in ``warps`` warps that load ``stages`` tiles ahead.
+    """
+
+    rows: int
+    bytes: int
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
 class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file. ``measured``: whether its numbers come from runs on the ``device``, or are estimates."""
 
@@ -44,6 +58,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: bool
     decode: list[Decode]
     prefill: list[Prefill]
+    products: list[Product]
 
 
 _Tiles = TypeVar("_Tiles", Decode, Prefill)
@@ -70,6 +85,13 @@ def attention_tiles(head_size: int, itemsize: int, device: str = "") -> Attentio
     """For heads of ``head_size`` numbers, padded, in a cache of ``itemsize`` bytes per number. ValueError where none fits."""
     tuned = load_tuned(device)
     return AttentionTiles(_fitting(tuned.decode, head_size, itemsize), _fitting(tuned.prefill, head_size, itemsize))
+
+
+@cache
+def product_tiles(rows: int, itemsize: int, device: str = "") -> Product:
+    """For ``rows`` rows and weights of ``itemsize`` bytes per number: the first that is made for so many, or the largest."""
+    fit = [one for one in load_tuned(device).products if one.bytes == itemsize]
+    return next((one for one in fit if rows <= one.rows), fit[-1])
 
 
 def _fitting(kinds: Sequence[_Tiles], head_size: int, itemsize: int) -> _Tiles:

@@ -1,0 +1,118 @@
+"""Products with weights of 8-bit floats: numbers are multiplied in the dtype of what they are multiplied with, which holds each
+of them exactly, and sums by their scales. So weights alone are read in 8 bits: what a step of few rows takes its time for.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_enginecore.forward.cuda.kernels.configurations import product_tiles
+from penstock_enginecore.forward.cuda.launches import Float8Weight
+
+MIN_WIDTH = 16
+"""Columns that a tile has at least."""
+
+
+def float8_product(
+    x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+) -> None:
+    """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
+    ``[rows, out_features]``. All contiguous. Summed in float32, block of columns by block. ValueError for other shapes, strides,
+    and for blocks whose width is no power of two from 16 on.
+    """
+    numbers, width = weight.numbers, weight.width
+    (rows, in_features), out_features = x.shape, numbers.shape[0]
+    blocks = triton.cdiv(in_features, width)
+    if numbers.shape[1] != in_features or weight.scales.shape != (blocks, out_features):
+        raise ValueError(
+            f"{list(numbers.shape)} and scales {list(weight.scales.shape)} for rows of {in_features} numbers"
+        )
+    if out.shape != (rows, out_features) or not all(t.is_contiguous() for t in (x, numbers, weight.scales, out)):
+        raise ValueError(
+            f"an output of {list(out.shape)} for {rows} rows of {out_features} numbers, or strides between"
+        )
+    if blocks > 1 and not fits(width):
+        raise ValueError(f"blocks of {width} columns: their width must be a power of two from {MIN_WIDTH} on")
+    if not rows:
+        return
+    tiles = product_tiles(rows, 1)
+    block_k = tiles.block_k if blocks == 1 else min(tiles.block_k, width)
+    grid = triton.cdiv(out_features, tiles.block_n), triton.cdiv(rows, tiles.block_m)
+    float8_tiles[grid](
+        x,
+        numbers,
+        weight.scales,
+        bias,
+        out,
+        rows,
+        out_features,
+        in_features,
+        scale,
+        WIDTH=width if blocks > 1 else 0,
+        EVEN=in_features % block_k == 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=block_k,
+        PRECISION="ieee",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def fits(width: int) -> bool:
+    """Whether blocks of ``width`` columns can be told apart."""
+    return width >= MIN_WIDTH and width & (width - 1) == 0
+
+
+@triton.jit
+def float8_tiles(
+    x,
+    numbers,
+    scales,
+    bias,
+    out,
+    rows,
+    out_features,
+    in_features,
+    scale,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program makes a tile of ``out``. ``WIDTH``: columns of a block of scales, 0 for one of all columns; ``EVEN``: tiles end
+    where columns do.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
+    n_read = tl.minimum(n, out_features - 1)
+    m_read = tl.minimum(m, rows - 1)
+    k = tl.arange(0, BLOCK_K)
+    x_tile = x + m_read[:, None].to(tl.int64) * in_features + k[None, :]
+    number_tile = numbers + n_read[:, None].to(tl.int64) * in_features + k[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        if EVEN:
+            left = tl.load(x_tile + start)
+            right = tl.load(number_tile + start)
+        else:
+            inside = (start + k < in_features)[None, :]
+            left = tl.load(x_tile + start, mask=inside, other=0.0)
+            behind = tl.minimum(start + k, in_features - 1) - k
+            right = tl.load(number_tile + behind[None, :])
+        right = tl.trans(right.to(left.dtype))
+        if WIDTH > 0:
+            factor = tl.load(scales + (start // WIDTH) * out_features + n_read)
+            total += tl.dot(left, right, input_precision=PRECISION) * factor[None, :]
+        else:
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    if WIDTH == 0:
+        total *= tl.load(scales + n_read)[None, :]
+    if bias is not None:
+        total += tl.load(bias + n_read).to(tl.float32)[None, :]
+    place = m[:, None].to(tl.int64) * out_features + n[None, :]
+    inside = (m[:, None] < rows) & (n[None, :] < out_features)
+    tl.store(out + place, (total * scale).to(out.dtype.element_ty), mask=inside)

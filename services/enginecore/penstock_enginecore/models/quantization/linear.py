@@ -1,0 +1,63 @@
+"""Linear layers that keep their quantized weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from penstock_enginecore.models.quantization.scheme import Scheme
+
+
+class QuantizedLinear(torch.nn.Module):
+    """Stands for a ``torch.nn.Linear``, ``linear``, whose weight is ``tensors`` of ``scheme``, by their suffixes, and is
+    dequantized each time that it computes, to the dtype of what it gets. Its bias is that of ``linear``.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scheme = scheme
+        self.register_parameter("bias", linear.bias)
+        self._suffixes = tuple(tensors)
+        for i, tensor in enumerate(tensors.values()):
+            self.register_parameter(f"part{i}", torch.nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the weight is stored as, by suffix."""
+        return {suffix: getattr(self, f"part{i}") for i, suffix in enumerate(self._suffixes)}
+
+    def replace(self, suffix: str, tensor: torch.Tensor) -> None:
+        """Keep the part of this ``suffix`` as ``tensor``."""
+        setattr(self, f"part{self._suffixes.index(suffix)}", torch.nn.Parameter(tensor, requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., out_features]`` for ``[..., in_features]``."""
+        return torch.nn.functional.linear(x, self.scheme.dequantize(self.tensors, x.dtype), self.bias)
+
+    def dense(self, dtype: torch.dtype) -> torch.nn.Linear:
+        """The same layer with its weight in ``dtype``."""
+        linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = torch.nn.Parameter(self.scheme.dequantize(self.tensors, dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear.eval()
+
+
+def replace_module(whole: Any, name: str, by: torch.nn.Module) -> None:
+    """Put ``by`` in place of the module of this ``name`` in ``whole``."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(whole.get_submodule(parent), leaf, by)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def dequantize_linears(whole: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Put dense layers in place of all quantized ones, one at a time. Returns how many bytes their weights take."""
+    found = [(name, module) for name, module in whole.named_modules() if isinstance(module, QuantizedLinear)]
+    num_bytes = 0
+    while found:
+        name, module = found.pop()
+        dense = module.dense(dtype)
+        replace_module(whole, name, dense)
+        num_bytes += dense.weight.numel() * dense.weight.element_size()
+    return num_bytes

@@ -1,0 +1,79 @@
+"""Products with weights of 8-bit floats against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock_enginecore.forward.cuda.launches import Float8Weight
+from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.torch_kernels import TorchKernels
+
+float8 = interpreted("float8")
+
+
+def draw(rows: int, out_features: int, in_features: int, width: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    generator = torch.Generator().manual_seed(rows * out_features + in_features)
+    numbers = torch.randn(out_features, in_features, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-in_features // width), out_features, generator=generator) + 0.1
+    x = torch.randn(rows, in_features, generator=generator).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype)
+    return x, Float8Weight(numbers, scales, width), bias
+
+
+def check(rows: int, out_features: int, in_features: int, width: int, dtype: torch.dtype, *, biased: bool) -> None:
+    x, weight, bias = draw(rows, out_features, in_features, width, dtype)
+    memory = torch.full((rows + 1, out_features), torch.nan, dtype=dtype)
+    expected = torch.empty(rows, out_features, dtype=torch.float64)
+    arguments = (weight, bias if biased else None, 0.5)
+    TorchKernels().float8_product(x, *arguments, expected)
+    float8.float8_product(x, *arguments, memory[:rows])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(memory[:rows].double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
+    assert bool(memory[rows].isnan().all())
+
+
+@settings(max_examples=15)
+@given(
+    rows=st.integers(1, 20),
+    out_features=st.integers(1, 70),
+    in_features=st.integers(1, 200),
+    width=st.sampled_from([16, 32, 64, 128, None]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    biased=st.booleans(),
+)
+def test_any_shape(
+    rows: int, out_features: int, in_features: int, width: int | None, dtype: torch.dtype, biased: bool
+) -> None:
+    check(rows, out_features, in_features, width or in_features, dtype, biased=biased)
+
+
+@pytest.mark.parametrize("rows", [65, 130])
+def test_the_tiles_of_prompts(rows: int) -> None:
+    check(rows, 136, 256, 128, torch.float16, biased=True)
+
+
+def test_no_rows() -> None:
+    x, weight, bias = draw(0, 8, 16, 16, torch.float32)
+    float8.float8_product(x, weight, bias, 1.0, torch.empty(0, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": torch.zeros(2, 48)}, r"\[8, 64\] and scales \[2, 8\] for rows of 48 numbers"),
+        ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] for 2 rows of 8 numbers"),
+        ({"out": torch.zeros(8, 2).t()}, "strides between"),
+        (
+            {"weight": Float8Weight(torch.zeros(8, 64).to(torch.float8_e4m3fn), torch.zeros(3, 8), 24)},
+            "blocks of 24 col",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
+    x, weight, bias = draw(2, 8, 64, 32, torch.float32)
+    arguments = {"x": x, "weight": weight, "bias": bias, "scale": 1.0, "out": torch.zeros(2, 8), **change}
+    with pytest.raises(ValueError, match=said):
+        float8.float8_product(**arguments)
