@@ -83,13 +83,20 @@ def test_the_log_tells_what_memory_dequantized_weights_take(tmp_path: Path, capl
         build_engine(tmp_path).shutdown()
     # Of each of 2 layers 5 x 128 x 64 and 2 x 128 x 64 numbers: attention with 2 of 4 heads for keys and values, and the MLP.
     [line] = [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()]
-    assert "(AWQ, 4 bits, groups of 16)" in line
+    assert "(AWQ, 4 bits, groups of 32)" in line
     assert "0.1 MiB of them take 0.6 MiB of memory as float32" in line
 
 
 @pytest.mark.parametrize(
     ("architecture", "form"),
-    [("llama", "fp8-blocks"), ("qwen2", "compressed-fp8-channel"), ("qwen3_moe", "fp8-blocks"), ("phi3", "fp8-tensor")],
+    [
+        ("llama", "fp8-blocks"),
+        ("qwen3_moe", "fp8-blocks"),
+        ("phi3", "compressed-fp8-tensor"),
+        ("llama", "awq"),
+        ("qwen2", "compressed-int4-asymmetric"),
+        ("phi3", "gptq"),
+    ],
 )
 def test_the_fused_decoder_gives_them_with_weights_that_stay_quantized(
     architecture: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

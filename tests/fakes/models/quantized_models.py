@@ -15,7 +15,7 @@ from tests.fakes.models.tiny_models import save_tiny_model
 
 Tensors = dict[str, torch.Tensor]
 
-GROUP = 16
+GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbours stands in each place of a word, from the lowest bits up."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

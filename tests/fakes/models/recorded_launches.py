@@ -15,7 +15,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 
 READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
 COPIES = ("_to_copy", "copy_")
-WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,), "float8_product": (4,)}
+WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,), "quantized_product": (4,)}
 """By launch, which of its arguments it writes to."""
 
 

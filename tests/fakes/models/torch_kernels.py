@@ -3,7 +3,14 @@
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.launches import Activation, Float8Weight, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.launches import (
+    Activation,
+    GroupInputs,
+    Int4Weight,
+    Norm,
+    QuantizedWeight,
+    RotaryTable,
+)
 
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -75,12 +82,18 @@ class TorchKernels:
         gate, up = gate_up.float().chunk(2, dim=1)
         out.copy_(_ACTIVATIONS[activation](gate) * up)
 
-    def float8_product(
-        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    def quantized_product(
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
     ) -> None:
-        columns = torch.arange(weight.numbers.shape[1]) // weight.width
-        dense = weight.numbers.float() * weight.scales.t()[:, columns]
-        total = x.float() @ dense.t() + (0.0 if bias is None else bias.float())
+        of = torch.arange(weight.in_features) // weight.width
+        levels = weight.numbers.double()
+        if isinstance(weight, Int4Weight):
+            columns = torch.arange(weight.in_features)
+            byte = columns // (2 * weight.half) * weight.half + columns % weight.half
+            high = columns // weight.half % 2
+            levels = (weight.numbers[:, byte] >> (4 * high)) % 16 - weight.zeros.t()[:, of].double()
+        dense = levels * weight.scales.t()[:, of].double()
+        total = x.double() @ dense.t() + (0.0 if bias is None else bias.double())
         out.copy_(total * scale)
 
 

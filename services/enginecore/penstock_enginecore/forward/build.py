@@ -16,7 +16,8 @@ from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
-from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.linear import dequantize_linears
 from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.pooling.embedder import PoolingModel
@@ -120,8 +121,15 @@ def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionB
 
 
 def _dequantize(model: LoadedModel) -> None:
-    """Linear layers that keep quantized weights for a decoder that does not serve."""
-    if num_bytes := dequantize_linears(model.module, model.dtype):
+    """Linear layers that keep quantized weights for a decoder that does not serve. Raises ModelLoadError."""
+    try:
+        num_bytes = dequantize_linears(model.module, model.dtype)
+    except torch.OutOfMemoryError as e:
+        raise ModelLoadError(
+            f"the fused decoder does not serve {type(model.module).__name__} with quantized weights, and dequantized to "
+            f"{str(model.dtype).removeprefix('torch.')} they do not fit: {first_line(e)}"
+        ) from e
+    if num_bytes:
         logger.warning("linear layers are dequantized: their weights take %s", in_units(num_bytes))
 
 

@@ -62,6 +62,42 @@ class Float8Weight:
     scales: torch.Tensor
     width: int
 
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row."""
+        return self.numbers.shape[1]
+
+    def to(self, device: torch.device) -> "Float8Weight":
+        """The same on ``device``."""
+        return Float8Weight(self.numbers.to(device), self.scales.to(device), self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """Levels of 4 bits, two in a byte of ``numbers`` uint8 ``[out_features, in_features / 2]``: of each ``2 * half`` columns
+    those of the first half in the lower bits. In a row and a block of ``width`` columns the level less one of ``zeros`` uint8,
+    times one of ``scales``, both ``[blocks, out_features]``, is the weight.
+    """
+
+    numbers: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    width: int
+    half: int
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row."""
+        return self.numbers.shape[1] * 2
+
+    def to(self, device: torch.device) -> "Int4Weight":
+        """The same on ``device``."""
+        moved = (tensor.to(device) for tensor in (self.numbers, self.zeros, self.scales))
+        return Int4Weight(*moved, self.width, self.half)
+
+
+QuantizedWeight = Float8Weight | Int4Weight
+
 
 class Kernels(Protocol):
     """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
@@ -109,8 +145,8 @@ class Kernels(Protocol):
         ``[tokens, intermediate size]``.
         """
 
-    def float8_product(
-        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    def quantized_product(
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
     ) -> None:
         """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
         ``[rows, out_features]``.

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from penstock_enginecore.forward.cuda.launches import Kernels
-from penstock_enginecore.forward.cuda.quantized import float8_product
+from penstock_enginecore.forward.cuda.quantized import quantized_product
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
 
@@ -104,7 +104,7 @@ def merged(linears: Sequence[Linear], kernels: Kernels) -> Product:
     if 0 < len(quantized) < len(linears):
         raise UnsuitableError("some of the linear layers of one product are quantized, and some are not")
     bias = _whole(linears, "bias") if biased.pop() else None
-    return float8_product(quantized, bias, kernels) if quantized else Dense(_whole(linears, "weight"), bias)
+    return quantized_product(quantized, bias, kernels) if quantized else Dense(_whole(linears, "weight"), bias)
 
 
 def _whole(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:

@@ -4,25 +4,36 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Float8Weight, Kernels
+from penstock_enginecore.forward.cuda.launches import Float8Weight, Int4Weight, Kernels, QuantizedWeight
 from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.quantization.awq import Awq
 from penstock_enginecore.models.quantization.float8 import Float8
+from penstock_enginecore.models.quantization.gptq import Gptq
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.scheme import Scheme
+
+_MIN_WIDTH = 16
+"""Columns that tensor cores multiply at once."""
+_MAX_HALF = 64
 
 
 def keeps(scheme: Scheme) -> bool:
-    """Whether there is a product with weights of ``scheme``: a tile of its columns must not cross a block of the scales."""
-    if not isinstance(scheme, Float8):
+    """Whether there is a product with weights of ``scheme``: a tile of its columns must not cross a block of the scales, and
+    columns of a block must follow one another.
+    """
+    if isinstance(scheme, Float8):
+        width = 0 if isinstance(scheme.granularity, str) else scheme.granularity[1]
+        return width == 0 or (width >= _MIN_WIDTH and width & (width - 1) == 0)
+    if isinstance(scheme, Gptq | Packed) and (scheme.bits != 4 or scheme.act_order):
         return False
-    width = 0 if isinstance(scheme.granularity, str) else scheme.granularity[1]
-    return width == 0 or (width >= 16 and width & (width - 1) == 0)
+    return isinstance(scheme, Awq | Gptq | Packed) and (scheme.group_size < 0 or _half(scheme.group_size) >= _MIN_WIDTH)
 
 
-class Float8Product:
-    """8-bit floats, by a kernel of our own. As ``Dense``, of which it has the methods."""
+class QuantizedProduct:
+    """Quantized weights, by kernels of our own. As ``Dense``, of which it has the methods."""
 
-    def __init__(self, weight: Float8Weight, bias: torch.Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
         self.bias = bias
         self._weight = weight
         self._kernels = kernels
@@ -35,41 +46,52 @@ class Float8Product:
     @property
     def in_features(self) -> int:
         """Numbers of a row that is multiplied."""
-        return self._weight.numbers.shape[1]
+        return self._weight.in_features
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of numbers, scales and bias."""
-        tensors = (self._weight.numbers, self._weight.scales, *(() if self.bias is None else (self.bias,)))
+        """Bytes of numbers, zeros, scales and bias."""
+        weight = self._weight
+        zeros = (weight.zeros,) if isinstance(weight, Int4Weight) else ()
+        tensors = (weight.numbers, weight.scales, *zeros, *(() if self.bias is None else (self.bias,)))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
-        self._kernels.float8_product(x, self._weight, None, 1.0, out)
+        self._kernels.quantized_product(x, self._weight, None, 1.0, out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
         """As ``product``, with the bias where there is one, times ``scale``."""
-        self._kernels.float8_product(x, self._weight, self.bias, scale, out)
+        self._kernels.quantized_product(x, self._weight, self.bias, scale, out)
 
     def to(self, device: torch.device) -> None:
         """Move the weights."""
-        weight = self._weight
-        self._weight = Float8Weight(weight.numbers.to(device), weight.scales.to(device), weight.width)
+        self._weight = self._weight.to(device)
         if self.bias is not None:
             self.bias.data = self.bias.data.to(device)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def float8_product(linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: Kernels) -> Float8Product:
-    """One product of ``linears``, whose rows follow one another. Numbers are held once: those of the layers become parts of the
-    whole. UnsuitableError where they are not all quantized in one way that there is a product for.
+def quantized_product(
+    linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: Kernels
+) -> QuantizedProduct:
+    """One product of ``linears``, whose rows follow one another. 8-bit floats are held once: those of the layers become parts of
+    the whole. 4-bit levels are packed in another way, beside the layers' own until these are emptied. UnsuitableError where they
+    are not all quantized in one way that there is a product for.
     """
     schemes = {linear.scheme for linear in linears}
     scheme = next(iter(schemes))
-    if len(schemes) > 1 or not isinstance(scheme, Float8) or not keeps(scheme):
-        named = ", ".join(sorted(each.name for each in schemes))
-        raise UnsuitableError(f"there is no product with weights that are {named}")
+    if len(schemes) == 1 and keeps(scheme):
+        if isinstance(scheme, Float8):
+            return QuantizedProduct(_float8(linears, scheme), bias, kernels)
+        if isinstance(scheme, Awq | Gptq | Packed):
+            return QuantizedProduct(_joined([_int4(linear, scheme) for linear in linears]), bias, kernels)
+    named = ", ".join(sorted(each.name for each in schemes))
+    raise UnsuitableError(f"there is no product with weights that are {named}")
+
+
+def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
     found = [scheme.by_rows(linear.tensors) for linear in linears]
     numbers = linears[0].tensors[""].data
     if len(linears) > 1:
@@ -78,6 +100,33 @@ def float8_product(linears: Sequence[QuantizedLinear], bias: torch.Tensor | None
         for linear in linears:
             linear.replace("", numbers[start : start + linear.out_features])
             start += linear.out_features
-    return Float8Product(
-        Float8Weight(numbers, torch.cat([scales for scales, _ in found], dim=1), found[0][1]), bias, kernels
-    )
+    return Float8Weight(numbers, torch.cat([scales for scales, _ in found], dim=1), found[0][1])
+
+
+def _int4(linear: QuantizedLinear, scheme: Awq | Gptq | Packed) -> Int4Weight:
+    """A layer's levels, two in a byte."""
+    found = scheme.integers(linear.tensors)
+    rows, columns = found.levels.shape
+    width = columns if scheme.group_size < 0 else scheme.group_size
+    half = _half(width)
+    in_order = torch.arange(columns, device=found.groups.device) // width
+    if columns % (2 * half) or half < _MIN_WIDTH or not torch.equal(found.groups, in_order):
+        raise UnsuitableError(
+            f"there is no product with {columns} columns, or columns in another order, of {scheme.name}"
+        )
+    lower, upper = found.levels.view(rows, columns // (2 * half), 2, half).unbind(2)
+    numbers = (lower | upper << 4).view(rows, columns // 2)
+    return Int4Weight(numbers, found.zeros.t().to(torch.uint8).contiguous(), found.scales.t().contiguous(), width, half)
+
+
+def _joined(weights: Sequence[Int4Weight]) -> Int4Weight:
+    """Their rows one after the other."""
+    numbers = torch.cat([weight.numbers for weight in weights])
+    zeros = torch.cat([weight.zeros for weight in weights], dim=1)
+    scales = torch.cat([weight.scales for weight in weights], dim=1)
+    return Int4Weight(numbers, zeros, scales, weights[0].width, weights[0].half)
+
+
+def _half(width: int) -> int:
+    """Half of the columns that two levels of a byte are taken from: the largest power of two whose double divides ``width``."""
+    return min(_MAX_HALF, (width & -width) // 2)

@@ -7,9 +7,17 @@ from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.kernels.float8 import float8_product
+from penstock_enginecore.forward.cuda.kernels.int4 import int4_product
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
-from penstock_enginecore.forward.cuda.launches import Activation, Float8Weight, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.launches import (
+    Activation,
+    GroupInputs,
+    Int4Weight,
+    Norm,
+    QuantizedWeight,
+    RotaryTable,
+)
 
 
 class TritonKernels:
@@ -54,11 +62,14 @@ class TritonKernels:
         """One kernel."""
         gated(gate_up, activation, out)
 
-    def float8_product(
-        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    def quantized_product(
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
     ) -> None:
         """One kernel."""
-        float8_product(x, weight, bias, scale, out)
+        if isinstance(weight, Int4Weight):
+            int4_product(x, weight, bias, scale, out)
+        else:
+            float8_product(x, weight, bias, scale, out)
 
     def _scratch_for(self, requests: int, heads: int, kv_heads: int, out: torch.Tensor) -> Scratch:
         """Of captured steps all have the same, which never moves; larger ones share another, which grows."""

@@ -50,4 +50,5 @@ class Awq:
         """The weight unpacked."""
         levels = unpack(tensors[".qweight"], 4, _PLACES).t().contiguous()
         zeros = unpack(tensors[".qzeros"], 4, _PLACES).t().to(torch.int16)
-        return GroupedIntegers(levels, zeros, tensors[".scales"].t(), groups_of(levels.shape[1], self.group_size))
+        groups = groups_of(levels.shape[1], self.group_size, levels.device)
+        return GroupedIntegers(levels, zeros, tensors[".scales"].t(), groups)

@@ -13,12 +13,14 @@ from penstock_enginecore.models.quantization.scheme import FLOATS, INT32, Part, 
 class Gptq:
     """Levels of ``bits`` ``[in_features * bits / 32, out_features]``, zeros and scales by groups of ``group_size`` input features
     (-1: one). ``.g_idx`` has the group of each input feature, which are in no order where features were quantized by the size of
-    their activations. ``zero_offset``: what is added to the zeros as they are stored, 1 in the first version of the format.
+    their activations, as ``act_order`` says. ``zero_offset``: what is added to the zeros as they are stored, 1 in the first
+    version of the format.
     """
 
     bits: int
     group_size: int
     zero_offset: int
+    act_order: bool = False
 
     @property
     def name(self) -> str:
@@ -62,11 +64,11 @@ class Gptq:
         levels = unpack(tensors[".qweight"].t(), self.bits)
         zeros = unpack(tensors[".qzeros"], self.bits).t().to(torch.int16) + self.zero_offset
         zeros.bitwise_and_(2**self.bits - 1)  # a zero of 0, less the offset, was stored as the highest level
-        return GroupedIntegers(levels, zeros, tensors[".scales"].t(), self._groups(tensors, levels.shape[1]))
+        return GroupedIntegers(levels, zeros, tensors[".scales"].t(), self._groups(tensors, levels))
 
-    def _groups(self, tensors: Mapping[str, torch.Tensor], in_features: int) -> torch.Tensor:
+    def _groups(self, tensors: Mapping[str, torch.Tensor], levels: torch.Tensor) -> torch.Tensor:
         if ".g_idx" not in tensors:
-            return groups_of(in_features, self.group_size)
+            return groups_of(levels.shape[1], self.group_size, levels.device)
         return checked_groups(".g_idx", tensors[".g_idx"], len(tensors[".scales"]))
 
 

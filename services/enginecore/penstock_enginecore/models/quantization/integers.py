@@ -40,15 +40,15 @@ def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None)
     """
     places = range(WORD // bits) if order is None else order
     mask = 2**bits - 1
-    levels = torch.empty(*words.shape, WORD // bits, dtype=torch.uint8)
+    levels = torch.empty(*words.shape, WORD // bits, dtype=torch.uint8, device=words.device)
     for i, place in enumerate(places):
         levels[..., i] = words.bitwise_right_shift(place * bits).bitwise_and_(mask)
     return levels.flatten(-2)
 
 
-def groups_of(in_features: int, group_size: int) -> torch.Tensor:
+def groups_of(in_features: int, group_size: int, device: torch.device) -> torch.Tensor:
     """The group of each column where groups follow one another; one group for a ``group_size`` of -1."""
-    columns = torch.arange(in_features)
+    columns = torch.arange(in_features, device=device)
     return columns.zero_() if group_size < 0 else columns // group_size
 
 

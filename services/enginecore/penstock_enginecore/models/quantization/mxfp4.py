@@ -51,8 +51,8 @@ class Mxfp4:
         if bool((scales == _NAN).any()):
             raise ValueError(f"_scales holds {_NAN}, which stands for no number")
         experts, out_features, count, _ = blocks.shape
-        numbers = torch.tensor(NUMBERS)
-        out = torch.empty(experts, count * _BLOCK, out_features, dtype=dtype)
+        numbers = torch.tensor(NUMBERS, device=blocks.device)
+        out = torch.empty(experts, count * _BLOCK, out_features, dtype=dtype, device=blocks.device)
         for expert in range(experts):
             for rows in pieces(out_features, count * _BLOCK):
                 packed, exponents = blocks[expert, rows], scales[expert, rows].int() - _BIAS

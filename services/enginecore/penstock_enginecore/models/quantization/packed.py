@@ -15,12 +15,14 @@ _PACKED, _SCALE, _SHAPE, _ZERO, _GROUP = "_packed", "_scale", "_shape", "_zero_p
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Levels of ``bits`` ``[out_features, in_features * bits / 32]`` and scales by groups of ``group_size`` input features (-1:
-    one). Levels and zeros are stored with half of their range added; ``symmetric`` ones have no zeros.
+    one). Levels and zeros are stored with half of their range added; ``symmetric`` ones have no zeros. ``act_order``: columns
+    of a group do not follow one another.
     """
 
     bits: int
     group_size: int
     symmetric: bool
+    act_order: bool = False
 
     @property
     def name(self) -> str:
@@ -67,10 +69,10 @@ class Packed:
         if _SHAPE in tensors and tensors[_SHAPE].tolist() != list(levels.shape):
             raise ValueError(f"{_SHAPE} says {tensors[_SHAPE].tolist()}; {_PACKED} holds {list(levels.shape)}")
         scales = tensors[_SCALE].reshape(len(levels), -1)
-        zeros = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.int16)
+        zeros = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.int16, device=levels.device)
         if not self.symmetric:
             zeros = unpack(tensors[_ZERO].t(), self.bits)[:, : len(levels)].t().to(torch.int16)
-        groups = groups_of(levels.shape[1], self.group_size)
+        groups = groups_of(levels.shape[1], self.group_size, levels.device)
         if _GROUP in tensors and bool((tensors[_GROUP] >= 0).all()):  # -1 in all of them stands for groups in order
             groups = checked_groups(_GROUP, tensors[_GROUP], scales.shape[1])
         return GroupedIntegers(levels, zeros, scales, groups)

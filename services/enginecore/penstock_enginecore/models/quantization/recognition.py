@@ -100,7 +100,8 @@ def _gptq(fields: _Fields) -> Scheme:
     for pattern in fields.values.get("dynamic") or ():
         if not str(pattern).startswith("-:"):
             fields.refuse("dynamic", "patterns that leave layers as they are ('-:')")
-    return Gptq(bits, fields.group_size(default=128), 0 if form == "gptq_v2" else 1)
+    act_order = fields.one_of("desc_act", (True, False), False)
+    return Gptq(bits, fields.group_size(default=128), 0 if form == "gptq_v2" else 1, act_order)
 
 
 def _mxfp4(fields: _Fields) -> Scheme:  # noqa: ARG001 - the method has no variants
@@ -137,9 +138,9 @@ def _packed(weights: _Fields) -> Scheme:
     weights.one_of("type", ("int",), "int")
     bits = weights.one_of("num_bits", (4, 8))
     symmetric = weights.one_of("symmetric", (True, False), True)
-    weights.one_of("actorder", ("group", "weight", "static", "dynamic", None))
+    order = weights.one_of("actorder", ("group", "weight", "static", "dynamic", None))
     strategy = weights.one_of("strategy", ("group", "channel"))
-    return Packed(bits, weights.group_size() if strategy == "group" else -1, symmetric)
+    return Packed(bits, weights.group_size() if strategy == "group" else -1, symmetric, order in ("group", "dynamic"))
 
 
 def _compressed_floats(weights: _Fields) -> Scheme:

@@ -7,25 +7,30 @@ import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.linear import empty, merged
-from penstock_enginecore.forward.cuda.quantized import Float8Product, keeps
+from penstock_enginecore.forward.cuda.quantized import QuantizedProduct, keeps
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.awq import Awq
 from penstock_enginecore.models.quantization.float8 import Float8
+from penstock_enginecore.models.quantization.gptq import Gptq
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
+from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.recognition import recognise
 from penstock_enginecore.models.quantization.scheme import Scheme
 from tests.fakes.models.fused_models import load_probed, prove
 from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
-KEPT = [form for form in FORMATS if "fp8" in form or form == "fbgemm"]
+NOT_KEPT = ("gptq-desc-act", "gptq-8-bits", "compressed-int4-actorder", "compressed-int8", "mxfp4")
+KEPT = [form for form in FORMATS if form not in NOT_KEPT]
+COLUMNS = 64
 
 
 def layers(form: str, *, bias: bool = False, sizes: tuple[int, ...] = (40, 24, 32)) -> list[QuantizedLinear]:
     torch.manual_seed(0)
     scheme, found = recognise(FORMATS[form].config), []
     for size in sizes:
-        linear = torch.nn.Linear(48, size, bias=bias)
+        linear = torch.nn.Linear(COLUMNS, size, bias=bias)
         parts, _ = FORMATS[form].pack("x.weight", linear.weight.detach())
         base = "x" if scheme.dense else "x.weight"
         found.append(QuantizedLinear(linear, scheme, {name.removeprefix(base): part for name, part in parts.items()}))
@@ -36,11 +41,11 @@ def layers(form: str, *, bias: bool = False, sizes: tuple[int, ...] = (40, 24, 3
 @pytest.mark.parametrize("form", KEPT)
 @torch.inference_mode()
 def test_a_product_is_those_of_the_layers_one_after_the_other(form: str, bias: bool) -> None:
-    linears, x = layers(form, bias=bias), torch.randn(5, 48)
+    linears, x = layers(form, bias=bias), torch.randn(5, COLUMNS)
     expected = torch.cat([linear(x) for linear in linears], dim=1)
     product, out = merged(linears, TorchKernels()), torch.full((5, 96), torch.nan)
-    assert isinstance(product, Float8Product)
-    assert (product.in_features, product.out_features) == (48, 96)
+    assert isinstance(product, QuantizedProduct)
+    assert (product.in_features, product.out_features) == (COLUMNS, 96)
     product.affine(x, out)
     torch.testing.assert_close(out, expected)
     product.affine(x, out, 0.3)
@@ -56,10 +61,14 @@ def test_numbers_are_held_once_and_emptied_layers_keep_their_sizes() -> None:
     linears = layers("fbgemm", bias=True)
     product = merged(linears, TorchKernels())
     assert len({linear.tensors[""].untyped_storage().data_ptr() for linear in linears}) == 1
-    assert product.num_bytes == 96 * 48 + 4 * 96 + 4 * 96  # numbers, scales, biases
+    assert product.num_bytes == 96 * COLUMNS + 4 * 96 + 4 * 96  # numbers, scales, biases
     for linear in linears:
         empty(linear)
-    assert [(linear.in_features, linear.out_features) for linear in linears] == [(48, 40), (48, 24), (48, 32)]
+    assert [(linear.in_features, linear.out_features) for linear in linears] == [
+        (COLUMNS, 40),
+        (COLUMNS, 24),
+        (COLUMNS, 32),
+    ]
     assert sum(parameter.numel() for linear in linears for parameter in linear.parameters()) == 0
 
 
@@ -75,12 +84,12 @@ def test_layers_of_which_some_are_quantized_are_refused() -> None:
     with pytest.raises(
         UnsuitableError, match="some of the linear layers of one product are quantized, and some are not"
     ):
-        merged([*layers("fbgemm"), torch.nn.Linear(48, 8, bias=False)], TorchKernels())
+        merged([*layers("fbgemm"), torch.nn.Linear(COLUMNS, 8, bias=False)], TorchKernels())
 
 
 @pytest.mark.parametrize(
     ("forms", "named"),
-    [(("fbgemm", "fp8-tensor"), "fp8 by row, fp8 by tensor"), (("awq",), "AWQ, 4 bits, groups of 16")],
+    [(("fbgemm", "fp8-tensor"), "fp8 by row, fp8 by tensor"), (("gptq-8-bits",), "GPTQ, 8 bits, groups of 32")],
 )
 def test_weights_that_no_product_takes_are_refused(forms: tuple[str, ...], named: str) -> None:
     with pytest.raises(UnsuitableError, match=f"there is no product with weights that are {named}"):
@@ -94,11 +103,27 @@ def test_weights_that_no_product_takes_are_refused(forms: tuple[str, ...], named
         (Float8((1, 128), "_scale_inv"), True),
         (Float8((128, 48), "_scale_inv"), False),
         (Float8((8, 8), "_scale_inv"), False),
-        (Awq(128), False),
+        (Awq(128), True),
+        (Awq(96), True),
+        (Awq(16), False),
+        (Awq(-1), True),
+        (Gptq(4, 128, 1), True),
+        (Gptq(4, 128, 1, act_order=True), False),
+        (Gptq(8, 128, 1), False),
+        (Packed(4, 32, True), True),
+        (Packed(4, 32, True, act_order=True), False),
+        (Mxfp4(), False),
     ],
 )
 def test_what_layers_keep(scheme: Scheme, kept: bool) -> None:
     assert keeps(scheme) == kept
+
+
+def test_columns_in_another_order_than_the_configuration_says_are_refused() -> None:
+    linears = layers("gptq", sizes=(16,))
+    linears[0].replace(".g_idx", linears[0].tensors[".g_idx"].flip(0))
+    with pytest.raises(UnsuitableError, match="columns in another order, of GPTQ, 4 bits, groups of 32"):
+        merged(linears, TorchKernels())
 
 
 @pytest.mark.parametrize("form", ["fp8-blocks", "fbgemm"])

@@ -11,6 +11,7 @@ from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.quantization.linear import QuantizedLinear, dequantize_linears
 from tests.fakes.models.quantized_models import save_quantized_model
@@ -63,6 +64,18 @@ def test_the_log_tells_what_is_kept_and_what_else_is_dequantized(
     kept, dequantized = [r.getMessage() for r in caplog.records if "quantized" in r.getMessage()]
     assert kept == "8 linear layers keep their quantized weights (fp8 by blocks of 32x32)"
     assert "are dequantized at load" in dequantized  # the experts
+
+
+def test_layers_that_do_not_fit_when_dequantized_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> torch.nn.Linear:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    save_quantized_model("llama", "awq", tmp_path)
+    model = load(tmp_path)
+    monkeypatch.setattr(QuantizedLinear, "dense", full)
+    config = ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), num_threads=1, block_size=16)
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM .* dequantized to float32 they do not fit: tried to"):
+        build_forward(model, config)
 
 
 def test_layers_that_no_decoder_takes_are_dequantized_before_they_serve(

@@ -57,6 +57,9 @@ def compressed(
         ({**GPTQ, "checkpoint_format": "gptq"}, Gptq(4, 128, 1)),
         ({**GPTQ, "checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1}, Gptq(8, -1, 0)),
         ({**GPTQ, "dynamic": {"-:.*down_proj": {}}}, Gptq(4, 128, 1)),
+        ({**GPTQ, "desc_act": True}, Gptq(4, 128, 1, act_order=True)),
+        (compressed("pack-quantized", {**INT4, "actorder": "group"}), Packed(4, 128, True, act_order=True)),
+        (compressed("pack-quantized", {**INT4, "actorder": "weight"}), Packed(4, 128, True)),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Mxfp4()),
     ],
 )

@@ -35,8 +35,8 @@ def piece_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("form", LINEAR)
 def test_a_weight_is_what_its_numbers_mean_rounded_once(form: str, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
-    scheme, parts, dense = parts_of(form, torch.randn(40, 48))
-    assert scheme.dense_shape({suffix: tuple(part.shape) for suffix, part in parts.items()}) == (40, 48)
+    scheme, parts, dense = parts_of(form, torch.randn(40, 80))
+    assert scheme.dense_shape({suffix: tuple(part.shape) for suffix, part in parts.items()}) == (40, 80)
     found = scheme.dequantize(parts, dtype)
     assert found.dtype == dtype
     assert torch.equal(found, dense.to(dtype))
@@ -45,11 +45,11 @@ def test_a_weight_is_what_its_numbers_mean_rounded_once(form: str, dtype: torch.
 
 @pytest.mark.parametrize("form", LINEAR)
 def test_parts_that_do_not_fit_are_told_with_their_sizes(form: str) -> None:
-    scheme, parts, _ = parts_of(form, torch.randn(40, 48))
+    scheme, parts, _ = parts_of(form, torch.randn(40, 80))
     scale = next(suffix for suffix in parts if "scale" in suffix)
     shapes = {suffix: tuple(part.shape) for suffix, part in parts.items()}
-    with pytest.raises(ValueError, match=rf"{scale} is \[7, 3\]; it must be \["):
-        scheme.dense_shape({**shapes, scale: (7, 3)})
+    with pytest.raises(ValueError, match=rf"{scale} is \[7, 9\]; it must be \["):
+        scheme.dense_shape({**shapes, scale: (7, 9)})
 
 
 @pytest.mark.parametrize("leading", [(), (3,)])
@@ -101,10 +101,10 @@ def test_mxfp4_blocks_of_another_size_are_refused() -> None:
         Mxfp4().dense_shape({"_blocks": (1, 1, 1, 8), "_scales": (1, 1, 1)})
 
 
-@pytest.mark.parametrize(("scheme", "part"), [(Gptq(4, 16, 1), ".g_idx"), (Packed(4, 16, True), "_g_idx")])
+@pytest.mark.parametrize(("scheme", "part"), [(Gptq(4, 32, 1), ".g_idx"), (Packed(4, 32, True), "_g_idx")])
 def test_a_group_that_is_not_there_is_refused(scheme: Scheme, part: str) -> None:
     form = "gptq-desc-act" if part == ".g_idx" else "compressed-int4-actorder"
-    _, parts, _ = parts_of(form, torch.randn(16, 32))
+    _, parts, _ = parts_of(form, torch.randn(16, 64))
     parts[part][3] = 2
     with pytest.raises(ValueError, match=f"{part} has groups from 0 to 2; there are 2"):
         scheme.dequantize(parts, torch.float32)

@@ -26,19 +26,19 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], name: str = "model.
 
 
 def test_quantized_weights_stand_under_their_dense_names_and_others_stay(tmp_path: Path) -> None:
-    parts, dense = awq("a.weight", torch.randn(16, 32))
+    parts, dense = awq("a.weight", torch.randn(16, 64))
     norm = torch.randn(4)
     write(tmp_path, {**parts, "norm.weight": norm})
     with open_tensors(tmp_path) as stored:
-        found = dense_weights(stored, Awq(16), torch.bfloat16)
+        found = dense_weights(stored, Awq(32), torch.bfloat16)
         assert sorted(found.tensors) == ["a.weight", "norm.weight"]
         assert isinstance(found.tensors["a.weight"], DequantizedTensor)
         assert torch.equal(found.tensors["a.weight"][...], dense.bfloat16())
         assert torch.equal(found.tensors["a.weight"][3:5], dense.bfloat16()[3:5])
         assert torch.equal(found.tensors["norm.weight"][...], norm)
     # 4 bits each, and for each group of a row a zero of 4 and a scale of 16.
-    assert found.quantized_bytes == 16 * 32 // 2 + 16 * 2 * 5 // 2
-    assert found.dense_bytes == 16 * 32 * 2
+    assert found.quantized_bytes == 16 * 64 // 2 + 16 * 2 * 5 // 2
+    assert found.dense_bytes == 16 * 64 * 2
 
 
 def test_a_layer_that_was_left_as_it_was_is_read_as_it_is(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Up to ``rows`` rows times weights of ``bytes`` per number: a program makes ``block_m`` rows of ``block_n`` features, of
-    ``block_k`` columns at a time, in ``warps`` warps that load ``stages`` tiles ahead.
+    """Up to ``rows`` rows times weights of ``bits`` per number: a program makes ``block_m`` rows of ``block_n`` features, of
+    ``block_k`` columns at a time (of 4 bits as many as the layout says), in ``warps`` warps that load ``stages`` tiles ahead.
     """
 
     rows: int
-    bytes: int
+    bits: int
     block_m: int
     block_n: int
     block_k: int
@@ -88,9 +88,9 @@ def attention_tiles(head_size: int, itemsize: int, device: str = "") -> Attentio
 
 
 @cache
-def product_tiles(rows: int, itemsize: int, device: str = "") -> Product:
-    """For ``rows`` rows and weights of ``itemsize`` bytes per number: the first that is made for so many, or the largest."""
-    fit = [one for one in load_tuned(device).products if one.bytes == itemsize]
+def product_tiles(rows: int, bits: int, device: str = "") -> Product:
+    """For ``rows`` rows and weights of ``bits`` per number: the first that is made for so many, or the largest."""
+    fit = [one for one in load_tuned(device).products if one.bits == bits]
     return next((one for one in fit if rows <= one.rows), fit[-1])
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernels.configurations import product_tiles
 from penstock_enginecore.forward.cuda.launches import Float8Weight
 
+_BITS = 8
 MIN_WIDTH = 16
 """Columns that a tile has at least."""
 
@@ -35,7 +36,7 @@ def float8_product(
         raise ValueError(f"blocks of {width} columns: their width must be a power of two from {MIN_WIDTH} on")
     if not rows:
         return
-    tiles = product_tiles(rows, 1)
+    tiles = product_tiles(rows, _BITS)
     block_k = tiles.block_k if blocks == 1 else min(tiles.block_k, width)
     grid = triton.cdiv(out_features, tiles.block_n), triton.cdiv(rows, tiles.block_m)
     float8_tiles[grid](

@@ -28,7 +28,7 @@ def check(rows: int, out_features: int, in_features: int, width: int, dtype: tor
     memory = torch.full((rows + 1, out_features), torch.nan, dtype=dtype)
     expected = torch.empty(rows, out_features, dtype=torch.float64)
     arguments = (weight, bias if biased else None, 0.5)
-    TorchKernels().float8_product(x, *arguments, expected)
+    TorchKernels().quantized_product(x, *arguments, expected)
     float8.float8_product(x, *arguments, memory[:rows])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(memory[:rows].double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
