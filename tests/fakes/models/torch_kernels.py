@@ -20,7 +20,7 @@ _ACTIVATIONS = {
 
 
 class TorchKernels:
-    """A ``Kernels``. Reads lengths and slots on the host, as no real one may."""
+    """A ``Kernels`` and an ``AttentionKernels``. Reads lengths and slots on the host, as no real one may."""
 
     def prologue(
         self,
@@ -42,10 +42,20 @@ class TorchKernels:
             q, k = (_normed(x, norm) for x, norm in zip((q, k), norms, strict=True))
         written = (slots >= 0).nonzero()[:, 0]
         query[written] = _turned(q, rotary, positions)[written].to(query.dtype)
-        k = _turned(k, rotary, positions)
-        blocks, offsets = slots[written] // keys.shape[2], slots[written] % keys.shape[2]
-        keys[blocks, :, offsets] = k[written].to(keys.dtype)
-        values[blocks, :, offsets] = v[written].to(values.dtype)
+        self.write(_turned(k, rotary, positions), v, slots, keys, values)
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        written = (slots >= 0).nonzero()[:, 0]
+        blocks, offsets = slots[written] // key_cache.shape[2], slots[written] % key_cache.shape[2]
+        key_cache[blocks, :, offsets] = keys[written].to(key_cache.dtype)
+        value_cache[blocks, :, offsets] = values[written].to(value_cache.dtype)
 
     def attend(
         self,

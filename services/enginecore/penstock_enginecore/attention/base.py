@@ -1,5 +1,6 @@
 """Paged attention: what every backend is, and what it gets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.kv_cache import SLOTS, KVCache, KVLayout
+from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -72,12 +74,16 @@ class StepPlan:
 
     metadata: AttentionMetadata
     device: torch.device
-    slot_mapping: torch.Tensor = field(init=False)
     by_mask: dict[tuple[int | None, int | None], object] = field(default_factory=dict)
+    _slot_mapping: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.slot_mapping = torch.from_numpy(self.metadata.slot_mapping).to(self.device)
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """Where each new token is stored: int64 ``[tokens]`` on the device."""
+        if self._slot_mapping is None:
+            self._slot_mapping = torch.from_numpy(self.metadata.slot_mapping).to(self.device)
+        return self._slot_mapping
 
     @property
     def positions(self) -> torch.Tensor:
@@ -111,6 +117,10 @@ class AttentionBackend(Protocol):
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
         """How ``write`` puts a layer of ``spec`` into its memory, and ``attend`` reads it; asked when that is allocated."""
         return SLOTS
+
+    def memory(self, specs: Mapping[str, KVCacheSpec], dtype: torch.dtype, device: torch.device) -> KVMemory:
+        """Allocates the caches of the layers in ``specs``, by their names, in the layouts that they have here."""
+        return KVMemory(specs, self.layout, dtype, device)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> StepPlan:
         """What the layers of a group share in a step. Called on the host, outside of any graph, before the first layer runs: here

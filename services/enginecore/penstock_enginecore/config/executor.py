@@ -55,7 +55,12 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     linear: Annotated[bool, Meta(description="Compute the linear layers of all other models with packed weights.")] = (
         True
     )
-    attention: Annotated[bool, Meta(description="Attend over the paged cache as it lies.")] = True
+    attention: Annotated[
+        bool,
+        Meta(
+            description="Attend over the paged cache as it lies, on GPUs in models whose layers run by their modules."
+        ),
+    ] = True
     sampler: Annotated[
         bool, Meta(description="Find the likeliest tokens, and draw where a request has no filters.")
     ] = True

@@ -57,7 +57,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         | None
     ) = None
     attention_backend: Annotated[
-        str, Meta(description="Name of the attention backend; auto picks one for the device.")
+        str,
+        Meta(
+            description="Name of the attention backend: cpu, triton (on GPUs), reference, or one of a plugin; auto picks one for "
+            "the device."
+        ),
     ] = "auto"
     trust_remote_code: Annotated[bool, Meta(description="Run Python code that comes with the checkpoint.")] = False
     max_logprobs: Annotated[

@@ -8,7 +8,6 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
-from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.modules import caches_by_module, module_bytes, unsupported
 from penstock_enginecore.forward.probe import Probe
@@ -49,7 +48,7 @@ class Backbone:
     ) -> None:
         self.device = device
         self.specs = specs
-        self.memory = KVMemory(specs, backend.layout, model.dtype, device)
+        self.memory = backend.memory(specs, model.dtype, device)
         self._model = model
         self._backend = backend
         self._packed_bytes = packed_bytes

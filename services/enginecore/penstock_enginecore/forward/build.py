@@ -11,11 +11,13 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
 from penstock_enginecore.forward.cuda.candidate import fused_candidates
+from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
-from penstock_enginecore.forward.probe import Probe, probe_logits
-from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
+from penstock_enginecore.forward.probe import CUTS, Probe, probe_logits, probe_parts
+from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.linear import dequantize_linears
@@ -67,17 +69,24 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     def run() -> torch.Tensor:
         return probe_logits(reference, Probe.prompt(model.vocab_size))
 
+    def run_parts(forward: ForwardPass) -> torch.Tensor:
+        return probe_parts(forward, Probe.prompt(model.vocab_size), CUTS)
+
+    def attended(attends: AttentionBackend) -> ForwardPass:
+        return ModulesForward(probed, attends)
+
     def serve(packed_bytes: int = 0) -> ForwardPass:
         return ModulesForward(probed, backend, packed_bytes)
 
-    candidates: list[Candidate[ForwardPass]] = []
+    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts)
+    candidates = fused_candidates(probed, config.kernels, config.attention_backend)
+    candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends:
         candidates.append(decoder_candidate(native.library, probed))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
-    candidates += fused_candidates(probed, config.kernels, config.attention_backend)
     proven = first_proven(candidates, run)
-    if proven.serves is None:
+    if not isinstance(proven.serves, FusedForward):
         _dequantize(model)
     sampling, computing = None, proven.name or "torch"
     if native is not None:
@@ -97,14 +106,21 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     def run() -> torch.Tensor:
         return probe_states(reference, Probe.prompt(model.vocab_size))
 
+    def run_again(backbone: Backbone) -> torch.Tensor:
+        return probe_states(backbone, Probe.prompt(model.vocab_size))
+
+    def attended(attends: AttentionBackend) -> Backbone:
+        return Backbone(model, specs, attends, config.device)
+
     def serve(packed_bytes: int = 0) -> Backbone:
         return Backbone(model, specs, backend, config.device, packed_bytes)
 
-    candidates: list[Candidate[Backbone]] = []
+    attending = Attending(config.device, specs, model.dtype, attended, run_again)
+    candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run)
-    computing = "torch"
+    computing = proven.name or "torch"
     if native is not None:
         computing = native.describe(proven.name, attends and not model.is_encoder and "attention")
     _log(computing, proven)

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionBackend, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
-from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
@@ -65,7 +64,7 @@ class ModulesForward:
         self._backend = backend
         self._packed_bytes = packed_bytes
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
-        self.memory = KVMemory(probed.specs, backend.layout, probed.model.dtype, probed.device)
+        self.memory = backend.memory(probed.specs, probed.model.dtype, probed.device)
 
     @property
     def weight_bytes(self) -> int:

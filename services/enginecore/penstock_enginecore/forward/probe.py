@@ -11,6 +11,8 @@ from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
 
 NUM_TOKENS = 24
+CUTS = (13, 14, 22, 23)
+"""Where a prompt is cut so that its parts are a prompt, a token, a piece of a prompt, and two tokens one by one."""
 _BLOCK_SIZE = 16
 """Of every backend's layout some whole tiles."""
 

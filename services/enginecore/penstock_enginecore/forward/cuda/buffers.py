@@ -83,7 +83,7 @@ class InputBuffers:
         self._slots = slots
         tokens, requests = max_shape.tokens, max_shape.requests
         of_all = [(length, torch.int32) for length in (tokens, tokens, requests, requests + 1, requests)]
-        self._layout = _Layout([*of_all, *[(tokens, torch.int64)] * num_groups])
+        self._layout = VectorLayout([*of_all, *[(tokens, torch.int64)] * num_groups])
         self._flat = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._views = self._layout.views(self._flat)
         self._tables = [torch.zeros(requests, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
@@ -183,7 +183,7 @@ class HostSlot:
         return self._arrived[:num_bytes]
 
 
-class _Layout:
+class VectorLayout:
     """Vectors in one piece of memory, given by their lengths and dtypes."""
 
     def __init__(self, vectors: Sequence[tuple[int, torch.dtype]]) -> None:

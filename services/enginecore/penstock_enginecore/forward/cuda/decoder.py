@@ -24,10 +24,7 @@ from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
 from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
 from penstock_enginecore.forward.cuda.steps import CacheShape, Step, StepMemory
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, module_bytes
-from penstock_enginecore.forward.probe import NUM_TOKENS, Probe, probe_logits, probe_parts
-
-_PROBE_CUTS = (13, 14, 22, 23)
-"""The probe's steps: a prompt, a token, a piece of a prompt, and two tokens one by one."""
+from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 
 
 class FusedForward:
@@ -107,7 +104,7 @@ class FusedForward:
 
     def probe(self) -> torch.Tensor:
         """Logits of a few tokens, computed in several steps."""
-        return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), _PROBE_CUTS)
+        return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), CUTS)
 
     def where(self) -> str:
         """Compares what comes out of each layer with what comes out of the model's own."""

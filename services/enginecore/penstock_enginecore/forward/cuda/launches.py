@@ -99,6 +99,33 @@ class Int4Weight:
 QuantizedWeight = Float8Weight | Int4Weight
 
 
+class AttentionKernels(Protocol):
+    """Attention over a paged cache, for queries, keys and values that something else has made."""
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        """Put ``keys`` and ``values`` ``[tokens, kv_heads, head size]`` into ``slots`` (int64) of ``key_cache`` and
+        ``value_cache`` ``[blocks, kv_heads, block_size, head size]``. Nothing is written for a slot of -1.
+        """
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: GroupInputs,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """As that of ``Kernels``; the head sizes of ``values`` and ``out`` may be others than those of ``query`` and ``keys``."""
+
+
 class Kernels(Protocol):
     """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
     depends on a number on the device. So a sequence of calls can be captured and replayed.

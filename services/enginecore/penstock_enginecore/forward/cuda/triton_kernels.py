@@ -6,6 +6,7 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
+from penstock_enginecore.forward.cuda.kernels.cache import write_cache
 from penstock_enginecore.forward.cuda.kernels.float8 import float8_product
 from penstock_enginecore.forward.cuda.kernels.int4 import int4_product
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
@@ -21,7 +22,9 @@ from penstock_enginecore.forward.cuda.launches import (
 
 
 class TritonKernels:
-    """A ``Kernels``. What decodes leave between two kernels has memory of its own: layers and steps run one after the other."""
+    """A ``Kernels`` and an ``AttentionKernels``. What decodes leave between two kernels has memory of its own: layers and steps
+    run one after the other.
+    """
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, int, bool], Scratch] = {}
@@ -40,6 +43,17 @@ class TritonKernels:
     ) -> None:
         """One kernel."""
         prologue(qkv, bias, norms, rotary, positions, slots, keys, values, query)
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        """One kernel."""
+        write_cache(keys, values, slots, key_cache, value_cache)
 
     def attend(
         self,

@@ -15,7 +15,7 @@ import triton
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernels.attention_decode import decode_pieces, merge_pieces
 from penstock_enginecore.forward.cuda.kernels.attention_prefill import prefill_tiles
-from penstock_enginecore.forward.cuda.kernels.configurations import AttentionTiles, attention_tiles
+from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
 from penstock_enginecore.forward.cuda.launches import GroupInputs
 
 _ITEMS_PER_REQUEST = 256
@@ -177,8 +177,8 @@ def _check(
         raise ValueError("queries and outputs of attention are contiguous")
     if query.shape[1] % keys.shape[1]:
         raise ValueError(f"{query.shape[1]} heads do not share {keys.shape[1]} KV heads evenly")
-    if keys.shape[2] % 16:
-        raise ValueError(f"attention in Triton takes blocks of a multiple of 16 tokens, not of {keys.shape[2]}")
+    if keys.shape[2] < MIN_BLOCK_SIZE:
+        raise ValueError(f"attention in Triton takes blocks of {MIN_BLOCK_SIZE} tokens or more, not of {keys.shape[2]}")
     for name, cache in (("keys", keys), ("values", values)):
         if not cache[0].is_contiguous():
             raise ValueError(f"the {name} of a block are not contiguous")

@@ -9,6 +9,8 @@ from typing import TypeVar
 import msgspec
 
 _TUNED = Path(__file__).with_name("tuned")
+MIN_BLOCK_SIZE = 16
+"""Tokens of a block of the KV cache: of smaller ones tables are long and copies short."""
 _ANY = "nvidia_h200"
 """What other devices use as well, until they have a file."""
 

@@ -200,7 +200,7 @@ def test_what_would_not_be_aligned_is_refused() -> None:
     [
         ("query", "contiguous"),
         ("scratch", "the scratch is for"),
-        ("blocks", "blocks of a multiple of 16 tokens, not of 8"),
+        ("blocks", "blocks of 16 tokens or more, not of 8"),
         ("heads", "4 heads do not share 3 KV heads"),
     ],
 )

@@ -1,0 +1,108 @@
+"""Attention over the arena by the kernels of the fused decoder, for models that run by transformers' own modules."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
+from penstock_enginecore.attention.kv_arena import HEADS, KVArena
+from penstock_enginecore.attention.kv_cache import KVCache, KVLayout
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.cuda.buffers import VectorLayout
+from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
+from penstock_enginecore.forward.cuda.launches import AttentionKernels, GroupInputs
+
+_COLUMNS = 16
+"""Block tables are widened to a multiple of so many blocks: kernels are compiled anew for widths that are none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PagedPlan(StepPlan):
+    """What kernels read of a step's metadata, on the device."""
+
+    group: GroupInputs
+
+
+class TritonAttention(AttentionBackend):
+    """Layers lie in a ``KVArena``. Takes every head size, block size and dtype that ``why_not`` does not name."""
+
+    def __init__(self, kernels: AttentionKernels) -> None:
+        self._kernels = kernels
+
+    def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all
+        """``HEADS``."""
+        return HEADS
+
+    def memory(self, specs: Mapping[str, KVCacheSpec], dtype: torch.dtype, device: torch.device) -> KVArena:
+        """One arena for all layers."""
+        return KVArena(specs, dtype, device)
+
+    def plan(self, metadata: AttentionMetadata, device: torch.device) -> PagedPlan:
+        """All of it crosses to the device in one copy, which is not waited for."""
+        requests, blocks = metadata.block_table.shape
+        width = -(-blocks // _COLUMNS) * _COLUMNS
+        layout = VectorLayout(
+            [
+                (len(metadata.slot_mapping), torch.int64),
+                (requests + 1, torch.int32),
+                (requests, torch.int32),
+                (requests * width, torch.int32),
+            ]
+        )
+        host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        table = np.zeros((requests, width), dtype=np.int32)
+        table[:, :blocks] = metadata.block_table
+        told = (metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, table.reshape(-1))
+        for view, values in zip(layout.views(host), told, strict=True):
+            view.numpy()[:] = values
+        slots, starts, lengths, tables = layout.views(host.to(device, non_blocking=True))
+        group = GroupInputs(tables.view(requests, width), starts, lengths, slots)
+        return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
+
+    def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """One launch. TypeError for a plan of another backend."""
+        keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
+        self._kernels.write(keys, values, _group(plan).slots, cache.keys, cache.values)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,  # noqa: ARG002 - read back from the cache
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: StepPlan,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """The launches of the kernels. TypeError for a plan of another backend."""
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        self._kernels.attend(query.contiguous(), cache.keys, cache.values, _group(plan), params, out)
+        return out
+
+
+def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
+    """The first layer of ``specs`` that the kernels do not take, with the reason; empty where they take all."""
+    return next((f"{name}: {reason}" for name, spec in specs.items() if (reason := _why_not(spec, dtype))), "")
+
+
+def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
+    block_size, largest = spec.block_size, max(spec.head_size, spec.head_size_v)
+    if not dtype.is_floating_point or dtype.itemsize not in (2, 4):
+        return f"its numbers are {dtype}"
+    if block_size < MIN_BLOCK_SIZE:
+        return f"its blocks are of {block_size} tokens, and {MIN_BLOCK_SIZE} are the fewest"
+    for width in (spec.key_width, spec.value_width):
+        if block_size * width % 16:  # or copies would not be pipelined
+            return f"its blocks take {block_size} times {width} numbers, which is no multiple of 16"
+    try:
+        attention_tiles(1 << (largest - 1).bit_length(), dtype.itemsize)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def _group(plan: StepPlan) -> GroupInputs:
+    if not isinstance(plan, PagedPlan):
+        raise TypeError(f"a {type(plan).__name__} was not made by this backend")
+    return plan.group

@@ -1,0 +1,99 @@
+"""The write of new tokens into the KV cache, where their keys and values come from elsewhere than the prologue."""
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS = 4
+"""Heads of a program."""
+
+
+def write_cache(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> None:
+    """Put ``keys`` and ``values`` ``[tokens, kv_heads, head size]``, of which tokens and heads may lie in any order, into
+    ``slots`` (int64 ``[tokens]``) of ``key_cache`` and ``value_cache`` ``[blocks, kv_heads, block_size, head size]``, whose
+    blocks may lie apart. Nothing is written for a slot of -1. ValueError for other shapes or strides.
+    """
+    tokens, kv_heads, size = keys.shape
+    size_v = values.shape[2]
+    _check(keys, values, slots, key_cache, value_cache)
+    if not tokens:
+        return
+    _write[(tokens, triton.cdiv(kv_heads, _HEADS))](
+        keys,
+        values,
+        slots,
+        key_cache,
+        value_cache,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        key_cache.stride(0),
+        value_cache.stride(0),
+        kv_heads,
+        key_cache.shape[2],
+        SIZE=size,
+        SIZE_V=size_v,
+        PADDED=triton.next_power_of_2(size),
+        PADDED_V=triton.next_power_of_2(size_v),
+        HEADS=_HEADS,
+        num_warps=2,
+    )
+
+
+def _check(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> None:
+    for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
+        if (new.shape[1], new.shape[2]) != (cache.shape[1], cache.shape[3]) or len(new) != len(slots):
+            raise ValueError(f"{name} {list(new.shape)} for {len(slots)} slots of a cache of {list(cache.shape)}")
+        if new.stride(2) != 1 or not cache[0].is_contiguous():
+            strides = f"{list(new.stride())}, those of the cache {list(cache.stride())}"
+            raise ValueError(f"heads and blocks must be contiguous; the strides of {name} are {strides}")
+    if key_cache.shape[2] != value_cache.shape[2]:
+        raise ValueError(f"blocks of {key_cache.shape[2]} keys and {value_cache.shape[2]} values")
+
+
+@triton.jit
+def _copy(
+    source, cache, token, heads, there, block, in_block, token_stride, head_stride, block_stride, block_size,
+    SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    numbers = tl.arange(0, PADDED)
+    inside = there[:, None] & (numbers < SIZE)[None, :]
+    value = tl.load(source + token * token_stride + (heads * head_stride)[:, None] + numbers[None, :], mask=inside)
+    to = block * block_stride + ((heads * block_size + in_block) * SIZE)[:, None] + numbers[None, :]
+    tl.store(cache + to, value.to(cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write(
+    keys, values, slots, key_cache, value_cache,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride, key_block_stride, value_block_stride,
+    kv_heads, block_size,
+    SIZE: tl.constexpr, SIZE_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64)
+    there = heads < kv_heads
+    block, in_block = slot // block_size, slot % block_size
+    _copy(
+        keys, key_cache, token, heads, there, block, in_block, key_token_stride, key_head_stride, key_block_stride,
+        block_size, SIZE, PADDED,
+    )  # fmt: skip
+    _copy(
+        values, value_cache, token, heads, there, block, in_block, value_token_stride, value_head_stride,
+        value_block_stride, block_size, SIZE_V, PADDED_V,
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Models that run by transformers' modules, their attention by Triton over the arena: greedy tokens are transformers' own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.forward.cuda import attention_candidate
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.tiny_models import CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.torch_kernels import TorchKernels
+
+# Chunks and a query scale, windows beside full layers, latent attention with values smaller than keys, sinks, a head for all.
+FAMILIES = ("llama4_text", "cohere2", "deepseek_v3", "gpt_oss", "gpt_bigcode")
+PROMPT_LENGTHS = (1, 7, 34)
+NEW_TOKENS = 8
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def by_transformers(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def make_engine(path: Path, **sections: dict[str, int]) -> EngineCore:
+    torch.set_num_threads(1)
+    # Windows of several groups share the arena; blocks are few, so that requests are preempted.
+    engine = build_engine(
+        path, model={"attention_backend": "triton"}, cache={"block_size": 16}, kernels={"isa": "off"}, **sections
+    )
+    assert engine.executor.collective_rpc("worker_info")[0]["computing"] == "Triton attention"
+    return engine
+
+
+def greedy(engine: EngineCore, prefix: str, given: list[list[int]], count: int) -> tuple[list[list[int]], int]:
+    params = SamplingParams(temperature=0.0, max_tokens=count)
+    run = generate(engine, [(f"{prefix}{i}", prompt, params) for i, prompt in enumerate(given)])
+    return [run.tokens[f"{prefix}{i}"] for i in range(len(given))], run.stats.prefix_cache_hits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels' twins in plain torch, which take hundredths of the time."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
+    model = save_tiny_model(family, tmp_path)
+    expected = [by_transformers(model, prompt, NEW_TOKENS) for prompt in prompts()]
+    assert len({token for tokens in expected for token in tokens}) > 8
+    assert max(PROMPT_LENGTHS) > max(SLIDING_WINDOW, CHUNK) + NEW_TOKENS
+    engine = make_engine(tmp_path, scheduler={"max_num_batched_tokens": 11})
+    assert greedy(engine, "first", prompts(), NEW_TOKENS)[0] == expected
+    again, hits = greedy(engine, "second", prompts(), NEW_TOKENS)
+    assert again == expected
+    assert hits >= 32
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "deepseek_v3"])
+def test_and_so_do_the_kernels_that_gpus_run(family: str, tmp_path: Path) -> None:
+    """Interpreted."""
+    interpreted("attention")
+    model = save_tiny_model(family, tmp_path)
+    given = [prompts()[0], prompts()[2]]
+    engine = make_engine(tmp_path, scheduler={"max_num_batched_tokens": 24})
+    assert greedy(engine, "r", given, 3)[0] == [by_transformers(model, prompt, 3) for prompt in given]

@@ -1,0 +1,58 @@
+"""The write into the cache against the same in plain torch: NaN wherever nothing is to be written."""
+
+import pytest
+import torch
+
+from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.torch_kernels import TorchKernels
+
+cache = interpreted("cache")
+
+BLOCKS, BLOCK_SIZE = 4, 5
+
+
+def caches(kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a layer, views of memory in which blocks lie apart."""
+    keys, values = (
+        torch.full((BLOCKS, kv_heads * BLOCK_SIZE * size + 32), torch.nan, dtype=dtype)[:, 16:-16].unflatten(
+            1, (kv_heads, BLOCK_SIZE, size)
+        )
+        for size in sizes
+    )
+    return keys, values
+
+
+@pytest.mark.parametrize("kv_heads", [1, 6])
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 12)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_new_tokens_go_to_their_slots_and_nowhere_else(
+    kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    slots = torch.tensor([7, -1, 19, 5, 12])
+    # As modules hand them over: heads before tokens.
+    new = [torch.randn(kv_heads, len(slots), size, dtype=torch.float32).to(dtype).transpose(0, 1) for size in sizes]
+    written, expected = caches(kv_heads, sizes, dtype), caches(kv_heads, sizes, dtype)
+    cache.write_cache(*new, slots, *written)
+    TorchKernels().write(*new, slots, *expected)
+    for one, other in zip(written, expected, strict=True):
+        assert int(other.isfinite().sum()) == 4 * kv_heads * other.shape[3]
+        torch.testing.assert_close(one._base, other._base, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_step_without_tokens_writes_nothing() -> None:
+    keys, values = caches(2, (16, 16), torch.float32)
+    cache.write_cache(*torch.zeros(2, 0, 2, 16), torch.zeros(0, dtype=torch.int64), keys, values)
+    assert keys.isnan().all()
+
+
+def test_other_shapes_and_strides_are_refused() -> None:
+    keys, values = caches(2, (16, 16), torch.float32)
+    new, slots = torch.zeros(3, 2, 16), torch.arange(3)
+    with pytest.raises(ValueError, match=r"values \[3, 2, 8\] for 3 slots of a cache of \[4, 2, 5, 16\]"):
+        cache.write_cache(new, new[:, :, :8], slots, keys, values)
+    with pytest.raises(ValueError, match=r"keys \[3, 2, 16\] for 2 slots"):
+        cache.write_cache(new, new, slots[:2], keys, values)
+    with pytest.raises(ValueError, match=r"the strides of keys are \[1, "):
+        cache.write_cache(torch.zeros(16, 2, 3).transpose(0, 2), new, slots, keys, values)
+    with pytest.raises(ValueError, match="blocks of 5 keys and 4 values"):
+        cache.write_cache(new, new, slots, keys, caches(2, (16, 16), torch.float32)[1].new_zeros(4, 2, 4, 16))
