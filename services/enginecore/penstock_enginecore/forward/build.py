@@ -12,7 +12,7 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
-from penstock_enginecore.forward.cuda.candidate import fused_candidates
+from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
@@ -23,7 +23,7 @@ from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.linear import dequantize_linears
 from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.pooling.embedder import PoolingModel
-from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.sample.base import Sampler, TokenLauncher
 from penstock_enginecore.sample.sampler import TorchSampler
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,14 @@ class ForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class BuiltForward:
-    """A forward pass and the sampler of its logits. ``computing``: what computes, for operators."""
+    """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
+    choose tokens, where it can.
+    """
 
     forward: ForwardPass
     sampler: Sampler
     computing: str
+    launcher: TokenLauncher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,12 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     if native is not None:
         sampling = native.sampling()
         computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
+    sampler = TorchSampler(sampling)
+    launcher = device_launcher(config.device, config.kernels, sampler, model.vocab_size, model.dtype)
+    if launcher is not None:
+        computing += ", Triton sampler"
     _log(computing, proven)
-    return BuiltForward(serve() if proven.serves is None else proven.serves, TorchSampler(sampling), computing)
+    return BuiltForward(serve() if proven.serves is None else proven.serves, sampler, computing, launcher)
 
 
 @torch.inference_mode()

@@ -7,10 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock_enginecore.sample.random import UInt64Array
 from penstock_enginecore.sample.rules import LogitRules
 
 FloatArray = npt.NDArray[np.float64]
 
+_INT32_MAX = 2**31 - 1
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
 """Keeps temperatures that are no float32 from dividing by zero or infinity."""
 
@@ -55,6 +57,65 @@ class SamplingInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainDraws:
+    """How rows without rules are drawn, on the host, ``[rows]`` each: the settings in the types that kernels read, and what the
+    random number follows from. ``temperature`` float32, 0 is greedy; ``max_distance`` float32 is ``-log(min_p)``, infinity where
+    that is off; ``top_k`` int32, 0 is off; ``top_p`` float64, 1 is off. ``seeds`` uint64, ``output_indices`` int64.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    max_distance: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: FloatArray
+    seeds: UInt64Array
+    output_indices: npt.NDArray[np.int64]
+    any_drawn: bool
+    any_filtered: bool
+
+    @classmethod
+    def of(
+        cls,
+        temperature: FloatArray,
+        top_k: npt.NDArray[np.int64],
+        top_p: FloatArray,
+        min_p: FloatArray,
+        seeds: UInt64Array,
+        output_indices: npt.NDArray[np.int64],
+    ) -> "PlainDraws":
+        """From the fields of ``SamplingInputs`` of the same names."""
+        drawn = temperature > 0
+        clipped = temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
+        with np.errstate(divide="ignore"):
+            max_distance = (-np.log(min_p)).clip(min=0.0).astype(np.float32)
+        filtered = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        return cls(
+            np.where(drawn, clipped, np.float32(0)),
+            max_distance,
+            top_k.clip(0, _INT32_MAX).astype(np.int32),
+            top_p,
+            seeds,
+            output_indices,
+            bool(drawn.any()),
+            bool(filtered.any()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedTokens:
+    """What a device was told to choose: ``results`` int32 ``[2, num_rows and more]`` on it, the token of each row, and how
+    many of its logits are NaN.
+    """
+
+    results: torch.Tensor
+    num_rows: int
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int32 ``[num_rows]``."""
+        return self.results[0, : self.num_rows]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
     """``token_ids`` int64 ``[rows]``. ``num_nans`` int64 ``[rows]``, or None when no logit is NaN that might be chosen."""
 
@@ -68,4 +129,13 @@ class Sampler(Protocol):
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
         """One token per row of ``logits`` ``[rows, vocab]``, any float dtype, on the sampler's device. Rules overwrite logits
         that are float32: what is to be known of them must be copied before.
+        """
+
+
+class TokenLauncher(Protocol):
+    """What has a device choose tokens without anybody's waiting for them."""
+
+    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+        """The tokens that a ``Sampler`` would give for ``logits`` ``[rows, vocab]``, to be chosen behind the work that is under
+        way. What overwrites ``logits`` may be launched at once.
         """

@@ -99,6 +99,42 @@ class Int4Weight:
 QuantizedWeight = Float8Weight | Int4Weight
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What rows are drawn by, on the device, each ``[rows]``. ``temperature`` float32, 0 is greedy, others from 1e-30 to 1e30;
+    ``seeds`` int64, the bits of a 64-bit seed; ``output_indices`` int64; ``max_distance`` float32 is ``-log(min_p)``, infinity
+    where that is off; ``top_k`` int32, 0 is off; ``top_p`` float64, 1 is off.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    output_indices: torch.Tensor
+    max_distance: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+
+class SamplingKernels(Protocol):
+    """From logits to tokens on the device, of up to so many rows as there is memory for."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        draws: Draws | None,
+        token_ids: torch.Tensor,
+        peaks: torch.Tensor,
+        num_nans: torch.Tensor,
+        *,
+        filtered: bool,
+    ) -> None:
+        """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
+        ``[rows]``, its largest logit to ``peaks`` float32 ``[rows]``, and how many of its logits are NaN to ``num_nans`` int32
+        ``[rows]``. Rows whose peak is not finite are greedy, and all where there are no ``draws``.
+
+        ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise.
+        """
+
+
 class AttentionKernels(Protocol):
     """Attention over a paged cache, for queries, keys and values that something else has made."""
 

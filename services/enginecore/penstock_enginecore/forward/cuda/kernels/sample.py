@@ -9,11 +9,11 @@ to what is looked for, about 1e-7 of the whole, top_p may keep a token more or l
 weight is never drawn, and the sums' order is fixed: the same inputs give the same token again.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+
+from penstock_enginecore.forward.cuda.launches import Draws
 
 _PART = 4096
 """Tokens of a program that looks for peaks, or sums weights, at most."""
@@ -23,23 +23,8 @@ _FILTERED = 1024
 """Tokens that a program which filters looks at in one go."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """What rows are drawn by, on the device, each ``[rows]``. ``temperature`` float32, 0 is greedy, others from 1e-30 to 1e30;
-    ``seeds`` int64, the bits of a 64-bit seed; ``output_indices`` int64; ``max_distance`` float32 is ``-log(min_p)``, infinity
-    where that is off; ``top_k`` int32, 0 is off; ``top_p`` float64, 1 is off.
-    """
-
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    output_indices: torch.Tensor
-    max_distance: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-
-
 class TokenSampler:
-    """For up to ``max_rows`` rows of ``vocab`` logits. Its memory never moves."""
+    """A ``SamplingKernels`` for up to ``max_rows`` rows of ``vocab`` logits. Its memory never moves."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -48,29 +33,43 @@ class TokenSampler:
         self._blocks = triton.cdiv(vocab, _SUMMED)
         self._part_peaks = torch.empty(max_rows, self._parts, dtype=torch.float32, device=device)
         self._part_columns = torch.empty(max_rows, self._parts, dtype=torch.int32, device=device)
+        self._part_nans = torch.empty(max_rows, self._parts, dtype=torch.int32, device=device)
         self._limits = torch.empty(max_rows, dtype=torch.float32, device=device)
         self._sums = torch.empty(max_rows, self._blocks, dtype=torch.float64, device=device)
 
     def sample(
-        self, logits: torch.Tensor, draws: Draws, token_ids: torch.Tensor, peaks: torch.Tensor, *, filtered: bool
+        self,
+        logits: torch.Tensor,
+        draws: Draws | None,
+        token_ids: torch.Tensor,
+        peaks: torch.Tensor,
+        num_nans: torch.Tensor,
+        *,
+        filtered: bool,
     ) -> None:
-        """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
-        ``[rows]``, and its largest logit to ``peaks`` float32 ``[rows]``. Rows whose peak is not finite are greedy.
-
-        ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise. ValueError for other shapes,
-        or more rows than there is memory for.
+        """Two launches, four where rows are drawn, five where some are filtered. ValueError for other shapes, or more rows than
+        there is memory for.
         """
         rows = len(logits)
         if logits.shape[1:] != (self._vocab,) or rows > len(self._limits) or not logits.is_contiguous():
             room = f"{len(self._limits)} contiguous rows of {self._vocab}"
             raise ValueError(f"logits of {list(logits.shape)} in place of up to {room}")
-        if token_ids.shape != (rows,) or peaks.shape != (rows,):
-            raise ValueError(f"{rows} rows for {list(token_ids.shape)} tokens and {list(peaks.shape)} peaks")
+        if not token_ids.shape == peaks.shape == num_nans.shape == (rows,):
+            shapes = f"{list(token_ids.shape)} tokens, {list(peaks.shape)} peaks and {list(num_nans.shape)} counts"
+            raise ValueError(f"{rows} rows for {shapes}")
         if not rows:
             return
-        of_parts = (self._part_peaks, self._part_columns)
+        of_parts = (self._part_peaks, self._part_columns, self._part_nans)
         _peaks[(rows, self._parts)](logits, *of_parts, self._vocab, PART=self._part, num_warps=8)
-        _settle[(rows,)](*of_parts, peaks, token_ids, self._parts, PARTS=triton.next_power_of_2(self._parts))
+        _settle[(rows,)](*of_parts, peaks, token_ids, num_nans, self._parts, PARTS=triton.next_power_of_2(self._parts))
+        if draws is not None:
+            self._draw(logits, draws, token_ids, peaks, filtered=filtered)
+
+    def _draw(
+        self, logits: torch.Tensor, draws: Draws, token_ids: torch.Tensor, peaks: torch.Tensor, *, filtered: bool
+    ) -> None:
+        """The tokens of rows with a temperature, over those of their peaks."""
+        rows = len(logits)
         if filtered:
             of_filters = (draws.max_distance, draws.top_k, draws.top_p)
             _limit[(rows,)](
@@ -123,7 +122,7 @@ def _first_largest(value, columns, inside, NONE: tl.constexpr):
 
 
 @triton.jit
-def _peaks(logits, part_peaks, part_columns, vocab, PART: tl.constexpr):
+def _peaks(logits, part_peaks, part_columns, part_nans, vocab, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     inside = columns < vocab
@@ -132,10 +131,11 @@ def _peaks(logits, part_peaks, part_columns, vocab, PART: tl.constexpr):
     at = row * tl.num_programs(1) + part
     tl.store(part_peaks + at, peak)
     tl.store(part_columns + at, column)
+    tl.store(part_nans + at, tl.sum(((value != value) & inside).to(tl.int32), axis=0))
 
 
 @triton.jit
-def _settle(part_peaks, part_columns, peaks, token_ids, parts, PARTS: tl.constexpr):
+def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, parts, PARTS: tl.constexpr):
     """The peak of a row from those of its parts, and its column: the token, unless another is drawn."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
@@ -144,6 +144,8 @@ def _settle(part_peaks, part_columns, peaks, token_ids, parts, PARTS: tl.constex
     peak, part = _first_largest(value, index, inside, PARTS)
     tl.store(peaks + row, peak)
     tl.store(token_ids + row, tl.load(part_columns + row * parts + part))
+    nans = tl.load(part_nans + row * parts + index, mask=inside, other=0)
+    tl.store(num_nans + row, tl.sum(nans, axis=0))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from penstock_enginecore.sample.blocks import peak
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.sampler import TorchSampler
 from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.torch_sampling import TorchSampling
 
 sample = interpreted("sample")
 
@@ -61,11 +62,14 @@ class Settings:
 def by_kernels(logits: torch.Tensor, settings: Settings, *, filtered: bool | None = None) -> torch.Tensor:
     rows, vocab = logits.shape
     sampler = sample.TokenSampler(rows + 1, vocab, CPU)
-    token_ids, peaks = torch.full((rows + 1,), -77, dtype=torch.int32), torch.full((rows + 1,), -77.0)
+    token_ids, num_nans = torch.full((2, rows + 1), -77, dtype=torch.int32)
+    peaks = torch.full((rows + 1,), -77.0)
     if filtered is None:
         filtered = bool(((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0)).any())
-    sampler.sample(logits, settings.draws(), token_ids[:rows], peaks[:rows], filtered=filtered)
-    assert (int(token_ids[rows]), float(peaks[rows])) == (-77, -77.0)
+    draws = settings.draws() if (settings.temperature > 0).any() else None
+    sampler.sample(logits, draws, token_ids[:rows], peaks[:rows], num_nans[:rows], filtered=filtered)
+    assert (int(token_ids[rows]), float(peaks[rows]), int(num_nans[rows])) == (-77, -77.0, -77)
+    assert torch.equal(num_nans[:rows].long(), logits.isnan().sum(dim=1))
     assert torch.equal(peaks[:rows].nan_to_num(99), peak(logits.float())[0].nan_to_num(99))
     return token_ids[:rows].long()
 
@@ -102,8 +106,8 @@ def test_rows_without_a_finite_peak_are_greedy(peculiar: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_draws_are_the_cpus(temperature: float) -> None:
-    """Few, as each takes the interpreter some hundredths of a second."""
-    rows, rounds = 20, 3
+    """Few, as each takes the interpreter some hundredths of a second; ``test_sampler.py`` compares ten thousand of the twin's."""
+    rows, rounds = 60, 3
     drawn = set()
     for i in range(rounds):
         logits = random_logits(rows, 250, seed=i)
@@ -194,8 +198,24 @@ def test_random_numbers_are_the_cpus_bit_for_bit() -> None:
 
 
 def test_other_shapes_are_refused() -> None:
-    sampler, settings = sample.TokenSampler(2, 10, CPU), Settings.of(3)
+    sampler, draws, two, three = sample.TokenSampler(2, 10, CPU), Settings.of(3).draws(), torch.zeros(2), torch.zeros(3)
     with pytest.raises(ValueError, match=r"logits of \[3, 10\] in place of up to 2 contiguous rows of 10"):
-        sampler.sample(torch.zeros(3, 10), settings.draws(), torch.zeros(3).int(), torch.zeros(3), filtered=False)
-    with pytest.raises(ValueError, match=r"2 rows for \[3\] tokens and \[2\] peaks"):
-        sampler.sample(torch.zeros(2, 10), settings.draws(), torch.zeros(3).int(), torch.zeros(2), filtered=False)
+        sampler.sample(torch.zeros(3, 10), draws, three.int(), three, three.int(), filtered=False)
+    with pytest.raises(ValueError, match=r"2 rows for \[3\] tokens, \[2\] peaks and \[2\] counts"):
+        sampler.sample(torch.zeros(2, 10), draws, three.int(), two, two.int(), filtered=False)
+
+
+def test_the_twin_in_plain_torch_chooses_the_same() -> None:
+    """Ten thousand of the twin's draws stand for the kernels'."""
+    logits = random_logits(40, 700, seed=3)
+    logits[5, [3, 600]] = NAN
+    made = Settings.of(40, seed=12)
+    random = np.random.default_rng(1)
+    made.temperature = random.choice([0.0, 0.4, 1.0, 2.0], 40)
+    made.top_k = random.choice([0, 0, 1, 9, 900], 40)
+    made.top_p = random.choice([1.0, 0.6, 0.95], 40)
+    made.min_p = random.choice([0.0, 0.0, 0.1], 40)
+    token_ids, num_nans = torch.zeros(2, 40, dtype=torch.int32)
+    TorchSampling(40, 700, CPU).sample(logits, made.draws(), token_ids, torch.zeros(40), num_nans, filtered=True)
+    assert torch.equal(by_kernels(logits, made, filtered=True), token_ids.long())
+    assert num_nans.nonzero().tolist() == [[5]]

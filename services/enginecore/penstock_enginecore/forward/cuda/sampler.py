@@ -1,0 +1,77 @@
+"""Tokens chosen on the device, for rows that need nothing of the host: greedy ones, and draws with or without filters."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS, VectorLayout
+from penstock_enginecore.forward.cuda.launches import Draws, SamplingKernels
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, Sampler, SamplingInputs
+from penstock_enginecore.sample.random import uniforms
+
+_ALIGNED = 4
+"""Rows to a multiple of which results are padded, so that they begin at multiples of 16 bytes: kernels are compiled for that."""
+MakeSampling = Callable[[int, int, torch.device], SamplingKernels]
+"""Makes kernels with memory for so many rows of a vocabulary on a device."""
+
+
+class DeviceLauncher:
+    """A ``TokenLauncher``. What it puts out is new with each call; the kernels' memory grows with the rows."""
+
+    def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
+        self._vocab = vocab
+        self._device = device
+        self._make = make
+        self._max_rows = MAX_CAPTURED_TOKENS
+        self._kernels = make(self._max_rows, vocab, device)
+
+    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+        """One copy to the device where rows are drawn, none where all are greedy."""
+        rows = len(logits)
+        if rows > self._max_rows:
+            self._max_rows = 1 << (rows - 1).bit_length()
+            self._kernels = self._make(self._max_rows, self._vocab, self._device)
+        width = -(-rows // _ALIGNED) * _ALIGNED
+        results = torch.zeros(2, width, dtype=torch.int32, device=self._device)
+        peaks = torch.empty(rows, dtype=torch.float32, device=self._device)
+        on_device = _upload(draws, self._device) if draws.any_drawn else None
+        self._kernels.sample(
+            logits.contiguous(), on_device, results[0, :rows], peaks, results[1, :rows], filtered=draws.any_filtered
+        )
+        return LaunchedTokens(results, rows)
+
+
+def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor) -> str:
+    """How the tokens that ``launcher`` chooses from ``logits`` ``[rows, vocab]``, with settings of all kinds, differ from those
+    of ``sampler``; empty where they do not.
+    """
+    rows = len(logits)
+    number = np.arange(rows)
+    temperature = np.where(number % 4 == 0, 0.0, 0.5 + number % 3)
+    top_k = np.where(number % 5 == 1, 2, 0)
+    top_p, min_p = np.where(number % 3 == 1, 0.8, 1.0), np.where(number % 7 == 2, 0.05, 0.0)
+    settings = temperature, top_k, top_p, min_p
+    seeds = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    expected = sampler.sample(logits.clone(), SamplingInputs(*settings, uniforms(seeds, number))).token_ids
+    found = launcher.launch(logits, PlainDraws.of(*settings, seeds, number)).token_ids.cpu().numpy()
+    wrong = int((found != expected).sum())
+    return f"{wrong} of {rows} tokens differ" if wrong else ""
+
+
+def _upload(draws: PlainDraws, device: torch.device) -> Draws:
+    """In one copy, which is not waited for."""
+    values = (
+        draws.temperature,
+        draws.seeds.view(np.int64),
+        draws.output_indices,
+        draws.max_distance,
+        draws.top_k,
+        draws.top_p,
+    )
+    dtypes = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
+    layout = VectorLayout([(len(draws.temperature), dtype) for dtype in dtypes])
+    host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for view, of_rows in zip(layout.views(host), values, strict=True):
+        view.numpy()[:] = of_rows
+    return Draws(*layout.views(host.to(device, non_blocking=True)))

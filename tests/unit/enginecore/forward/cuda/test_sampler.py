@@ -1,0 +1,171 @@
+"""Tokens chosen on a device: those of the CPU's sampler, whatever rows ask for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from penstock_enginecore.config import KernelsConfig
+from penstock_enginecore.forward.cuda.candidate import device_launcher, proved_launcher
+from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
+from penstock_enginecore.sample.base import PlainDraws, SamplingInputs
+from penstock_enginecore.sample.random import uniforms
+from penstock_enginecore.sample.sampler import TorchSampler
+from tests.fakes.models.torch_sampling import TorchSampling
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+Settings = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def random_settings(rows: int, seed: int) -> tuple[Settings, np.ndarray, np.ndarray]:
+    """Temperature, top_k, top_p and min_p of all kinds, seeds, and output indices."""
+    random = np.random.default_rng(seed)
+    return (
+        (
+            random.choice([0.0, 0.3, 1.0, 1.7], rows),
+            random.choice([0, 0, 1, 5, 40, 5000], rows),
+            random.choice([1.0, 1.0, 0.5, 0.9, 0.999], rows),
+            random.choice([0.0, 0.0, 0.02, 0.3], rows),
+        ),
+        random.integers(0, 2**64, rows, dtype=np.uint64),
+        random.integers(0, 2**40, rows),
+    )
+
+
+def by_cpu(logits: torch.Tensor, settings: Settings, seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    return TorchSampler().sample(logits.clone(), SamplingInputs(*settings, uniforms(seeds, indices))).token_ids
+
+
+def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["whole rows", "what filters leave"])
+def test_ten_thousand_draws_are_the_cpus(plain: bool) -> None:
+    """Six thousand of whole rows and more than four of others, by the kernels' twin in plain torch. Tests of the kernels
+    themselves, interpreted, compare some hundreds.
+    """
+    launcher = DeviceLauncher(500, CPU, TorchSampling)
+    count, drawn = 0, set()
+    for i in range(12):
+        logits = random_logits(500, 500, seed=i)
+        settings, seeds, indices = random_settings(500, seed=100 + i)
+        if plain:
+            off = np.zeros(500)
+            settings = (settings[0].clip(min=0.3), off.astype(np.int64), off + 1.0, off)
+        chosen = launcher.launch(logits, PlainDraws.of(*settings, seeds, indices)).token_ids.numpy()
+        np.testing.assert_array_equal(chosen, by_cpu(logits, settings, seeds, indices))
+        count += int((settings[0] > 0).sum())
+        drawn |= set(chosen.tolist())
+    assert count >= (6000 if plain else 4300)
+    assert len(drawn) > 400
+
+
+def test_a_token_follows_from_its_seed_and_index_alone() -> None:
+    launcher = DeviceLauncher(300, CPU, TorchSampling)
+    logits = random_logits(9, 300, seed=1)
+    settings, seeds, indices = random_settings(9, seed=2)
+    together = launcher.launch(logits, PlainDraws.of(*settings, seeds, indices)).token_ids.tolist()
+    for row in range(9):
+        alone = PlainDraws.of(*(of[[row]] for of in settings), seeds[[row]], indices[[row]])
+        assert launcher.launch(logits[[row]], alone).token_ids.tolist() == [together[row]]
+
+
+def test_what_settings_become_is_what_kernels_read() -> None:
+    settings = (
+        np.array([0.0, 1e-40, 2.0]),
+        np.array([0, 2**40, 5]),
+        np.array([1.0, 0.5, 1.0]),
+        np.array([0.0, 1.0, 0.5]),
+    )
+    draws = PlainDraws.of(*settings, np.zeros(3, dtype=np.uint64), np.zeros(3, dtype=np.int64))
+    np.testing.assert_array_equal(draws.temperature, np.array([0, 1e-30, 2], dtype=np.float32))
+    np.testing.assert_array_equal(draws.top_k, [0, 2**31 - 1, 5])
+    np.testing.assert_allclose(draws.max_distance, [INF, 0.0, np.log(2)])
+    assert (draws.any_drawn, draws.any_filtered) == (True, True)
+    greedy = PlainDraws.of(
+        np.zeros(1),
+        np.full(1, 5),
+        np.full(1, 0.5),
+        np.ones(1),
+        np.zeros(1, dtype=np.uint64),
+        np.zeros(1, dtype=np.int64),
+    )
+    assert (greedy.any_drawn, greedy.any_filtered) == (False, False)
+
+
+def test_logits_that_are_no_numbers_are_counted() -> None:
+    logits = random_logits(3, 20, seed=0)
+    logits[1, [4, 7]] = NAN
+    settings, seeds, indices = random_settings(3, seed=1)
+    launched = DeviceLauncher(20, CPU, TorchSampling).launch(logits, PlainDraws.of(*settings, seeds, indices))
+    assert launched.results[1, :3].tolist() == [0, 2, 0]
+    assert int(launched.token_ids[1]) == 4
+
+
+def test_no_rows_are_no_tokens() -> None:
+    settings, seeds, indices = random_settings(0, seed=1)
+    draws = PlainDraws.of(*settings, seeds, indices)
+    assert DeviceLauncher(20, CPU, TorchSampling).launch(torch.zeros(0, 20), draws).token_ids.tolist() == []
+
+
+def test_memory_grows_with_the_rows() -> None:
+    made: list[int] = []
+
+    def make(max_rows: int, vocab: int, device: torch.device) -> TorchSampling:
+        made.append(max_rows)
+        return TorchSampling(max_rows, vocab, device)
+
+    launcher = DeviceLauncher(30, CPU, make)
+    for rows in (5, 512, 513, 900, 1024):
+        settings, seeds, indices = random_settings(rows, seed=rows)
+        logits = random_logits(rows, 30, seed=rows)
+        chosen = launcher.launch(logits, PlainDraws.of(*settings, seeds, indices)).token_ids.numpy()
+        np.testing.assert_array_equal(chosen, by_cpu(logits, settings, seeds, indices))
+    assert made == [512, 1024]
+
+
+class OtherSeeds(TorchSampling):
+    def sample(self, logits, draws, *args, **options):
+        if draws is not None:
+            draws = dataclasses.replace(draws, seeds=draws.seeds + 1)
+        super().sample(logits, draws, *args, **options)
+
+
+class OneTooMany(TorchSampling):
+    def sample(self, logits, draws, *args, **options):
+        if draws is not None:
+            draws = dataclasses.replace(draws, top_k=torch.where(draws.top_k > 0, draws.top_k + 1, 0))
+        super().sample(logits, draws, *args, **options)
+
+
+class NoCompiler(TorchSampling):
+    def sample(self, *args, **options):
+        raise OSError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [
+        (OtherSeeds, " of 128 tokens differ"),
+        (OneTooMany, " of 128 tokens differ"),
+        (NoCompiler, "OSError: no C compiler"),
+    ],
+)
+def test_kernels_that_choose_otherwise_are_not_used(
+    kernels: type[TorchSampling], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert proved_launcher(CPU, TorchSampler(), 400, torch.float32, kernels) is None
+    assert reason in caplog.text
+
+
+def test_kernels_that_choose_alike_are(caplog: pytest.LogCaptureFixture) -> None:
+    assert proved_launcher(CPU, TorchSampler(), 400, torch.bfloat16, TorchSampling) is not None
+    assert not caplog.messages
+
+
+def test_a_cpu_chooses_no_tokens_as_a_device() -> None:
+    assert device_launcher(CPU, KernelsConfig(), TorchSampler(), 400, torch.float32) is None
+    assert device_launcher(torch.device("cuda"), KernelsConfig(sampler=False), TorchSampler(), 9, torch.float32) is None
