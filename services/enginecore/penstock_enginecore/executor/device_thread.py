@@ -7,21 +7,27 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from penstock_enginecore.executor.completion import CompletionThread, Late
+
 T = TypeVar("T")
 
 
 class DeviceThread:
-    """Runs calls one after the other. A daemon: a call that never returns does not keep the process alive."""
+    """Runs calls one after the other. A daemon: a call that never returns does not keep the process alive.
+
+    A call may give a ``Late``, where it has only told a device what to do: the thread goes on, and another one waits for it.
+    """
 
     def __init__(self, name: str = "device") -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._completions: CompletionThread | None = None  # belongs to the thread
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Queue a call. What it raises comes out of the future."""
+    def submit(self, call: Callable[[], "T | Late[T]"]) -> "Future[T]":
+        """Queue a call. What it raises comes out of the future, and what a late result brings or raises."""
         future: Future[T] = Future()
-        self._calls.put(partial(_run_into, future, call))
+        self._calls.put(partial(self._run_into, future, call))
         return future
 
     def call(self, call: Callable[[], T]) -> T:
@@ -36,12 +42,19 @@ class DeviceThread:
         while (call := self._calls.get()) is not None:
             call()
             del call  # or the last call's result lives on while the thread waits
+        if self._completions is not None:
+            self._completions.stop()
 
-
-def _run_into(future: "Future[T]", call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as e:  # the future's reader decides what it means
-        future.set_exception(e)
-        # The error knows this frame: what the frame knows would live on with what the failed step holds.
-        del future, call
+    def _run_into(self, future: "Future[T]", call: Callable[[], "T | Late[T]"]) -> None:
+        try:
+            result = call()
+            if not isinstance(result, Late):
+                future.set_result(result)
+                return
+            if self._completions is None:
+                self._completions = CompletionThread()
+            self._completions.resolve(future, result)
+        except BaseException as e:  # the future's reader decides what it means
+            future.set_exception(e)
+            # The error knows this frame: what the frame knows would live on with what the failed step holds.
+            del future, call

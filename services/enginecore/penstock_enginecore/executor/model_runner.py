@@ -7,6 +7,7 @@ import torch
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.executor.completion import Late
 
 
 class ModelRunner(Protocol):
@@ -53,8 +54,10 @@ class ModelRunner(Protocol):
     def execute(self, step: SchedulerOutput) -> None:
         """Forward pass over the scheduled tokens. What comes of it waits for ``sample``."""
 
-    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
-        """The output of the step that ``execute`` ran, empty for one without tokens."""
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
+        """The output of the step that ``execute`` ran, empty for one without tokens. Where it is late, the next step may be run
+        before it is there: nothing of that depends on the host's knowing it.
+        """
 
     def to(self, device: torch.device) -> None:
         """Move the weights: away from the device while the engine sleeps, and back."""

@@ -12,6 +12,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
+from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.device_thread import DeviceThread
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.executor.worker_config import WorkerConfig
@@ -20,14 +21,18 @@ T = TypeVar("T")
 
 
 class UniprocExecutor:
-    """An ``Executor`` of one worker. Everything that touches the device runs on one thread, in the order of the calls."""
+    """An ``Executor`` of one worker. Everything that touches the device runs on one thread, in the order of the calls; where
+    tokens are late, another waits for them, and the next step is launched meanwhile.
+    """
 
     def __init__(self, config: EngineCoreConfig) -> None:
         self._thread = DeviceThread()
         self._worker = self._thread.call(partial(Worker, WorkerConfig(engine=config)))
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
-        self._failed = False  # belongs to the device thread
+        self._num_steps = 0
+        self._failed: int | None = None
+        """Number of the first step that has failed, since the executor recovered."""
         self._shut_down = False
 
     def load_model(self, progress: Progress) -> ModelInfo:
@@ -48,32 +53,38 @@ class UniprocExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Queues the forward pass behind the steps before."""
-        self._forward = self._thread.submit(
-            partial(self._compute, partial(self._worker.runner.execute, scheduler_output))
-        )
+        self._num_steps += 1
+        run = partial(self._worker.runner.execute, scheduler_output)
+        self._forward = self._thread.submit(partial(self._compute, self._num_steps, run))
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         """Queues the sampling behind the forward pass. RuntimeError without one; the future raises what went wrong in either."""
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("execute_model must come before sample_tokens")
-        return self._thread.submit(partial(self._sample, forward, grammar))
+        return self._thread.submit(partial(self._sample, self._num_steps, forward, grammar))
 
-    def _sample(self, forward: Future[None], grammar: GrammarBitmask | None) -> ModelRunnerOutput:
+    def _sample(
+        self, step: int, forward: Future[None], grammar: GrammarBitmask | None
+    ) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         try:
             forward.result()  # done: it ran before this on the same thread
         finally:
             del forward
-        return self._compute(partial(self._worker.runner.sample, grammar))
+        output = self._compute(step, partial(self._worker.runner.sample, grammar))
+        # A late step may fail behind the launch of the next.
+        return Late(partial(self._compute, step, output.wait)) if isinstance(output, Late) else output
 
-    def _compute(self, call: Callable[[], T]) -> T:
-        """Half a step. None follows a failed one: the requests' rows may be half written, and their blocks another's."""
-        if self._failed:
+    def _compute(self, step: int, call: Callable[[], T]) -> T:
+        """A part of a step. None follows a failed one: the requests' rows may be half written, and their blocks another's. Steps
+        before it are not concerned.
+        """
+        if self._failed is not None and self._failed < step:
             raise RuntimeError("a step before this one failed")
         try:
             return call()
         except BaseException:
-            self._failed = True
+            self._failed = step if self._failed is None else min(self._failed, step)
             del call  # the error knows this frame, and the call may know the error
             raise
 
@@ -82,7 +93,7 @@ class UniprocExecutor:
 
         def recover() -> None:
             self._worker.recover()
-            self._failed = False
+            self._failed = None
 
         self._forward = None
         self._thread.call(recover)
