@@ -11,8 +11,10 @@ layers each has a block table and writes hashes of its own, and where a group ha
 queries see must hold them.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -58,6 +60,18 @@ class UnhurriedFuture(Future):
         return super().result(timeout)
 
 
+class LateFuture(Future):
+    """Has its result once the device has got to it, which whoever asks for the result makes it do."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._work()
+        return super().result(timeout)
+
+
 class _State:
     """What a worker remembers of a request."""
 
@@ -87,7 +101,9 @@ class FakeExecutor:
     before it is run, whether it raises RuntimeError; the executor can go on after ``recover``, and runs no step before it. With
     ``fails_late`` that comes out of the step's future. ``check_kv`` False skips the check of the
     KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
-    ``unhurried``: a step's results count as not there yet until somebody waits for them.
+    ``unhurried``: a step's results count as not there yet until somebody waits for them. ``late``: steps are not even begun
+    before that, or before ``work`` is called: only then does the device read what the step says, and sample; its tokens are its
+    own inputs of the steps behind.
     ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without.
     """
 
@@ -104,12 +120,19 @@ class FakeExecutor:
         fails_late: bool = False,
         check_kv: bool = True,
         unhurried: bool = False,
+        late: bool = False,
+        runs_ahead: bool = False,
         windows: tuple[int | None, ...] = (None, None),
         pooling: PoolingLimits | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self._model = ModelInfo(
-            max_len=model_max_len, vocab_size=vocab_size, eos_token_ids=eos_token_ids, hidden_size=4, pooling=pooling
+            max_len=model_max_len,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            hidden_size=4,
+            pooling=pooling,
+            runs_ahead=runs_ahead,
         )
         self.fail_at_step = fail_at_step
         self.fails = fails
@@ -129,6 +152,8 @@ class FakeExecutor:
         self._kv: dict[int, tuple[int, int]] = {}
         self._pending: SchedulerOutput | None = None
         self._unhurried = unhurried
+        self._late = late
+        self._queued: deque[Callable[[], None]] = deque()
         self.rpcs: list[tuple[str, list[Any]]] = []
         self.rpc_results: dict[str, Any] = {}
         self._loaded = False
@@ -159,14 +184,24 @@ class FakeExecutor:
         assert self._config is not None, "initialize_kv_cache comes first"
         assert self._pending is None, "the previous step was not sampled"
         self._check_device()
+        self._pending = scheduler_output
+        if not self._late and not self._execute(scheduler_output) and not self.fails_late:
+            self._pending = None
+            raise self._failed
+
+    def work(self, count: int | None = None) -> None:
+        """Have a late device run ``count`` of the steps that it was given, all for None. Nothing waits behind one that fails."""
+        while self._queued and (count is None or count > 0 or self._failed is not None):
+            self._queued.popleft()()
+            count = None if count is None else count - 1
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> bool:
+        """The first half of a step; False when it fails, or one before it has."""
         if self._failed is None and self.fails(scheduler_output):
             self.num_failures += 1
             self._failed = RuntimeError("the fake model cannot compute this")
         if self._failed is not None:
-            if not self.fails_late:
-                raise self._failed
-            self._pending = scheduler_output
-            return
+            return False
         self.num_steps += 1
         self.steps.append(scheduler_output)
         self._take_in(scheduler_output)
@@ -175,12 +210,16 @@ class FakeExecutor:
             self._check_sharing()
             self._check_contents(scheduler_output)
         self._compute(scheduler_output)
-        self._pending = scheduler_output
         self.on_execute()
+        return True
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         assert self._pending is not None, "execute_model comes first"
         step, self._pending = self._pending, None
+        if self._late:
+            late = LateFuture(self.work)
+            self._queued.append(partial(self._run_late, step, grammar, late))
+            return late
         future: Future[ModelRunnerOutput] = UnhurriedFuture() if self._unhurried else Future()
         if self._failed is None:
             future.set_result(self._sample(step, grammar))
@@ -188,7 +227,17 @@ class FakeExecutor:
             future.set_exception(self._failed)
         return future
 
+    def _run_late(self, step: SchedulerOutput, grammar: GrammarBitmask | None, future: Future) -> None:
+        try:
+            if self._execute(step):
+                future.set_result(self._sample(step, grammar))
+                return
+        except AssertionError as e:
+            self._failed = e
+        future.set_exception(self._failed)
+
     def recover(self) -> None:
+        self.work()
         self._check_device()
         self._states.clear()
         self._pending = self._failed = None
@@ -199,6 +248,7 @@ class FakeExecutor:
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """Notes the call; ``rpc_results`` says what comes back."""
+        self.work()
         self.rpcs.append((method, list(arguments)))
         if method == "sleep" and arguments[0]:
             self._kv.clear()

@@ -30,9 +30,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     scheduler: Annotated[str, Meta(description="Name of the scheduler: default, or one that a plugin brings.")] = (
         "default"
     )
-    async_scheduling: Annotated[
-        bool, Meta(description="Prepare a step while the one before it runs; the tokens are the same.")
-    ] = False
+    async_scheduling: (
+        Annotated[
+            bool,
+            Meta(description="Prepare a step while the one before it runs; the tokens are the same; unset: on GPUs."),
+        ]
+        | None
+    ) = None
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="Prompt tokens of one request in a step, at most; 0: no limit.")
     ] = 0

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
@@ -58,15 +60,18 @@ class EngineCore:
         self.wake: Callable[[], None] = lambda: None
         self.stalled = False
         self._wall_clock = wall_clock
-        max_steps = max(config.executor.max_concurrent_batches, 2 if config.scheduler.async_scheduling else 1)
         self.model = model = executor.load_model(progress)
+        scheduling = config.scheduler
+        if scheduling.async_scheduling is None:
+            scheduling = msgspec.structs.replace(scheduling, async_scheduling=model.runs_ahead)
+        max_steps = max(config.executor.max_concurrent_batches, 2 if scheduling.async_scheduling else 1)
         self.kv_cache_config = size_engine(config, executor, model, progress, max_steps=max_steps)
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         self.scheduler: Scheduler = create_scheduler(
             SchedulerContext(
-                config=config.scheduler,
+                config=scheduling,
                 kv_cache=self.kv_cache_config,
                 # Pooling needs every token's hidden state, which the cache does not hold.
                 enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,

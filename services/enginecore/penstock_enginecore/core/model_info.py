@@ -20,5 +20,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the model's numbers are: float32, bfloat16 or float16."""
     pooling: PoolingLimits | None = None
     """What the model is pooled for; None when it generates."""
+    runs_ahead: bool = False
+    """Whether steps are prepared while others run, where ``scheduler.async_scheduling`` does not say."""
     supports_chunked_prefill: bool = True
     """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""

@@ -4,25 +4,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.upload import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class FedTokens:
+    """Tokens that the device knows and the host does not: those of ``rows`` int64 ``[n]`` of ``newest`` int32, at ``places``
+    int64 ``[n]`` of the flat batch.
+    """
+
+    newest: torch.Tensor
+    places: IntArray
+    rows: IntArray
+
+    def write(self, token_ids: torch.Tensor) -> None:
+        """Put them into ``token_ids`` ``[tokens]``, integers on the device."""
+        places, rows = to_device(np.stack([self.places, self.rows]), token_ids.device)
+        token_ids.index_copy_(0, places, self.newest.index_select(0, rows).to(token_ids.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The tokens of a step, flat, on the host: ``token_ids`` and ``positions`` int64 ``[tokens]``, ``attention`` one entry per
     KV cache group. ``embedded`` ``[tokens, hidden size]`` stands for the token ids where some of them are vectors: made by
-    ``ForwardPass.embed``, then changed. It may be overwritten.
+    ``ForwardPass.embed``, then changed. It may be overwritten. ``fed``: tokens whose ids are not those of ``token_ids``; there
+    are none beside ``embedded``.
     """
 
     token_ids: IntArray
     positions: IntArray
     attention: Sequence[AttentionMetadata]
     embedded: torch.Tensor | None = None
+    fed: FedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from penstock_enginecore.attention.base import AttentionBackend, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.upload import to_device
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
@@ -83,7 +84,10 @@ class ModulesForward:
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """One call of the model. States are what its layers put out, kept where its head can be called on its own."""
         if batch.embedded is None:
-            inputs = {"input_ids": self._to_device(batch.token_ids)[None]}
+            token_ids = self._to_device(batch.token_ids)
+            if batch.fed is not None:
+                batch.fed.write(token_ids)
+            inputs = {"input_ids": token_ids[None]}
         else:
             inputs = {"inputs_embeds": batch.embedded[None]}
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
@@ -102,7 +106,7 @@ class ModulesForward:
         module.to(device)
 
     def _to_device(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 def caches_by_module(module: torch.nn.Module, caches: LayerCaches) -> dict[torch.nn.Module, LayerCache]:

@@ -115,3 +115,31 @@ def test_a_step_without_requests_is_run_in_its_turn_and_changes_nothing():
     run_to_end(engine, transcript=transcript)
     assert_as_expected(engine, transcript, request)
     assert not engine.executor.steps[1].num_scheduled_tokens
+
+
+@pytest.mark.parametrize("config", [ASYNC, {**ASYNC, "max_concurrent_batches": 3}])
+def test_steps_are_started_before_the_device_has_begun_the_one_before(config):
+    executor = FakeExecutor(late=True)
+    engine = make_engine(executor, **config)
+    requests = [make_request(3 + 5 * i, seed=i, max_tokens=6) for i in range(3)]
+    add(engine, requests[0])
+    transcript = Transcript()
+    started = config.get("max_concurrent_batches", 2)
+    for _ in range(started - 1):
+        step(engine, transcript)
+    assert in_flight(engine) == started - 1
+    assert executor.num_steps == 0
+    run_to_end(engine, *requests[1:], transcript=transcript)
+    assert_as_expected(engine, transcript, *requests)
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize(("config", "ahead"), [({}, True), ({"async_scheduling": False}, False)], ids=str)
+def test_where_the_model_runs_ahead_so_does_the_engine_unless_it_is_told_not_to(config, ahead):
+    engine = make_engine(FakeExecutor(late=True, runs_ahead=True), **config)
+    add(engine, make_request(max_tokens=5))
+    transcript = Transcript()
+    step(engine, transcript)
+    assert in_flight(engine) == (1 if ahead else 0)
+    assert bool(transcript.frames) is not ahead
+    run_to_end(engine, transcript=transcript)

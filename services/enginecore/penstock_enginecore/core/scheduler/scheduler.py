@@ -44,7 +44,7 @@ class DefaultScheduler(Scheduler):
     def __init__(self, context: SchedulerContext) -> None:
         config = context.config
         self._clock = context.monotonic_clock
-        self._async = config.async_scheduling
+        self._async = bool(config.async_scheduling)
         budget = StepBudget(
             config,
             supports_chunked_prefill=context.supports_chunked_prefill,

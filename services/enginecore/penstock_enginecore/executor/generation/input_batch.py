@@ -16,42 +16,18 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequestData, SchedulerOutput
-from penstock_enginecore.sample.base import RowKinds, SamplingInputs
+from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
+from penstock_enginecore.sample.base import PlainDraws, RowKinds, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.request_rules import RequestRules, join_rules
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules
 
 _INITIAL_ROWS = 16
 _INT64_MAX = 2**63 - 1
+_UNKNOWN = -1
+"""Stands for a token that was chosen and is not on the host yet."""
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
 _T = TypeVar("_T", bound=np.generic)
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step laid out flat. ``token_ids`` and ``positions`` int64 ``[tokens]``; ``attention``: one entry per KV cache
-    group.
-
-    ``sampling_requests``: which requests of the step get a token, ``logits_indices``: the last token of each of those.
-    """
-
-    request_ids: list[str]
-    token_ids: IntArray
-    positions: IntArray
-    attention: list[AttentionMetadata]
-    sampling_requests: IntArray
-    logits_indices: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTargets:
-    """Prompt tokens of a request that a step can score: ``rows`` of the flat batch, whose logits predict ``token_ids``.
-    ``count``: how many of the likeliest tokens to report beside each.
-    """
-
-    request_id: str
-    rows: IntArray
-    token_ids: IntArray
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +64,8 @@ class InputBatch:
         self._top_p = np.zeros(0)
         self._min_p = np.zeros(0)
         self._seed = np.zeros(0, dtype=np.uint64)
+        self._tenants = np.zeros(0, dtype=np.int64)  # how many requests a row has had
+        self._num_unknown = 0
         self._settings: _Settings | None = None
         # By row, of those requests only that have any.
         self._rules: dict[int, RequestRules] = {}
@@ -132,13 +110,18 @@ class InputBatch:
                 AttentionMetadata(query_start_loc, seq_lens, table[rows, :blocks_used], slots, self._block_size)
             )
         sampling = np.flatnonzero(seq_lens == self._num_tokens[rows])
+        token_ids = self._token_ids[token_rows, positions].astype(np.int64)
+        unknown = np.flatnonzero(token_ids == _UNKNOWN) if self._num_unknown else _NONE
+        token_ids[unknown] = 0
         return StepInputs(
             request_ids=request_ids,
-            token_ids=self._token_ids[token_rows, positions].astype(np.int64),
+            token_ids=token_ids,
             positions=positions,
             attention=attention,
             sampling_requests=sampling,
             logits_indices=query_start_loc[1:][sampling] - 1,
+            unknown=unknown,
+            unknown_rows=token_rows[unknown],
         )
 
     def sampling_inputs(self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None) -> SamplingInputs:
@@ -159,6 +142,17 @@ class InputBatch:
             rules=self._logit_rules(request_ids, rows, grammar),
             kinds=kinds,
         )
+
+    def plain_draws(self, request_ids: Sequence[str]) -> PlainDraws | None:
+        """How to draw the next token of each request where none has rules, nor wants log-probabilities; None otherwise."""
+        settings = self._settings_of(request_ids)
+        rows = settings.rows
+        others = self._rules.keys() | self._logprobs.keys()
+        if others and not others.isdisjoint(rows.tolist()):
+            return None
+        index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
+        return PlainDraws.of(*values, self._seed[rows], index)
 
     def _settings_of(self, request_ids: Sequence[str]) -> "_Settings":
         """Those of the step before, when the same requests sample again."""
@@ -206,6 +200,22 @@ class InputBatch:
                 if rules := self._rules.get(row):
                     rules.append(token_id)
 
+    def expect_tokens(self, request_ids: Sequence[str]) -> ExpectedTokens:
+        """Count a token of each request that has been chosen, and is not known here before ``take_tokens``."""
+        rows = self._settings_of(request_ids).rows
+        places = self._num_tokens[rows]
+        fits = places < self._token_ids.shape[1]
+        self._token_ids[rows[fits], places[fits]] = _UNKNOWN
+        self._num_tokens[rows] = places + 1
+        self._num_unknown += len(rows)
+        return ExpectedTokens(rows, places, self._tenants[rows])
+
+    def take_tokens(self, expected: ExpectedTokens, token_ids: npt.NDArray[np.int32]) -> None:
+        """Note what ``expected`` has turned out to be. Rows that have gone to others meanwhile are left alone."""
+        stays = (self._tenants[expected.rows] == expected.tenants) & (expected.places < self._token_ids.shape[1])
+        self._token_ids[expected.rows[stays], expected.places[stays]] = token_ids[stays]
+        self._num_unknown -= len(expected.rows)
+
     def _logit_rules(self, request_ids: Sequence[str], rows: IntArray, grammar: GrammarBitmask | None) -> LogitRules:
         grammar_rows = None
         if grammar is not None and grammar.request_ids:
@@ -231,6 +241,7 @@ class InputBatch:
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
+        self._tenants[row] += 1
         self._rows[new.request_id] = row
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
         self._num_tokens[row] = len(new.token_ids)
@@ -292,6 +303,7 @@ class InputBatch:
         self._top_p = _grown(self._top_p, new)
         self._min_p = _grown(self._min_p, new)
         self._seed = _grown(self._seed, new)
+        self._tenants = _grown(self._tenants, new)
 
 
 def _grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:

@@ -9,7 +9,7 @@ import torch
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
-from penstock_enginecore.executor.generation.input_batch import StepInputs
+from penstock_enginecore.executor.generation.step_inputs import StepInputs
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -1,6 +1,9 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,14 +15,17 @@ from penstock_enginecore.attention.kv_memory import num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from penstock_enginecore.executor.generation.input_batch import InputBatch, StepInputs
+from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
+from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
+from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.sample.base import SamplingInputs
+from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +38,21 @@ class _Pending:
 
 
 class GenerationRunner:
-    """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them."""
+    """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them.
 
-    def __init__(self, model: LoadedModel, built: BuiltForward) -> None:
+    Where a device can choose the tokens of a step, they are its own inputs of the next; the host gets a copy, by ``begin_copy``,
+    for which nobody here waits. Steps in which a request has rules, or wants log-probabilities, need the tokens before it, and
+    are waited for.
+    """
+
+    def __init__(self, model: LoadedModel, built: BuiltForward, begin_copy: BeginCopy = begin_copy) -> None:
         self._model = model
         self._forward = built.forward
         self._sampler = built.sampler
+        self._launcher = built.launcher
+        self._begin_copy = begin_copy
+        self._newest = NewestTokens(self._forward.device)
+        self._coming: deque[tuple[ExpectedTokens, Arrival]] = deque()
         self.computing = built.computing
         self._caches: LayerCaches = {}
         self._batch: InputBatch | None = None
@@ -54,6 +69,7 @@ class GenerationRunner:
             eos_token_ids=self._model.eos_token_ids,
             hidden_size=self._model.hidden_size,
             dtype=str(self._model.dtype).removeprefix("torch."),
+            runs_ahead=self._launcher is not None or self._forward.device.type == "cuda",
         )
 
     @property
@@ -76,6 +92,7 @@ class GenerationRunner:
         self._caches = self._forward.memory.allocate(config)
         self._forward.bind(self._caches)
         self._batch = self._empty_batch(config)
+        self._coming.clear()
         self._kv_cache = config
 
     def drop_kv_cache(self) -> None:
@@ -83,12 +100,14 @@ class GenerationRunner:
         self._caches = {}
         self._forward.bind({})
         self._batch = self._kv_cache = None
+        self._coming.clear()
         self._vectors = self._no_vectors()
 
     @torch.inference_mode()
     def recover(self) -> None:
         """Forget every request, and sample a token on a cache of its own. Raises what is wrong when that does not work."""
         self._pending = None
+        self._coming.clear()
         self._vectors = self._no_vectors()
         if self._kv_cache is not None:
             self._batch = self._empty_batch(self._kv_cache)
@@ -111,8 +130,9 @@ class GenerationRunner:
         if not step.num_scheduled_tokens:
             self._pending = None
             return
-        inputs = self._batch.prepare(step.num_scheduled_tokens)
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs))
+        inputs = self._prepare(self._batch, step)
+        fed = self._newest.feed(inputs.unknown, inputs.unknown_rows)
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs), fed)
         targets = self._batch.prompt_targets(inputs)
         if targets:
             logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
@@ -121,11 +141,23 @@ class GenerationRunner:
         self._pending = _Pending(inputs, logits, prompt_logprobs)
 
     @torch.inference_mode()
-    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         """Tokens of the step that ``execute`` ran."""
         pending, self._pending = self._pending, None
         if pending is None or self._batch is None:
             return ModelRunnerOutput()
+        if self._launcher is not None:
+            sampling_ids = [pending.inputs.request_ids[i] for i in pending.inputs.sampling_requests]
+            constrained = grammar is not None and bool(grammar.request_ids)
+            draws = None if constrained else self._batch.plain_draws(sampling_ids)
+            if draws is not None:
+                launched = self._launcher.launch(pending.logits, draws)
+                return self._late_output(self._batch, pending, sampling_ids, launched)
+            self._take_tokens(self._batch, wait=True)
+        return self._sample_now(self._batch, pending, grammar)
+
+    def _sample_now(self, batch: InputBatch, pending: _Pending, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
+        """With all that a request may ask for."""
         request_ids = pending.inputs.request_ids
         tokens: list[list[int]] = [[] for _ in request_ids]
         num_nans: dict[str, int] = {}
@@ -133,10 +165,10 @@ class GenerationRunner:
         sampling = pending.inputs.sampling_requests
         if len(sampling):
             sampling_ids = [request_ids[i] for i in sampling]
-            inputs = self._batch.sampling_inputs(sampling_ids, grammar)
-            scores = OutputScores.of(pending.logits, self._batch.logprobs(sampling_ids), overwritten=bool(inputs.rules))
+            inputs = batch.sampling_inputs(sampling_ids, grammar)
+            scores = OutputScores.of(pending.logits, batch.logprobs(sampling_ids), overwritten=bool(inputs.rules))
             sampled = self._sampler.sample(pending.logits, inputs)
-            self._batch.append_tokens(sampling_ids, sampled.token_ids)
+            batch.append_tokens(sampling_ids, sampled.token_ids)
             for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
                 tokens[i].append(token)
             logprobs = scores.logprobs(sampling_ids, sampled.token_ids)
@@ -149,6 +181,32 @@ class GenerationRunner:
             prompt_logprobs=pending.prompt_logprobs,
             num_nans_in_logits=num_nans,
         )
+
+    def _late_output(
+        self, batch: InputBatch, pending: _Pending, sampling_ids: Sequence[str], launched: LaunchedTokens
+    ) -> Late[ModelRunnerOutput]:
+        """The output of a step whose tokens a device chooses, once they are on the host."""
+        arrival = self._begin_copy(launched.results)
+        if sampling_ids:
+            expected = batch.expect_tokens(sampling_ids)
+            self._newest.keep(expected.rows, launched.token_ids)
+            self._coming.append((expected, arrival))
+        return Late(partial(_read, pending.inputs, pending.prompt_logprobs, arrival))
+
+    def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
+        """The inputs of a step. What is embedded beside vectors must be known here."""
+        self._take_tokens(batch, wait=False)
+        inputs = batch.prepare(step.num_scheduled_tokens)
+        if len(inputs.unknown) and self._vectors.of(inputs) is not None:
+            self._take_tokens(batch, wait=True)
+            inputs = batch.prepare(step.num_scheduled_tokens)
+        return inputs
+
+    def _take_tokens(self, batch: InputBatch, *, wait: bool) -> None:
+        """Take in the tokens that have arrived, or all that were chosen."""
+        while self._coming and (wait or self._coming[0][1].arrived()):
+            expected, arrival = self._coming.popleft()
+            batch.take_tokens(expected, arrival.wait()[0, : len(expected.rows)])
 
     def to(self, device: torch.device) -> None:
         """Move the weights of the forward pass."""
@@ -182,3 +240,20 @@ class GenerationRunner:
             self._forward.bind(self._caches)
         half = np.full(len(logits), 0.5)
         self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))
+
+
+def _read(inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], arrival: Arrival) -> ModelRunnerOutput:
+    """What a step has put out, once its tokens have arrived: on any thread."""
+    token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
+    tokens: list[list[int]] = [[] for _ in inputs.request_ids]
+    nans: dict[str, int] = {}
+    for i, token, count in zip(inputs.sampling_requests.tolist(), token_ids, num_nans, strict=True):
+        tokens[i].append(token)
+        if count:
+            nans[inputs.request_ids[i]] = count
+    return ModelRunnerOutput(
+        request_ids=inputs.request_ids,
+        sampled_token_ids=tokens,
+        prompt_logprobs=prompt_logprobs,
+        num_nans_in_logits=nans,
+    )

@@ -9,7 +9,7 @@ import torch
 
 from penstock_common.types.logprobs import Logprobs
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.executor.generation.input_batch import PromptTargets
+from penstock_enginecore.executor.generation.step_inputs import PromptTargets
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
 from penstock_enginecore.sample.logprobs import token_logprobs
 

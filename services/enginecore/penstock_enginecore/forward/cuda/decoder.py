@@ -84,6 +84,8 @@ class FusedForward:
         num_tokens, first = len(batch.token_ids), batch.attention[0]
         step = self._memory.step(padded_shape(num_tokens, max(first.num_requests, len(rows))))
         step.buffers.load(batch.token_ids, batch.positions, batch.attention, rows, step.shape)
+        if batch.fed is not None:
+            batch.fed.write(step.inputs.token_ids)
         hidden = self._compute(step, batch.embedded)
         states = hidden[:num_tokens].clone() if keep_states else None
         return ForwardOutput(step.activations.logits[: len(rows)], states)

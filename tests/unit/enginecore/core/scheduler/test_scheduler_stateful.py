@@ -38,7 +38,7 @@ def poisoned(scheduled):
 
 class EngineMachine(RuleBasedStateMachine):
     """Adds, aborts, steps, pauses, resets and passing time on pools of a few blocks, with one or several steps in flight, and
-    requests that steps fail of. The fake executor checks each step's contract.
+    requests that steps fail of. The fake executor checks each step's contract, at once or late, when its device gets to it.
     """
 
     requests = Bundle("requests")
@@ -54,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunked=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(None, None), (None, 1), (6, None, None), (5, 5), (3, 9), (1, 1)]),
         fails_late=st.booleans(),
+        late=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         async_scheduling=st.booleans(),
         max_concurrent_batches=st.integers(1, 3),
@@ -70,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunked,
         windows,
         fails_late,
+        late,
         **config,
     ):
         self.clock = FakeClock()
@@ -82,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
             model_max_len=48,
             available_memory=0,
             unhurried=True,
+            late=late,
             windows=windows,
             fails=poisoned,
             fails_late=fails_late,
@@ -166,6 +169,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(request_id=consumes(requests))
     def abort(self, request_id):
         self.aborted.update(self.engine.abort(CLIENT, [request_id]))
+
+    @rule(count=st.integers(1, 3))
+    def the_device_gets_on(self, count):
+        self.engine.executor.work(count)
 
     @rule(count=st.integers(1, 6))
     def steps(self, count):

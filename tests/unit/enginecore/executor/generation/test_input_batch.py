@@ -171,3 +171,68 @@ def test_a_request_cannot_be_added_twice() -> None:
     batch.update(SchedulerOutput(new_requests=[new("a", [1], [2])]))
     with pytest.raises(ValueError, match="'a' is already in the batch"):
         batch.update(SchedulerOutput(new_requests=[new("a", [1], [2])]))
+
+
+def test_a_token_that_is_not_known_yet_is_named_by_its_row() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2]), new("b", [6, 7], [4])]))
+    first = batch.prepare({"a": 2, "b": 2})
+    assert not len(first.unknown)
+    expected = batch.expect_tokens(["a", "b"])
+    cached = CachedRequestData(request_ids=["b", "a"], num_computed_tokens=[2, 2], new_block_ids=[None, None])
+    batch.update(SchedulerOutput(cached_requests=cached))
+    step = batch.prepare({"b": 1, "a": 1})
+    assert step.token_ids.tolist() == [0, 0]
+    assert step.positions.tolist() == [2, 2]
+    assert step.unknown.tolist() == [0, 1]
+    assert step.unknown_rows.tolist() == expected.rows[::-1].tolist()
+    assert step.sampling_requests.tolist() == [0, 1]
+    batch.take_tokens(expected, np.array([30, 40], dtype=np.int32))
+    again = batch.prepare({"b": 1, "a": 1})
+    assert again.token_ids.tolist() == [40, 30]
+    assert not len(again.unknown)
+
+
+def test_a_token_of_a_row_that_is_anothers_by_now_is_dropped() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2])]))
+    expected = batch.expect_tokens(["a"])
+    batch.update(SchedulerOutput(finished_request_ids=["a"], new_requests=[new("b", [6, 7, 8, 9], [4])]))
+    batch.take_tokens(expected, np.array([30], dtype=np.int32))
+    assert batch.prepare({"b": 4}).token_ids.tolist() == [6, 7, 8, 9]
+
+
+def test_a_token_behind_the_last_position_is_not_kept() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", list(range(64)), list(range(1, 17)))]))
+    expected = batch.expect_tokens(["a"])
+    batch.take_tokens(expected, np.array([30], dtype=np.int32))
+    assert batch.prepare({"a": 64}).token_ids.tolist() == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        (GREEDY, True),
+        (SamplingParams(temperature=1.0, seed=5, top_p=0.5, top_k=3, min_p=0.1), True),
+        (SamplingParams(temperature=0.0, logprobs=0), False),
+        (SamplingParams(temperature=0.0, presence_penalty=1.0), False),
+        (SamplingParams(temperature=0.0, logit_bias={3: 1.0}), False),
+        (SamplingParams(temperature=0.0, min_tokens=2), False),
+    ],
+    ids=str,
+)
+def test_draws_are_plain_where_no_request_has_rules_or_wants_log_probabilities(
+    params: SamplingParams, plain: bool
+) -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2]), new("b", [6, 7], [4], params=params)]))
+    assert batch.plain_draws(["a"]) is not None
+    draws = batch.plain_draws(["a", "b"])
+    assert (draws is not None) is plain
+    if draws is not None and draws.any_drawn:
+        batch.expect_tokens(["a", "b"])
+        later = batch.plain_draws(["a", "b"])
+        assert later is not None
+        assert (draws.output_indices.tolist(), later.output_indices.tolist()) == ([0, 0], [1, 1])
+        assert draws.seeds.tolist() == [0, 5]

@@ -11,7 +11,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.attention.factory import create_backend
-from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.base import FedTokens, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.cuda import decoder
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.families import plan_model
@@ -201,7 +201,7 @@ def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
     assert proven.unsuitable == {"fused decoder": "its layers are of different sizes"}
 
 
-def batch(tokens: int, forward: FusedForward) -> ForwardBatch:
+def batch(tokens: int, forward: ForwardPass) -> ForwardBatch:
     """A prompt of ``tokens`` tokens on a cache of its own."""
     blocks = -(-tokens // 16)
     forward.bind(forward.memory.throwaway(16, 1 + blocks))
@@ -285,3 +285,19 @@ def test_models_in_half_precision_are_proved(architecture: str, dtype: torch.dty
     assert plan_model(probed).embedding_scale == scale
     with torch.inference_mode():
         assert proven.serves.probe().dtype == dtype
+
+
+@pytest.mark.parametrize("by", ["decoder", "modules"])
+@torch.inference_mode()
+def test_tokens_that_only_the_device_knows_are_inputs_like_others(by: str, tmp_path: Path) -> None:
+    save_varied_model("llama", tmp_path)
+    modules = ModulesForward(load_probed(tmp_path), create_backend("reference", CPU))
+    forward = fused(tmp_path) if by == "decoder" else modules
+    plain, rows = batch(20, forward), np.arange(20)
+    expected = forward.run(plain, rows).logits.clone()
+    newest = torch.tensor([0, int(plain.token_ids[7]), 0, int(plain.token_ids[19])], dtype=torch.int32)
+    unknown = plain.token_ids.copy()
+    unknown[[7, 19]] = 0
+    fed = FedTokens(newest, np.array([19, 7]), np.array([3, 1]))
+    found = forward.run(dataclasses.replace(batch(20, forward), token_ids=unknown, fed=fed), rows).logits
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,70 @@
+"""A device on a CPU that chooses tokens itself, and whose tokens reach the host late."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from penstock_enginecore.executor.completion import BeginCopy
+from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
+from tests.fakes.models.torch_sampling import TorchSampling
+from tests.fakes.patience import PATIENCE
+
+
+class HeldArrival:
+    """Numbers that arrive when ``release`` is called, or fail to with ``error``."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._numbers = tensor.clone().numpy()
+        self._there = threading.Event()
+        self.error: Exception | None = None
+
+    def release(self) -> None:
+        self._there.set()
+
+    def arrived(self) -> bool:
+        return self._there.is_set()
+
+    def wait(self) -> np.ndarray:
+        assert self._there.wait(PATIENCE), "nobody lets the tokens arrive"
+        if self.error is not None:
+            raise self.error
+        return self._numbers
+
+
+class HeldCopies:
+    """A ``BeginCopy``: the copies that were begun, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[HeldArrival] = []
+
+    def __call__(self, tensor: torch.Tensor) -> HeldArrival:
+        self.begun.append(HeldArrival(tensor))
+        return self.begun[-1]
+
+
+class LastMoment:
+    """An ``Arrival`` that is there when somebody waits for it, and never before."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._numbers = tensor.clone().numpy()
+
+    def arrived(self) -> bool:
+        return False
+
+    def wait(self) -> np.ndarray:
+        return self._numbers
+
+
+def choose_on_device(monkeypatch: pytest.MonkeyPatch, begin_copy: BeginCopy) -> None:
+    """Engines of this test have tokens chosen by the device, which is a CPU, and get them by ``begin_copy``."""
+    monkeypatch.setattr(
+        "penstock_enginecore.forward.build.device_launcher",
+        lambda device, uses, sampler, vocab, dtype: DeviceLauncher(vocab, device, TorchSampling),
+    )
+    monkeypatch.setattr(
+        "penstock_enginecore.executor.loading.GenerationRunner", partial(GenerationRunner, begin_copy=begin_copy)
+    )

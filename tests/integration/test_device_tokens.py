@@ -1,0 +1,116 @@
+"""Engines whose tokens a device chooses, and which reach the host at the last moment: those of engines that wait."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from penstock_common.types.sampling import SamplingParams, StructuredOutput
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import Run, build_engine, generate
+from tests.fakes.engines.late_device import LastMoment, choose_on_device
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+
+DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
+Requests = list[tuple[str, list[int], SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("gemma3")
+    save_tiny_model("gemma3", directory)
+    return directory
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(1, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def plain_requests() -> Requests:
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.9},
+        {"temperature": 1.3, "seed": -1, "top_k": 20},
+        {"temperature": 1.0, "seed": 4, "min_p": 0.05, "stop_token_ids": list(range(0, VOCAB_SIZE, 9))},
+        {"temperature": 0.9, "seed": 5, "top_k": 50, "top_p": 0.8},
+    ]
+    return [
+        (f"r{i}", prompt(3 + 5 * i, i), SamplingParams(**{"max_tokens": 10 + i, **of})) for i, of in enumerate(settings)
+    ]
+
+
+def other_requests() -> Requests:
+    settings: list[dict[str, Any]] = [
+        {"frequency_penalty": 1.0, "presence_penalty": 0.3},
+        {"logprobs": 3},
+        {"bad_word_token_ids": ((5,), (9, 7))},
+        {"prompt_logprobs": 2},
+    ]
+    return [
+        (f"o{i}", prompt(4 + 3 * i, 50 + i), SamplingParams(temperature=1.0, seed=60 + i, max_tokens=7, **of))
+        for i, of in enumerate(settings)
+    ]
+
+
+def run(path: Path, requests: Requests, **sections: Any) -> tuple[Run, EngineCore]:
+    engine = build_engine(path, kernels={"isa": "off"}, **sections)
+    return generate(engine, requests), engine
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"scheduler": {"max_num_batched_tokens": 9}},
+        {"scheduler": {"max_num_batched_tokens": 12}, "cache": {"enable_prefix_caching": False}},
+        {"scheduler": {"async_scheduling": False}},
+    ],
+    ids=["whole prompts", "pieces of prompts", "preemptions", "one step at a time"],
+)
+@pytest.mark.parametrize("others", [False, True], ids=["plain", "with rules beside"])
+def test_tokens_are_those_of_an_engine_that_waits(
+    path: Path, others: bool, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"model": {"max_model_len": 44}}
+    requests = plain_requests() + (other_requests() if others else [])
+    expected, waiting = run(path, requests, **model)
+    if "cache" in sections:  # room for the longest request, and little more
+        num_blocks = waiting.scheduler.kv_cache.num_blocks_for(44) + 2
+        sections = {**sections, "cache": {**sections["cache"], "num_blocks": num_blocks}}
+    choose_on_device(monkeypatch, LastMoment)
+    found, engine = run(path, requests, **model, **sections)
+    assert found.tokens == expected.tokens
+    assert found.finish_reasons == expected.finish_reasons
+    assert engine.scheduler._async is sections.get("scheduler", {}).get("async_scheduling", True)
+    if "cache" in sections and others:  # without them all fit one after the other
+        assert found.stats.num_preemptions > 0
+
+
+def test_no_token_is_taken_from_the_host_before_a_request_needs_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would compare the host's own tokens with themselves."""
+    choose_on_device(monkeypatch, LastMoment)
+    _, engine = run(path, plain_requests())
+    runner = engine.executor._worker.runner
+    assert len(runner._coming) > 10
+    assert runner._batch._num_unknown > 60
+
+
+def test_constrained_requests_and_their_neighbours_get_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = DEMO / "tokenizer.json"
+    vocab = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    save_tiny_model("llama", tmp_path, vocab_size=vocab, eos_token_id=1)
+    shutil.copy(tokenizer, tmp_path)
+    constrained = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=40, structured_output=StructuredOutput(regex="[0-9]{3}-[a-f]{5}")
+    )
+    requests = [("c", prompt(5, 1), constrained), *plain_requests()]
+    expected, _ = run(tmp_path, requests)
+    choose_on_device(monkeypatch, LastMoment)
+    assert run(tmp_path, requests)[0].tokens == expected.tokens
