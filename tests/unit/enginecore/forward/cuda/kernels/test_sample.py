@@ -107,7 +107,7 @@ def test_rows_without_a_finite_peak_are_greedy(peculiar: float) -> None:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_draws_are_the_cpus(temperature: float) -> None:
     """Few, as each takes the interpreter some hundredths of a second; ``test_sampler.py`` compares ten thousand of the twin's."""
-    rows, rounds = 60, 3
+    rows, rounds = 40, 3
     drawn = set()
     for i in range(rounds):
         logits = random_logits(rows, 250, seed=i)
