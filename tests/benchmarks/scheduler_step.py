@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +22,9 @@ class NullExecutor:
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self.seconds = 0.0
+
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """It does not fail."""
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Nothing to load."""

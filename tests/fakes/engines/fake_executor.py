@@ -163,6 +163,9 @@ class FakeExecutor:
         """Keys of the requests whose state is held."""
         return set(self._states)
 
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        self.fail_for_good = failed
+
     def load_model(self, progress: Progress) -> ModelInfo:
         progress("loading the fake model: 100%")
         self._loaded = True

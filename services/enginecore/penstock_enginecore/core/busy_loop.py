@@ -32,6 +32,7 @@ from penstock_enginecore.core.queues import (
     AbortRequests,
     AddRequest,
     ClientGone,
+    ExecutorFailed,
     InputMessage,
     InputQueues,
     OutputSink,
@@ -67,6 +68,7 @@ class BusyLoop:
         self._idle = True
         self.last_step_time = clock()
         engine.wake = partial(self._queues.put, Wakeup())
+        engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
         control.on_drain = self._shutdown.drain
 
     # From any thread.
@@ -185,6 +187,8 @@ class BusyLoop:
                     self._engine.abort_client(client_id)
                 except Exception as e:
                     incident(e, request="", doing=f"ending the requests of {client_id}, which has gone")
+            case ExecutorFailed(error):
+                raise EngineDeadError(f"the executor failed: {error}") from error
             case Wakeup():
                 pass
 

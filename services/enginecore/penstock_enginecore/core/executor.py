@@ -21,6 +21,11 @@ class Executor(Protocol):
     one's future is done: steps run in order.
     """
 
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """Have ``failed`` called, on any thread, when the executor can compute nothing any more, also while no step runs. Calls
+        that wait raise the same error.
+        """
+
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights. Raises ``ModelLoadError`` with a message for the operator."""
 

@@ -55,11 +55,17 @@ class ClientGone(msgspec.Struct, frozen=True):
     client_id: str
 
 
+class ExecutorFailed(msgspec.Struct, frozen=True):
+    """The executor can compute nothing any more."""
+
+    error: Exception
+
+
 class Wakeup(msgspec.Struct, frozen=True):
     """Look at the shutdown state, and for compiled constraints."""
 
 
-InputMessage = AddRequest | AbortRequests | UtilityCall | UtilityDone | ClientGone | Wakeup
+InputMessage = AddRequest | AbortRequests | UtilityCall | UtilityDone | ClientGone | ExecutorFailed | Wakeup
 
 
 class OutputSink(Protocol):

@@ -35,6 +35,9 @@ class UniprocExecutor:
         """Number of the first step that has failed, since the executor recovered."""
         self._shut_down = False
 
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """Its worker ends with this process."""
+
     def load_model(self, progress: Progress) -> ModelInfo:
         """Waits for the worker to load the weights. Raises ModelLoadError."""
         return self._thread.call(partial(self._worker.load_model, progress))

@@ -367,6 +367,15 @@ def test_a_fatal_error_reaches_every_client_and_leaves_the_loop():
     assert "the fake device is gone" in rig.sink.dead
 
 
+def test_an_idle_loop_ends_when_the_executor_says_that_it_computes_nothing_any_more():
+    rig = Rig()
+    rig.thread.start()
+    rig.executor.fail_for_good(RuntimeError("worker 1 was killed"))
+    rig.join()
+    assert isinstance(rig.error, EngineDeadError)
+    assert "the executor failed: worker 1 was killed" in rig.sink.dead
+
+
 @pytest.mark.parametrize("round_number", range(20))
 def test_a_signal_wakes_the_loop_whether_it_is_idle_or_about_to_be(round_number):
     rig = Rig()
