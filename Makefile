@@ -204,6 +204,11 @@ soak-short: setup ## The same for a minute and at least five accidents, one righ
 bench: setup ## Measure the engine, the session, the public API and transformers beside them
 	@$(BIN)/python -m tests.benchmarks.run --model $(MODEL)
 
+.PHONY: ring
+ring: setup ## A million messages over the ring between processes; then what a step costs on its way to the workers
+	@$(BIN)/python -m tests.benchmarks.step_ring --messages 1000000
+	@$(BIN)/python -m tests.benchmarks.step_ring
+
 .PHONY: bench-gpu
 bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
 	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)

@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+from penstock_common.types.octets import Octets
+
 
 class PoolingTask(enum.IntEnum):
     """What is computed from the hidden states. Values equal ``penstock.common.v1.PoolingTask``."""
@@ -30,4 +32,4 @@ class Vectors(msgspec.Struct, frozen=True):
     """Result of a pooling request: float32, row-major, little-endian. ``shape`` ``(n,)``, or ``(tokens, n)`` for token tasks."""
 
     shape: tuple[int, ...]
-    data: bytes | bytearray
+    data: Octets

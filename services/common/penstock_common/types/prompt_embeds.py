@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock_common.types.octets import Octets
+
 EmbedsDtype = Literal["float32", "float16", "bfloat16"]
 ELEMENT_BYTES: dict[EmbedsDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -21,7 +23,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     dtype: EmbedsDtype
     num_tokens: int
     hidden_size: int
-    data: bytes | bytearray
+    data: Octets
     is_token: bytes = b""
     memo: dict[object, Any] = msgspec.field(default_factory=dict)
 

@@ -1,0 +1,183 @@
+"""What the engine and its workers say is there again on the other side, as it was."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock_common.errors import ConfigError, InvalidArgument, ResourceExhausted
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request_context import RequestContext
+from penstock_common.types.sampling import SamplingParams, StructuredOutput
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.core.scheduler.output import (
+    CachedRequestData,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from penstock_enginecore.executor.multiproc.agreement import agreed
+from penstock_enginecore.executor.multiproc.failures import Failure, WorkerError, WorkersGone
+from penstock_enginecore.executor.multiproc.messages import (
+    Execute,
+    Sample,
+    Sampled,
+    Start,
+    bitmask_of,
+    decode_answer,
+    decode_call,
+    digest_of,
+    encode,
+    execute,
+    mask_of,
+)
+from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.models.errors import ModelLoadError
+
+
+def new_request(**fields: Any) -> NewRequestData:
+    return NewRequestData(
+        **{
+            "request_id": "r",
+            "token_ids": [1, 2, 3],
+            "num_prompt_tokens": 3,
+            "num_computed_tokens": 0,
+            "block_ids": ([1], [2, 3]),
+            "sampling_params": SamplingParams(
+                seed=-(2**63),
+                logit_bias={7: -1.5},
+                bad_word_token_ids=((1, 2), (3,)),
+                structured_output=StructuredOutput(choice=("a", "b")),
+            ),
+            "context": RequestContext(cache_salt="s", deadline=1.5, trace_context={"traceparent": "x"}),
+            **fields,
+        }
+    )
+
+
+def step_of(new: NewRequestData) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=9,
+        new_requests=[new],
+        cached_requests=CachedRequestData(
+            request_ids=["a", "b"], num_computed_tokens=[4, 5], new_block_ids=[None, ([6], [])]
+        ),
+        num_scheduled_tokens={"a": 1, "b": 1, "r": 3},
+        total_num_scheduled_tokens=5,
+        num_common_prefix_blocks=(0, 2),
+        finished_request_ids=["gone"],
+        preempted_request_ids=["waits"],
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"pooling_params": PoolingParams(task=PoolingTask.EMBED, normalize=False), "second_text_start": 2}]
+)
+def test_a_step_arrives_as_it_was_scheduled(fields: dict[str, Any]) -> None:
+    step = step_of(new_request(**fields))
+    assert decode_call(encode(execute(step))) == Execute(step)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_vectors_arrive_without_what_the_engine_noted_about_them(kind: type) -> None:
+    embeds = PromptEmbeds(dtype="float32", num_tokens=3, hidden_size=1, data=kind(b"12345678"), is_token=b"\1\0\0")
+    embeds.memo[(0, 4)] = b"digest"
+    step = step_of(new_request(prompt_embeds=embeds))
+    arrived = decode_call(encode(execute(step)))
+    assert isinstance(arrived, Execute)
+    [new] = arrived.step.new_requests
+    assert new.prompt_embeds is not None
+    assert bytes(new.prompt_embeds.data) == b"12345678"
+    assert new.prompt_embeds.is_token == b"\1\0\0"
+    assert new.prompt_embeds.memo == {}
+    assert embeds.memo == {(0, 4): b"digest"}
+    assert step.new_requests[0].prompt_embeds is embeds
+
+
+def test_a_bitmask_arrives_and_may_be_written_to() -> None:
+    grammar = GrammarBitmask(["a", "b"], np.array([[1, -1, 2**31 - 1], [-(2**31), 0, 5]], dtype=np.int32))
+    sample = decode_call(encode(Sample(3, mask_of(grammar))))
+    assert isinstance(sample, Sample)
+    arrived = bitmask_of(sample.grammar)
+    assert arrived is not None
+    assert arrived.request_ids == ["a", "b"]
+    np.testing.assert_array_equal(arrived.bitmask, grammar.bitmask)
+    assert arrived.bitmask.dtype == np.int32
+    arrived.bitmask[0] = 0
+    assert bitmask_of(mask_of(None)) is None
+
+
+def test_results_arrive_as_they_were() -> None:
+    output = ModelRunnerOutput(
+        request_ids=["a", "b"],
+        sampled_token_ids=[[5], []],
+        logprobs={"a": Logprobs([0, 1], [5], [-0.25], [1])},
+        pooled={"b": Vectors((2,), b"12345678")},
+        num_nans_in_logits={"a": 1},
+    )
+    answer = decode_answer(encode(Sampled(4, digest_of(output), output)))
+    assert isinstance(answer, Sampled)
+    assert answer.output == output
+    assert answer.digest == digest_of(output)
+
+
+def test_other_tokens_and_other_requests_have_another_digest() -> None:
+    outputs = [
+        ModelRunnerOutput(request_ids=ids, sampled_token_ids=tokens)
+        for ids, tokens in ((["a"], [[5]]), (["a"], [[6]]), (["b"], [[5]]), (["a"], [[]]))
+    ]
+    assert len({digest_of(output) for output in outputs}) == len(outputs)
+
+
+def test_a_worker_is_told_the_whole_configuration() -> None:
+    engine = EngineCoreConfig(model=ModelConfig(path="p", max_model_len=7), cache=CacheConfig(kv_cache_memory=2**20))
+    start = Start(WorkerConfig(engine=engine, rank=1, world_size=2), calls=3, answers=4, engine=5, stacks=6)
+    assert msgspec.msgpack.decode(encode(start), type=Start) == start
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ConfigError("no"), ConfigError, "worker 1: no"),
+        (ModelLoadError("no"), ModelLoadError, "worker 1: no"),
+        (ResourceExhausted("no", field="f", reason="R"), ResourceExhausted, "worker 1: no"),
+        (InvalidArgument("no", field="f", reason="R"), InvalidArgument, "worker 1: no"),
+        (KeyError("x"), WorkerError, "worker 1: KeyError: 'x'"),
+    ],
+)
+def test_an_error_is_raised_again_as_what_it_was_with_its_worker(
+    error: Exception, kind: type[Exception], text: str
+) -> None:
+    failure = msgspec.msgpack.decode(encode(Failure.of(error)), type=Failure)
+    raised = failure.error("worker 1")
+    assert type(raised) is kind
+    assert str(raised) == text
+    assert "raised in the worker" in raised.__notes__[0]
+    if isinstance(raised, (ResourceExhausted, InvalidArgument)):
+        assert (raised.field, raised.reason) == ("f", "R")
+    assert "worker" not in str(failure.error(""))
+
+
+def test_workers_that_agree_have_one_answer() -> None:
+    info = ModelInfo(max_len=10, vocab_size=5, pooling=PoolingLimits(tasks=frozenset({PoolingTask.EMBED})))
+    assert agreed("the model", [info, msgspec.structs.replace(info)]) == info
+
+
+def test_workers_that_do_not_agree_are_named_with_what_differs() -> None:
+    info = ModelInfo(max_len=10, vocab_size=5)
+    with pytest.raises(
+        WorkersGone, match="worker 1 differs from worker 0 in the model: dtype is 'float16' and not 'float32'"
+    ):
+        agreed("the model", [info, msgspec.structs.replace(info, dtype="float16")])
+    spec = KVCacheSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)
+    with pytest.raises(WorkersGone, match="in the KV cache: a.num_kv_heads is 1 and not 2"):
+        agreed("the KV cache", [{"a": spec}, {"a": msgspec.structs.replace(spec, num_kv_heads=1)}])
+    with pytest.raises(WorkersGone, match="b is None and not"):
+        agreed("the KV cache", [{"a": spec, "b": spec}, {"a": spec}])
