@@ -11,6 +11,7 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.structured_output.children import Children
 
@@ -31,7 +32,7 @@ def main() -> int:
     except ConfigError as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 2
-    except (ModelLoadError, EngineDeadError) as e:
+    except (ModelLoadError, EngineDeadError, WorkersGone) as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 1
     return 0

@@ -70,14 +70,20 @@ def run(
 def build_engine(
     config: EngineCoreConfig, executor: Executor, make_grammars: GrammarBackendFactory | None, progress: Progress
 ) -> EngineCore:
-    """Load the model. ``progress`` gets a line as each phase begins. Raises ConfigError and ModelLoadError."""
-    return EngineCore(
-        config,
-        executor,
-        make_grammars=make_grammars,
-        keep_failed_step=partial(dump_step, config=config.error_dump),
-        progress=progress,
-    )
+    """Load the model. ``progress`` gets a line as each phase begins. Raises ConfigError and ModelLoadError; the executor is shut
+    down then.
+    """
+    try:
+        return EngineCore(
+            config,
+            executor,
+            make_grammars=make_grammars,
+            keep_failed_step=partial(dump_step, config=config.error_dump),
+            progress=progress,
+        )
+    except BaseException:
+        executor.shutdown()
+        raise
 
 
 def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: float) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from penstock_common.types.outputs import FinishReason, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore import app
 from penstock_enginecore.config import (
     CacheConfig,
     EngineCoreConfig,
@@ -20,7 +21,7 @@ from penstock_enginecore.config import (
     SchedulerConfig,
 )
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.executor.factory import make_executor
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes.patience import PATIENCE
 
@@ -36,17 +37,18 @@ def build_engine(
     scheduler: Mapping[str, Any] | None = None,
     profiler: Mapping[str, Any] | None = None,
     kernels: Mapping[str, Any] | None = None,
+    executor: Mapping[str, Any] | None = None,
 ) -> EngineCore:
     """An engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     config = EngineCoreConfig(
         model=ModelConfig(**{"path": str(path), "device": "cpu", **(model or {})}),
         cache=CacheConfig(**{"block_size": 4, "num_blocks": 512, **(cache or {})}),
         scheduler=SchedulerConfig(**(scheduler or {})),
-        executor=ExecutorConfig(num_threads=1),
+        executor=ExecutorConfig(num_threads=1, **(executor or {})),
         profiler=ProfilerConfig(**(profiler or {})),
         kernels=KernelsConfig(**(kernels or {})),
     )
-    return EngineCore(config, UniprocExecutor(config), make_grammars=make_grammar_backend, progress=lambda line: None)
+    return app.build_engine(config, make_executor(config), make_grammar_backend, lambda line: None)
 
 
 class Run(msgspec.Struct):

@@ -12,7 +12,12 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How steps are executed."""
 
     kind: Annotated[
-        str, Meta(min_length=1, description="Name of the executor: uniproc, or one that a plugin registers.")
+        str,
+        Meta(
+            min_length=1,
+            description="Name of the executor: uniproc computes in a thread of the engine's process, multiproc in a process of "
+            "its own; or one that a plugin registers.",
+        ),
     ] = "uniproc"
     num_threads: Annotated[
         int,
@@ -33,6 +38,15 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_concurrent_batches: Annotated[
         int, Meta(ge=1, le=16, description="Steps that are handed to the executor at once.")
     ] = 1
+    step_timeout: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=86_400,
+            description="Seconds that a step may take with multiproc; then the log says where each worker is, and the engine "
+            "ends.",
+        ),
+    ] = 300.0
 
     def __post_init__(self) -> None:
         check_fields("executor", self)

@@ -7,7 +7,10 @@ from penstock_common.errors import ConfigError, nearest
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 
-_KNOWN: dict[str, str] = {"uniproc": "penstock_enginecore.executor.uniproc:UniprocExecutor"}
+_KNOWN: dict[str, str] = {
+    "uniproc": "penstock_enginecore.executor.uniproc:UniprocExecutor",
+    "multiproc": "penstock_enginecore.executor.multiproc.executor:MultiprocExecutor",
+}
 
 
 def register_executor(name: str, target: str) -> None:

@@ -1,0 +1,98 @@
+"""The calls that workers were given and have not all answered."""
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from penstock_enginecore.core.scheduler.base import Clock
+
+
+class _Call:
+    def __init__(self, num_workers: int, *, timed: bool) -> None:
+        self.future: Future[list[Any]] = Future()
+        self.answers: list[Any] = [None] * num_workers
+        self.missing = set(range(num_workers))
+        self.error: Exception | None = None
+        self.timed = timed
+
+
+class Calls:
+    """From any thread. Calls are numbered, and each worker answers in their order."""
+
+    def __init__(self, num_workers: int, clock: Clock = time.monotonic) -> None:
+        self._num_workers = num_workers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failing = threading.Condition(self._lock)
+        self._calls: dict[int, _Call] = {}
+        self._last = 0
+        self._oldest_since = 0.0
+        self._failed: Exception | None = None
+
+    def begin(self, *, timed: bool) -> "tuple[int, Future[list[Any]]]":
+        """The next number, and what becomes of the call: the answers by worker, or the first error that came, once all have
+        answered. ``timed``: it counts in ``waited``. Raises the error of ``fail``.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            self._last += 1
+            if not self._calls:
+                self._oldest_since = self._clock()
+            call = self._calls[self._last] = _Call(self._num_workers, timed=timed)
+            return self._last, call.future
+
+    def answered(self, worker: int, number: int, answer: Any) -> None:
+        """A worker's answer; an Exception: the call failed there. Numbers that are not waited for are ignored."""
+        with self._lock:
+            call = self._calls.get(number)
+            if call is None or worker not in call.missing:
+                return
+            call.missing.discard(worker)
+            call.answers[worker] = answer
+            if isinstance(answer, Exception) and call.error is None:
+                call.error = answer
+            if call.missing:
+                return
+            del self._calls[number]
+            self._oldest_since = self._clock()
+        if call.error is not None:
+            call.future.set_exception(call.error)
+        else:
+            call.future.set_result(call.answers)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing is answered any more: end every call, also those to come, with ``error``. The first one counts."""
+        with self._lock:
+            self._failed = self._failed or error
+            self._failing.notify_all()
+            calls = list(self._calls.values())
+            self._calls.clear()
+        for call in calls:
+            call.future.set_exception(error)
+
+    def check(self) -> None:
+        """Raise the error of ``fail``, if that was called."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+
+    def failed(self) -> Exception:
+        """The error of ``fail``, which was called or is about to be."""
+        with self._lock:
+            while self._failed is None:
+                self._failing.wait()
+            return self._failed
+
+    def waited(self) -> float | None:
+        """Seconds that the workers have had for the oldest call; None when there is none, or none that is timed."""
+        with self._lock:
+            oldest = next(iter(self._calls.values()), None)
+            return self._clock() - self._oldest_since if oldest is not None and oldest.timed else None
+
+    def missing(self) -> set[int]:
+        """Workers that have not answered the oldest call."""
+        with self._lock:
+            oldest = next(iter(self._calls.values()), None)
+            return set() if oldest is None else set(oldest.missing)

@@ -1,0 +1,192 @@
+"""The executor whose workers are processes of their own."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.executor.multiproc.agreement import agreed
+from penstock_enginecore.executor.multiproc.calls import Calls
+from penstock_enginecore.executor.multiproc.failures import WorkersGone
+from penstock_enginecore.executor.multiproc.messages import (
+    Answer,
+    Call,
+    Invoke,
+    Method,
+    Raised,
+    Returned,
+    Sample,
+    Sampled,
+    encode,
+    execute,
+    mask_of,
+)
+from penstock_enginecore.executor.multiproc.messages import (
+    Progress as ProgressLine,
+)
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
+from penstock_enginecore.executor.multiproc.workers import MODULE, Overdue, Workers
+from penstock_enginecore.executor.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+
+class MultiprocExecutor:
+    """An ``Executor`` whose workers run in processes that it starts: no forward pass shares an interpreter with the scheduler.
+
+    Calls go to all workers over one ring, and come back over one from each. A worker that ends, hangs in a step, or samples
+    other tokens than the first ends all of them: what was started raises WorkersGone, as does every later call.
+    """
+
+    def __init__(self, config: EngineCoreConfig, *, num_workers: int = 1, module: str = MODULE) -> None:
+        """Starts the processes, without waiting for what they import. ``module``: what they run."""
+        self._timeout = config.executor.step_timeout
+        self._num_workers = num_workers
+        self._calls = Calls(num_workers)
+        self._progress: Progress = logger.info
+        self._on_failure: Callable[[Exception], None] = lambda _: None
+        self._executing = False
+        self._shut_down = False
+        self._workers = Workers(
+            [WorkerConfig(engine=config, rank=rank, world_size=num_workers) for rank in range(num_workers)],
+            self._hear,
+            self._fail,
+            Overdue(self._timeout, self._calls.waited),
+            module,
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the worker processes, by rank."""
+        return self._workers.pids
+
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """See ``Executor``."""
+        self._on_failure = failed
+        try:
+            self._calls.check()
+        except WorkersGone as error:  # before anybody watched
+            failed(error)
+
+    def load_model(self, progress: Progress) -> ModelInfo:
+        """Waits for the workers to load the weights. Raises ModelLoadError or ConfigError with the first worker's error, and
+        WorkersGone where they have loaded different models.
+        """
+        self._progress = progress
+        models: list[ModelInfo] = self._invoke("load_model", ModelInfo)
+        return agreed("the model", models)
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """Demand of every attention layer, by layer name in execution order."""
+        specs: list[dict[str, KVCacheSpec]] = self._invoke("kv_cache_specs", dict[str, KVCacheSpec])
+        return agreed("the KV cache", specs)
+
+    def available_kv_cache_memory(self) -> int:
+        """Bytes that may become KV cache: of the worker that has the least. Waits for the profiling step."""
+        available: list[int] = self._invoke("available_kv_cache_memory", int)
+        return min(available)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Waits for the workers to allocate the KV cache."""
+        self._invoke("initialize_kv_cache", None, encode(config))
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Writes the step to the workers, which run it behind the steps before."""
+        self._send(execute(scheduler_output))
+        self._executing = True
+
+    def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
+        """The sampling behind the forward pass. RuntimeError without one; the future raises what went wrong in either."""
+        if not self._executing:
+            raise RuntimeError("execute_model must come before sample_tokens")
+        self._executing = False
+        number, answers = self._calls.begin(timed=True)
+        step: Future[ModelRunnerOutput] = Future()
+        answers.add_done_callback(lambda done: self._finish(step, done))
+        self._send(Sample(number, mask_of(grammar)))
+        return step
+
+    def recover(self) -> None:
+        """Waits for the workers to forget every request and compute a token. Raises what is wrong when that does not work."""
+        self._executing = False
+        self._invoke("recover", None)
+
+    def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
+        """Waits for the method of every worker, behind the steps that were started."""
+        return self._invoke("collective_rpc", Any, encode((method, list(arguments))))
+
+    def shutdown(self) -> None:
+        """Waits for the steps that run, and ends the processes. Idempotent."""
+        if self._shut_down:
+            return
+        self._shut_down = True
+        told = False
+        try:
+            self._invoke("shutdown", None)
+            told = True
+        except WorkersGone as e:
+            logger.debug("no worker hears that it should stop: %s", e)
+        finally:
+            self._workers.end(told=told)
+            self._calls.fail(WorkersGone("the executor is shut down"))
+
+    def _invoke(self, method: Method, kind: Any, argument: bytes = b"") -> list[Any]:
+        """The results by worker, as ``kind``."""
+        number, answers = self._calls.begin(timed=False)
+        self._send(Invoke(number, method, argument))
+        values = answers.result()
+        return [] if kind is None else [msgspec.msgpack.decode(value, type=kind) for value in values]
+
+    def _send(self, call: Call) -> None:
+        """Raises WorkersGone when no worker reads any more."""
+        self._calls.check()
+        try:
+            self._workers.calls.write(encode(call), self._timeout)
+        except RingClosed:
+            raise self._calls.failed() from None
+        except RingTimeout as e:
+            error = WorkersGone(f"the workers do not read what they are told: {e}")
+            self._calls.fail(error)
+            raise error from e
+
+    # On the workers' threads.
+
+    def _hear(self, rank: int, answer: Answer) -> None:
+        match answer:
+            case ProgressLine(text):
+                if rank == 0:
+                    self._progress(text)
+            case Returned(number, value):
+                self._calls.answered(rank, number, value)
+            case Sampled(number):
+                self._calls.answered(rank, number, answer)
+            case Raised(number, failure):
+                worker = f"worker {rank}" if self._num_workers > 1 else ""
+                self._calls.answered(rank, number, failure.error(worker))
+
+    def _fail(self, error: WorkersGone) -> None:
+        self._calls.fail(error)
+        self._on_failure(error)
+
+    def _finish(self, step: "Future[ModelRunnerOutput]", answers: "Future[list[Any]]") -> None:
+        """Complete a step with the first worker's output, if all have sampled the same."""
+        error = answers.exception()
+        if error is not None:
+            step.set_exception(error)
+            return
+        sampled: list[Sampled] = answers.result()
+        other = next((rank for rank, each in enumerate(sampled) if each.digest != sampled[0].digest), None)
+        output = sampled[0].output
+        if other is None and output is not None:
+            step.set_result(output)
+            return
+        differ = WorkersGone(f"workers 0 and {other} sampled different tokens")
+        self._calls.fail(differ)
+        step.set_exception(differ)

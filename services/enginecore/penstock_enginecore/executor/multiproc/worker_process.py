@@ -1,0 +1,157 @@
+"""A worker as a process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with an inherited descriptor.
+
+Its main thread does what the ring says, one call after the other. It ends with the engine, however that ends.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock_common.allocator import use_few_arenas
+from penstock_common.observability.logging import configure
+from penstock_common.process import name_process
+from penstock_enginecore.core.extensions import extend
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.core.utility import UtilityRegistry
+from penstock_enginecore.executor.multiproc.failures import Failure
+from penstock_enginecore.executor.multiproc.messages import (
+    Answer,
+    Execute,
+    Invoke,
+    Mask,
+    Progress,
+    Raised,
+    Returned,
+    Sample,
+    Sampled,
+    bitmask_of,
+    decode_call,
+    digest_of,
+    encode,
+)
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
+from penstock_enginecore.executor.multiproc.worker_channel import open_channel
+from penstock_enginecore.executor.worker import Worker
+from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.plugins import load_plugins
+
+_FAILED_BEFORE = RuntimeError("a step before this one failed")
+
+
+class WorkerLoop:
+    """Does the calls of an engine, and answers them."""
+
+    def __init__(self, config: WorkerConfig, calls: RingReader, answers: RingWriter) -> None:
+        self._config = config
+        self._calls = calls
+        self._answers = answers
+        self._worker: Worker | None = None
+        self._utilities: UtilityRegistry | None = None
+        self._error: Exception | None = None
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until ``shutdown`` is called. Raises RingClosed when the engine has gone."""
+        while not self._stopped:
+            match decode_call(self._calls.read()):
+                case Execute(step):
+                    self._execute(step)
+                case Sample(number, grammar):
+                    self._answer(self._sampled(number, grammar))
+                case Invoke() as call:
+                    self._answer(self._invoked(call))
+
+    def _answer(self, answer: Answer) -> None:
+        self._answers.write(encode(answer))
+
+    # Steps. None follows a failed one: the requests' rows may be half written, and their blocks another's.
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        if self._error is None:
+            try:
+                self._made().runner.execute(step)
+            except Exception as e:
+                self._error = e
+
+    def _sampled(self, number: int, grammar: Mask | None) -> Answer:
+        error, self._error = self._error, _FAILED_BEFORE
+        if error is None:
+            try:
+                output = self._made().runner.sample(bitmask_of(grammar))
+            except Exception as e:
+                error = e
+            else:
+                self._error = None
+                return Sampled(number, digest_of(output), output if self._config.rank == 0 else None)
+        return Raised(number, Failure.of(error))
+
+    # Everything else.
+
+    def _invoked(self, call: Invoke) -> Answer:
+        methods: dict[str, Callable[[bytes], Any]] = {
+            "load_model": lambda _: self._load_model(),
+            "kv_cache_specs": lambda _: self._made().kv_cache_specs(),
+            "available_kv_cache_memory": lambda _: self._made().available_kv_cache_memory(),
+            "initialize_kv_cache": self._initialize_kv_cache,
+            "recover": lambda _: self._recover(),
+            "collective_rpc": self._collective_rpc,
+            "shutdown": lambda _: self._shutdown(),
+        }
+        try:
+            return Returned(call.number, encode(methods[call.method](call.argument)))
+        except Exception as e:
+            return Raised(call.number, Failure.of(e))
+
+    def _made(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("load_model has not been called")
+        return self._worker
+
+    def _load_model(self) -> Any:
+        load_plugins(self._config.engine.plugins)
+        self._worker = Worker(self._config)
+        self._utilities = extend(UtilityRegistry(self._worker), "worker")
+        return self._worker.load_model(lambda text: self._answer(Progress(text)))
+
+    def _initialize_kv_cache(self, argument: bytes) -> None:
+        self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
+
+    def _recover(self) -> None:
+        self._made().recover()
+        self._error = None
+
+    def _collective_rpc(self, argument: bytes) -> Any:
+        method, arguments = msgspec.msgpack.decode(argument, type=tuple[str, list[Any]])
+        self._made()
+        if self._utilities is None:
+            raise RuntimeError("load_model has not been called")
+        return self._utilities.invoke(method, arguments)
+
+    def _shutdown(self) -> None:
+        self._stopped = True
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+def main(descriptor: int) -> int:
+    """``descriptor``: of a file with a ``Start``. Returns the exit code."""
+    start, calls, answers = open_channel(descriptor)
+    config = start.config
+    configure(config.engine.log, service=f"enginecore-worker-{config.rank}")
+    name_process("worker", f"{config.engine.name} {config.rank}")
+    use_few_arenas()
+    try:
+        WorkerLoop(config, calls, answers).run()
+    except RingClosed:
+        return 1  # the engine has gone, or has given this worker up
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # native libraries may have threads that do not end

@@ -1,0 +1,201 @@
+"""The worker processes of an engine: started, heard, watched and ended."""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from penstock_enginecore.child_process import start_python
+from penstock_enginecore.executor.multiproc.failures import WorkersGone
+from penstock_enginecore.executor.multiproc.messages import Answer, Start, decode_answer
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
+from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
+from penstock_enginecore.executor.multiproc.rings import ANSWERS, CALLS
+from penstock_enginecore.executor.multiproc.stacks import read_stacks
+from penstock_enginecore.executor.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+MODULE = "penstock_enginecore.executor.multiproc.worker_process"
+_LAST_MOMENT = 10.0
+"""Seconds that workers have to end by themselves."""
+
+Hear = Callable[[int, Answer], None]
+"""Called with a worker's rank and what it says, on a thread of that worker's."""
+
+
+class _Process:
+    """One worker: its process, a pidfd of it, and the engine's ends of what is between them."""
+
+    def __init__(self, module: str, config: WorkerConfig, calls: int) -> None:
+        answers = ANSWERS.create(1)
+        engine, self.engine = os.pipe()
+        self.stacks, stacks = os.pipe()
+        start = os.memfd_create("penstock-worker", os.MFD_CLOEXEC)
+        try:
+            told = Start(config=config, calls=calls, answers=answers, engine=engine, stacks=stacks)
+            os.pwrite(start, msgspec.msgpack.encode(told), 0)
+            self.popen = start_python(module, [str(start)], [start, calls, answers, engine, stacks])
+            self.memory = RingMemory(answers)
+        finally:
+            for theirs in (start, answers, engine, stacks):
+                os.close(theirs)
+        self.pidfd = os.pidfd_open(self.popen.pid)
+        self.answers = RingReader(self.memory)
+        for descriptor in (self.engine, self.stacks, self.pidfd):
+            # Not at the interpreter's exit: the workers end with the engine whatever it closes.
+            weakref.finalize(self, os.close, descriptor).atexit = False
+
+
+class Workers:
+    """Processes that all read ``calls``. A thread of theirs starts them and lives as long as they do: they die with it."""
+
+    def __init__(
+        self,
+        configs: list[WorkerConfig],
+        hear: Hear,
+        failed: Callable[[WorkersGone], None],
+        overdue: "Overdue",
+        module: str = MODULE,
+    ) -> None:
+        """``failed`` is called once, when a worker has ended that was not told to, or ``overdue`` says that a step takes too
+        long: all workers have been killed, or are about to. Raises OSError when a process cannot be started.
+        """
+        self._hear, self._failed, self._overdue = hear, failed, overdue
+        descriptor = CALLS.create(len(configs))
+        self._memory = RingMemory(descriptor)
+        self.calls = RingWriter(self._memory)
+        self._module = module
+        self._processes: list[_Process] = []
+        self._ending = threading.Event()
+        self._told = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake).atexit = False
+        started = threading.Event()
+        errors: list[BaseException] = []
+        watch = partial(self._run, configs, descriptor, started, errors)
+        self._watch = threading.Thread(target=watch, name="workers", daemon=True)
+        self._watch.start()
+        started.wait()
+        if errors:
+            self._watch.join()
+            raise errors[0]
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [each.popen.pid for each in self._processes]
+
+    def end(self, *, told: bool) -> None:
+        """End the workers; those that have been told to stop have a moment for it. Idempotent."""
+        self._told = told
+        self._ending.set()
+        os.eventfd_write(self._wake, 1)
+        self._watch.join()
+
+    def _run(
+        self, configs: list[WorkerConfig], descriptor: int, started: threading.Event, errors: list[BaseException]
+    ) -> None:
+        try:
+            for config in configs:
+                self._processes.append(_Process(self._module, config, descriptor))
+        except BaseException as e:
+            self._kill()
+            errors.append(e)
+            return
+        finally:
+            os.close(descriptor)
+            started.set()
+        hearing = [
+            threading.Thread(target=partial(self._listen, rank), name=f"worker-{rank}", daemon=True)
+            for rank in range(len(self._processes))
+        ]
+        for thread in hearing:
+            thread.start()
+        error = self._watched()
+        if error is not None:
+            self._failed(error)
+        self._kill()
+        for thread in hearing:
+            thread.join()
+
+    def _listen(self, rank: int) -> None:
+        process = self._processes[rank]
+        try:
+            while True:
+                self._hear(rank, decode_answer(process.answers.read()))
+        except RingClosed:
+            return
+        except Exception as e:  # whoever waits for its answers must not wait on
+            logger.exception("worker %d cannot be heard", rank)
+            self._failed(WorkersGone(f"what worker {rank} says cannot be read: {e}"))
+
+    def _watched(self) -> WorkersGone | None:
+        """What ended the workers; None when they were told to end."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for process in self._processes:
+            poll.register(process.pidfd, select.POLLIN)
+        while not self._ending.is_set():
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * max(self._overdue.look_in(), 0.0))}
+            if self._ending.is_set():
+                break
+            for rank, process in enumerate(self._processes):
+                if process.pidfd in ready:
+                    return WorkersGone(f"worker {rank} (pid {process.popen.pid}) {_ended(process.popen.wait())}")
+            if self._overdue.look_in() <= 0:
+                pipes = {rank: each.stacks for rank, each in enumerate(self._processes)}
+                for rank, text in read_stacks(pipes, self.pids).items():
+                    logger.error("worker %d is here:\n%s", rank, text)
+                return WorkersGone(self._overdue.text)
+        if self._told:
+            self._wait_for_ends()
+        return None
+
+    def _wait_for_ends(self) -> None:
+        until = time.monotonic() + _LAST_MOMENT
+        for process in self._processes:
+            try:
+                process.popen.wait(max(until - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                logger.warning(
+                    "worker process %d did not stop within %g s and is killed", process.popen.pid, _LAST_MOMENT
+                )
+
+    def _kill(self) -> None:
+        """End all processes. Whoever waits for one of them is told."""
+        for process in self._processes:
+            process.popen.kill()
+        self._memory.close_writer()
+        for rank, process in enumerate(self._processes):
+            process.popen.wait()
+            self._memory.close_reader(rank)
+            process.memory.close_writer()
+
+
+class Overdue:
+    """When a step has taken too long. ``waited``: seconds that the workers have had for the oldest one, None for none."""
+
+    def __init__(self, timeout: float, waited: Callable[[], float | None]) -> None:
+        self._timeout = timeout
+        self._waited = waited
+        self.text = f"a step did not end within executor.step_timeout ({timeout:g} s)"
+
+    def look_in(self) -> float:
+        """Seconds until a step may be late, 0 or less when one is."""
+        waited = self._waited()
+        return self._timeout - (waited or 0.0)
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"

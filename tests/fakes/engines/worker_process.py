@@ -1,0 +1,116 @@
+"""A worker process without a model: it answers every call, and misbehaves where it is told to.
+
+``model.path`` of its configuration is a ``Misdeed`` in JSON. The token of each request in step n is n.
+"""
+
+import os
+import signal
+import sys
+import threading
+from typing import Any, Literal
+
+import msgspec
+
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import ModelRunnerOutput
+from penstock_enginecore.executor.multiproc import worker_channel
+from penstock_enginecore.executor.multiproc.failures import Failure
+from penstock_enginecore.executor.multiproc.messages import (
+    Execute,
+    Invoke,
+    Progress,
+    Raised,
+    Returned,
+    Sample,
+    Sampled,
+    decode_call,
+    digest_of,
+    encode,
+)
+
+MODULE = __name__ if __name__ != "__main__" else "tests.fakes.engines.worker_process"
+
+
+class Misdeed(msgspec.Struct, frozen=True):
+    """What the worker of ``rank`` does ``when`` it is called: a method, execute or sample; in ``step`` if that is not 0."""
+
+    rank: int = -1
+    when: str = ""
+    does: Literal["nothing", "exit", "kill", "stop", "hang", "raise", "differ", "babble"] = "nothing"
+    step: int = 0
+
+    @property
+    def path(self) -> str:
+        """As ``model.path``."""
+        return msgspec.json.encode(self).decode()
+
+
+def main(descriptor: int) -> None:
+    """Until ``shutdown``."""
+    start, calls, answers = worker_channel.open_channel(descriptor)
+    misdeed = msgspec.json.decode(start.config.engine.model.path, type=Misdeed)
+    rank, step = start.config.rank, None
+
+    def misbehaves(when: str) -> str:
+        of_step = misdeed.step in (0, step.step if step is not None else 0)
+        does = misdeed.does if misdeed.rank == rank and misdeed.when == when and of_step else "nothing"
+        if does == "exit":
+            os._exit(3)
+        if does in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if does == "kill" else signal.SIGSTOP)
+        if does == "hang":
+            in_a_collective()
+        if does == "babble":
+            answers.write(b"\xc1")
+        return does
+
+    while True:
+        call = decode_call(calls.read())
+        match call:
+            case Execute(step):
+                misbehaves("execute")
+            case Sample(number):
+                does = misbehaves("sample")
+                assert step is not None
+                ids = list(step.num_scheduled_tokens)
+                output = ModelRunnerOutput(
+                    request_ids=ids, sampled_token_ids=[[step.step + (does == "differ")] for _ in ids]
+                )
+                if does == "raise":
+                    answers.write(encode(Raised(number, Failure.of(ValueError(f"step {step.step}")))))
+                else:
+                    answers.write(encode(Sampled(number, digest_of(output), output if rank == 0 else None)))
+            case Invoke(number, method, argument):
+                does = misbehaves(method)
+                if does == "raise":
+                    answers.write(encode(Raised(number, Failure.of(ValueError(method)))))
+                    continue
+                answers.write(encode(Progress(f"{method} of worker {rank}")))
+                answers.write(
+                    encode(Returned(number, encode(result(method, argument, rank, differs=does == "differ"))))
+                )
+                if method == "shutdown":
+                    return
+
+
+def result(method: str, argument: bytes, rank: int, *, differs: bool) -> Any:
+    """What a method returns."""
+    spec = KVCacheSpec(block_size=4, num_kv_heads=1, head_size=8, head_size_v=8, dtype_size=4)
+    results = {
+        "load_model": ModelInfo(max_len=100, vocab_size=1000 + differs),
+        "kv_cache_specs": {"layer.0": spec},
+        "available_kv_cache_memory": 2**20 * (8 - rank),
+        "collective_rpc": [rank, *msgspec.msgpack.decode(argument)] if method == "collective_rpc" else None,
+    }
+    return results.get(method)
+
+
+def in_a_collective() -> None:
+    """For ever."""
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    os._exit(0)

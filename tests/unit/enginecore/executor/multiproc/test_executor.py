@@ -1,0 +1,209 @@
+"""The executor over processes without a model that do what they should, or end, stop, hang, raise and differ."""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
+from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
+from tests.fakes.engines.worker_process import MODULE, Misdeed
+from tests.fakes.patience import PATIENCE
+
+QUIET = Misdeed()
+KV_CACHE = KVCacheConfig(num_blocks=9, block_size=4, groups=(), max_model_len=32)
+
+
+def step(number: int) -> SchedulerOutput:
+    return SchedulerOutput(step=number, num_scheduled_tokens={"a": 1, "b": 1}, total_num_scheduled_tokens=2)
+
+
+@contextlib.contextmanager
+def executor_of(
+    misdeed: Misdeed = QUIET, *, workers: int = 2, step_timeout: float = PATIENCE
+) -> Iterator[MultiprocExecutor]:
+    config = EngineCoreConfig(
+        model=ModelConfig(path=misdeed.path), executor=ExecutorConfig(kind="multiproc", step_timeout=step_timeout)
+    )
+    executor = MultiprocExecutor(config, num_workers=workers, module=MODULE)
+    try:
+        yield executor
+    finally:
+        executor.shutdown()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in executor.pids)
+
+
+def children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
+    before, descriptors = children(), len(list(Path("/proc/self/fd").iterdir()))
+    lines: list[str] = []
+    with executor_of(workers=3) as executor:
+        assert executor.load_model(lines.append).vocab_size == 1000
+        assert list(executor.kv_cache_specs()) == ["layer.0"]
+        assert executor.available_kv_cache_memory() == 2**20 * 6  # of the last, which has the least
+        executor.initialize_kv_cache(KV_CACHE)
+        for number in range(1, 200):
+            executor.execute_model(step(number))
+            result = executor.sample_tokens().result(PATIENCE)
+            assert result.request_ids == ["a", "b"]
+            assert result.sampled_token_ids == [[number], [number]]
+        assert executor.collective_rpc("anything", [1, "x"]) == [[rank, "anything", [1, "x"]] for rank in range(3)]
+        assert set(executor.pids) <= children()
+    assert lines == [
+        f"{method} of worker 0"
+        for method in (
+            "load_model",
+            "kv_cache_specs",
+            "available_kv_cache_memory",
+            "initialize_kv_cache",
+            "collective_rpc",
+            "shutdown",
+        )
+    ]
+    assert children() == before
+    executor.shutdown()
+    del executor
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_steps_are_in_flight_at_once_and_end_in_their_order() -> None:
+    with executor_of() as executor:
+        futures = []
+        for number in range(1, 50):
+            executor.execute_model(step(number))
+            futures.append(executor.sample_tokens())
+        assert executor.collective_rpc("behind them") == [[0, "behind them", []], [1, "behind them", []]]
+        assert all(future.done() for future in futures)
+        assert [future.result().sampled_token_ids[0] for future in futures] == [[number] for number in range(1, 50)]
+
+
+def test_sampling_without_a_forward_pass_is_an_error() -> None:
+    with executor_of(workers=1) as executor, pytest.raises(RuntimeError, match="execute_model must come before"):
+        executor.sample_tokens()
+
+
+@pytest.mark.parametrize(
+    ("when", "does"),
+    [
+        ("load_model", "exit"),
+        ("initialize_kv_cache", "kill"),
+        ("execute", "kill"),
+        ("sample", "exit"),
+        ("shutdown", "kill"),
+    ],
+)
+def test_a_worker_that_ends_ends_all(when: str, does: Any) -> None:
+    """Also the last, whose results nobody waits for alone."""
+    failed = threading.Event()
+    how = "ended with exit code 3" if does == "exit" else "was killed by SIGKILL"
+    with executor_of(Misdeed(rank=1, when=when, does=does)) as executor:
+        executor.watch(lambda error: failed.set())
+        if when == "shutdown":
+            return
+        with pytest.raises(WorkersGone, match=rf"worker 1 \(pid {executor.pids[1]}\) {how}"):
+            executor.load_model(lambda line: None)
+            executor.initialize_kv_cache(KV_CACHE)
+            executor.execute_model(step(1))
+            executor.sample_tokens().result(PATIENCE)
+        assert failed.wait(PATIENCE)
+        with pytest.raises(WorkersGone, match="worker 1"):
+            executor.recover()
+        with pytest.raises(WorkersGone, match="worker 1"):
+            executor.execute_model(step(2))
+
+
+def test_a_worker_that_ends_while_nothing_runs_is_told_of() -> None:
+    errors: list[Exception] = []
+    failed = threading.Event()
+    with executor_of() as executor:
+        executor.watch(lambda error: (errors.append(error), failed.set()))
+        executor.load_model(lambda line: None)
+        os.kill(executor.pids[0], signal.SIGKILL)
+        assert failed.wait(PATIENCE)
+        assert "worker 0" in str(errors[0])
+        assert "SIGKILL" in str(errors[0])
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("when", "does", "told"), [("execute", "hang", "in in_a_collective"), ("sample", "stop", "it does not answer")]
+)
+def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_is(
+    when: str, does: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with executor_of(Misdeed(rank=1, when=when, does=does, step=2), step_timeout=1.0) as executor:
+        executor.load_model(lambda line: None)
+        executor.execute_model(step(1))
+        executor.execute_model(step(2))
+        with pytest.raises(WorkersGone, match=r"a step did not end within executor.step_timeout \(1 s\)"):
+            executor.sample_tokens().result(PATIENCE)
+    stacks = {record.args[0]: record.args[1] for record in caplog.records if "is here" in record.getMessage()}
+    assert told in stacks[1]
+    assert "in read" in stacks[0]  # it waits for what comes next
+
+
+def test_workers_that_sample_different_tokens_end_all_in_that_step() -> None:
+    with executor_of(Misdeed(rank=1, when="sample", does="differ", step=2)) as executor:
+        executor.execute_model(step(1))
+        assert executor.sample_tokens().result(PATIENCE).sampled_token_ids == [[1], [1]]
+        executor.execute_model(step(2))
+        with pytest.raises(WorkersGone, match="workers 0 and 1 sampled different tokens"):
+            executor.sample_tokens().result(PATIENCE)
+        with pytest.raises(WorkersGone, match="different tokens"):
+            executor.recover()
+
+
+def test_workers_that_loaded_different_models_are_refused() -> None:
+    with (
+        executor_of(Misdeed(rank=1, when="load_model", does="differ")) as executor,
+        pytest.raises(
+            WorkersGone, match="worker 1 differs from worker 0 in the model: vocab_size is 1001 and not 1000"
+        ),
+    ):
+        executor.load_model(lambda line: None)
+
+
+@pytest.mark.parametrize("when", ["load_model", "sample"])
+def test_an_error_of_one_worker_is_raised_with_its_rank(when: str) -> None:
+    with executor_of(Misdeed(rank=1, when=when, does="raise")) as executor:
+        with pytest.raises(WorkerError, match="worker 1: ValueError: "):
+            executor.load_model(lambda line: None)
+            executor.execute_model(step(1))
+            executor.sample_tokens().result(PATIENCE)
+        executor.recover()
+        assert executor.collective_rpc("still there")[1] == [1, "still there", []]
+
+
+def test_a_worker_that_cannot_be_understood_ends_all() -> None:
+    with executor_of(Misdeed(rank=1, when="sample", does="babble")) as executor:
+        executor.execute_model(step(1))
+        with pytest.raises(WorkersGone, match="what worker 1 says cannot be read"):
+            executor.sample_tokens().result(PATIENCE)
+
+
+def test_workers_end_with_the_engine() -> None:
+    """Whatever ends it: the pipe of which it alone holds one end is closed."""
+    errors: list[Exception] = []
+    failed = threading.Event()
+    with executor_of() as executor:
+        executor.load_model(lambda line: None)
+        executor.watch(lambda error: (errors.append(error), failed.set()))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, executor._workers._processes[0].engine, inheritable=False)
+        os.close(nothing)
+        assert failed.wait(PATIENCE)
+    assert "worker 0" in str(errors[0])
+    assert "ended with exit code 1" in str(errors[0])
