@@ -122,6 +122,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
             max_len=model.max_len,
             eos_token_ids=model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
+            tensor_parallel_size=config.executor.tensor_parallel_size,
         ),
     )
     return EngineReady(

@@ -31,6 +31,7 @@ _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "[0-9]*_*
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """What of a loaded model its files do not say. ``task``: what it is served for; ``max_len``: tokens of its longest sequence,
     before that is fitted to any memory. ``enable_in_reasoning``: constraints hold in a model's reasoning, too.
+    ``tensor_parallel_size``: parts that sums are made of, which rounds them differently.
     """
 
     dtype: str
@@ -38,6 +39,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     max_len: int
     eos_token_ids: frozenset[int]
     enable_in_reasoning: bool = False
+    tensor_parallel_size: int = 1
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
@@ -53,6 +55,8 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
     }
     if loaded.enable_in_reasoning:
         values["enable_in_reasoning"] = "true"
+    if loaded.tensor_parallel_size > 1:
+        values["tensor_parallel_size"] = str(loaded.tensor_parallel_size)
     if config.revision:
         values["revision"] = config.revision
     folder = _folder(config)

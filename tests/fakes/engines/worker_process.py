@@ -33,12 +33,15 @@ MODULE = __name__ if __name__ != "__main__" else "tests.fakes.engines.worker_pro
 
 
 class Misdeed(msgspec.Struct, frozen=True):
-    """What the worker of ``rank`` does ``when`` it is called: a method, execute or sample; in ``step`` if that is not 0."""
+    """What the worker of ``rank`` does ``when`` it is called: a method, execute or sample; in ``step`` if that is not 0.
+    ``other_raises``: the others raise then.
+    """
 
     rank: int = -1
     when: str = ""
     does: Literal["nothing", "exit", "kill", "stop", "hang", "raise", "differ", "babble"] = "nothing"
     step: int = 0
+    other_raises: bool = False
 
     @property
     def path(self) -> str:
@@ -55,6 +58,8 @@ def main(descriptor: int) -> None:
     def misbehaves(when: str) -> str:
         of_step = misdeed.step in (0, step.step if step is not None else 0)
         does = misdeed.does if misdeed.rank == rank and misdeed.when == when and of_step else "nothing"
+        if misdeed.other_raises and misdeed.rank != rank and misdeed.when == when:
+            return "raise"
         if does == "exit":
             os._exit(3)
         if does in ("kill", "stop"):

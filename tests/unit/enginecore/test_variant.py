@@ -60,6 +60,11 @@ def test_constraints_in_the_reasoning_make_a_difference(original: Path) -> None:
     assert differing(values(original), constrained) == {"enable_in_reasoning"}
 
 
+def test_parts_of_the_model_make_a_difference(original: Path) -> None:
+    parts = values(original, msgspec.structs.replace(LOADED, tensor_parallel_size=2))
+    assert differing(values(original), parts) == {"tensor_parallel_size"}
+
+
 def test_limits_of_the_engine_make_no_difference(original: Path) -> None:
     limited = values(original, max_model_len=64, max_logprobs=3, served_model_name="other", attention_backend="sdpa")
     assert differing(values(original), limited) == set()

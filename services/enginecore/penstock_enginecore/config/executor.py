@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
+from penstock_common.errors import ConfigError
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +20,15 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "its own; or one that a plugin registers.",
         ),
     ] = "uniproc"
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Workers that each compute a part of every layer, with executor.kind multiproc; the model's attention "
+            "heads must be dealt evenly to them.",
+        ),
+    ] = 1
     num_threads: Annotated[
         int,
         Meta(
@@ -50,6 +60,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_fields("executor", self)
+        if self.tensor_parallel_size > 1 and self.kind == "uniproc":
+            raise ConfigError(
+                f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.kind is 'uniproc', which has one "
+                "worker; set executor.kind to 'multiproc'"
+            )
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

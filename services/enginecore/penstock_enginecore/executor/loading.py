@@ -1,6 +1,11 @@
 """Loads a model and makes the runner for what it is used for."""
 
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
 import torch
+from transformers import PreTrainedModel
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
@@ -9,25 +14,53 @@ from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward
 from penstock_enginecore.forward.cuda.candidate import kept_weights
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.parallel.collectives import Collectives
+from penstock_enginecore.parallel.layers import split_model
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
 
 
-def load_runner(config: EngineCoreConfig, device: torch.device, progress: Progress) -> ModelRunner:
+def load_runner(
+    config: EngineCoreConfig, device: torch.device, progress: Progress, collectives: Collectives | None = None
+) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
-    ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had.
+    ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
+    ranks that the model is split over; its modules compute it then, since the kernels for one device know nothing of them.
     """
     task = resolve_task(config.model)
+    kernels = config.kernels
+    split: Callable[[PreTrainedModel], None] = _keep_whole
+    if collectives is not None:
+        kernels = msgspec.structs.replace(kernels, decoder=False, linear=False)
+        _check_splits(device, task)
+        split = partial(split_model, collectives=collectives)
     forward = ForwardConfig(
         device=device,
         attention_backend=config.model.attention_backend,
-        kernels=config.kernels,
+        kernels=kernels,
         num_threads=torch.get_num_threads(),
         block_size=config.cache.block_size,
     )
     if task == "generate":
         keep = kept_weights(device, config.kernels, config.model.attention_backend)
-        model = load_model(config.model, device, progress, keep)
+        model = load_model(config.model, device, progress, split, keep)
         return GenerationRunner(model, build_forward(model, forward))
     pooled = load_pooling_model(config.model, task, device, progress)
     return PoolingRunner(pooled, build_backbone(pooled, forward))
+
+
+def _keep_whole(module: PreTrainedModel) -> None:
+    """One worker has all of it."""
+
+
+def _check_splits(device: torch.device, task: str) -> None:
+    """Raise ModelLoadError for what is not served by several workers."""
+    if task != "generate":
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size: models that {task} are not served by several workers yet; use 1"
+        )
+    if device.type != "cpu":
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size: {device.type} is not served by several workers yet; use 1"
+        )

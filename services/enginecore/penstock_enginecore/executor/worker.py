@@ -20,6 +20,7 @@ from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_ca
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.parallel.collectives import GlooCollectives
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ class Worker:
         check_kv_cache_memory(self._engine.cache, self._device)
         cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
+        self._collectives = (
+            None if config.store is None else GlooCollectives(config.store, config.rank, config.world_size)
+        )
         self._runner: ModelRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._kv_cache_asleep = False
@@ -58,7 +62,7 @@ class Worker:
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
-        self._runner = load_runner(self._engine, self._device, progress)
+        self._runner = load_runner(self._engine, self._device, progress, self._collectives)
         return self._runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -72,7 +76,7 @@ class Worker:
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
         if self._device.type == "cpu":
-            return cpu_kv_cache_bytes()
+            return cpu_kv_cache_bytes() // self._config.world_size
         torch.cuda.reset_peak_memory_stats(self._device)
         self.runner.profile(self._engine.scheduler.max_num_batched_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()

@@ -60,10 +60,14 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, device: torch.device, progress: Callable[[str], None], keep: Keeps = keep_none
+    config: ModelConfig,
+    device: torch.device,
+    progress: Callable[[str], None],
+    split: Callable[[PreTrainedModel], None] = lambda _: None,
+    keep: Keeps = keep_none,
 ) -> LoadedModel:
-    """Read configuration and weights of ``config.path`` and move the model to ``device``. ``keep``: whether linear layers keep
-    weights that are quantized so. Raises ModelLoadError.
+    """Read configuration and weights of ``config.path`` and move the model to ``device``, behind ``split``, which may leave a
+    part of it. ``keep``: whether linear layers keep weights that are quantized so. Raises ModelLoadError.
     """
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
@@ -73,13 +77,15 @@ def load_model(
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
     module: Any = load_weights(config, dtype, device, progress, keep=keep)
+    vocab_size = module.get_output_embeddings().weight.shape[0]
+    split(module)
     place(module, config.path, device)
     prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
         module=module,
         dtype=dtype,
         max_len=max_len,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(module),
     )
 

@@ -26,13 +26,15 @@ class Calls:
         self._lock = threading.Lock()
         self._failing = threading.Condition(self._lock)
         self._calls: dict[int, _Call] = {}
+        self._left_alone: set[tuple[int, int]] = set()
         self._last = 0
         self._oldest_since = 0.0
         self._failed: Exception | None = None
 
     def begin(self, *, timed: bool) -> "tuple[int, Future[list[Any]]]":
-        """The next number, and what becomes of the call: the answers by worker, or the first error that came, once all have
-        answered. ``timed``: it counts in ``waited``. Raises the error of ``fail``.
+        """The next number, and what becomes of the call: the answers by worker, or the first error that came. Raises the error
+        of ``fail``. ``timed``: it counts in ``waited``, and ends when all have answered; what is not ends with its first error,
+        since others may wait for the worker that had it.
         """
         with self._lock:
             if self._failed is not None:
@@ -47,14 +49,18 @@ class Calls:
         """A worker's answer; an Exception: the call failed there. Numbers that are not waited for are ignored."""
         with self._lock:
             call = self._calls.get(number)
-            if call is None or worker not in call.missing:
+            if call is None:
+                self._left_alone.discard((number, worker))
+                return
+            if worker not in call.missing:
                 return
             call.missing.discard(worker)
             call.answers[worker] = answer
             if isinstance(answer, Exception) and call.error is None:
                 call.error = answer
-            if call.missing:
+            if call.missing and (call.error is None or call.timed):
                 return
+            self._left_alone.update((number, other) for other in call.missing)
             del self._calls[number]
             self._oldest_since = self._clock()
         if call.error is not None:
@@ -90,6 +96,12 @@ class Calls:
         with self._lock:
             oldest = next(iter(self._calls.values()), None)
             return self._clock() - self._oldest_since if oldest is not None and oldest.timed else None
+
+    @property
+    def parted(self) -> bool:
+        """Whether a worker has not answered a call that has failed elsewhere: it may wait for the others."""
+        with self._lock:
+            return bool(self._left_alone)
 
     def missing(self) -> set[int]:
         """Workers that have not answered the oldest call."""

@@ -33,7 +33,6 @@ from penstock_enginecore.executor.multiproc.messages import (
 )
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
 from penstock_enginecore.executor.multiproc.workers import MODULE, Overdue, Workers
-from penstock_enginecore.executor.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +44,18 @@ class MultiprocExecutor:
     other tokens than the first ends all of them: what was started raises WorkersGone, as does every later call.
     """
 
-    def __init__(self, config: EngineCoreConfig, *, num_workers: int = 1, module: str = MODULE) -> None:
+    def __init__(self, config: EngineCoreConfig, *, module: str = MODULE) -> None:
         """Starts the processes, without waiting for what they import. ``module``: what they run."""
         self._timeout = config.executor.step_timeout
-        self._num_workers = num_workers
+        self._num_workers = num_workers = config.executor.tensor_parallel_size
         self._calls = Calls(num_workers)
         self._progress: Progress = logger.info
         self._on_failure: Callable[[Exception], None] = lambda _: None
         self._executing = False
         self._shut_down = False
         self._workers = Workers(
-            [WorkerConfig(engine=config, rank=rank, world_size=num_workers) for rank in range(num_workers)],
+            msgspec.structs.replace(config, engine_id=config.name),  # a name that is made up is each process' own
+            num_workers,
             self._hear,
             self._fail,
             Overdue(self._timeout, self._calls.waited),
@@ -129,8 +129,9 @@ class MultiprocExecutor:
         self._shut_down = True
         told = False
         try:
-            self._invoke("shutdown", None)
-            told = True
+            if not self._calls.parted:
+                self._invoke("shutdown", None)
+                told = True
         except WorkersGone as e:
             logger.debug("no worker hears that it should stop: %s", e)
         finally:

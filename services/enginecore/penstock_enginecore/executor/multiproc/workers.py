@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from penstock_enginecore.child_process import start_python
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.executor.multiproc.messages import Answer, Start, decode_answer
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
@@ -43,7 +44,8 @@ class _Process:
         try:
             told = Start(config=config, calls=calls, answers=answers, engine=engine, stacks=stacks)
             os.pwrite(start, msgspec.msgpack.encode(told), 0)
-            self.popen = start_python(module, [str(start)], [start, calls, answers, engine, stacks])
+            shared = [calls] if config.store is None else [calls, config.store]
+            self.popen = start_python(module, [str(start)], [start, answers, engine, stacks, *shared])
             self.memory = RingMemory(answers)
         finally:
             for theirs in (start, answers, engine, stacks):
@@ -60,7 +62,8 @@ class Workers:
 
     def __init__(
         self,
-        configs: list[WorkerConfig],
+        config: EngineCoreConfig,
+        num_workers: int,
         hear: Hear,
         failed: Callable[[WorkersGone], None],
         overdue: "Overdue",
@@ -70,7 +73,7 @@ class Workers:
         long: all workers have been killed, or are about to. Raises OSError when a process cannot be started.
         """
         self._hear, self._failed, self._overdue = hear, failed, overdue
-        descriptor = CALLS.create(len(configs))
+        descriptor = CALLS.create(num_workers)
         self._memory = RingMemory(descriptor)
         self.calls = RingWriter(self._memory)
         self._module = module
@@ -81,7 +84,7 @@ class Workers:
         weakref.finalize(self, os.close, self._wake).atexit = False
         started = threading.Event()
         errors: list[BaseException] = []
-        watch = partial(self._run, configs, descriptor, started, errors)
+        watch = partial(self._run, config, num_workers, descriptor, started, errors)
         self._watch = threading.Thread(target=watch, name="workers", daemon=True)
         self._watch.start()
         started.wait()
@@ -102,17 +105,25 @@ class Workers:
         self._watch.join()
 
     def _run(
-        self, configs: list[WorkerConfig], descriptor: int, started: threading.Event, errors: list[BaseException]
+        self,
+        config: EngineCoreConfig,
+        num_workers: int,
+        descriptor: int,
+        started: threading.Event,
+        errors: list[BaseException],
     ) -> None:
+        store = os.memfd_create("penstock-store", os.MFD_CLOEXEC) if num_workers > 1 else None
         try:
-            for config in configs:
-                self._processes.append(_Process(self._module, config, descriptor))
+            for rank in range(num_workers):
+                worker = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store)
+                self._processes.append(_Process(self._module, worker, descriptor))
         except BaseException as e:
             self._kill()
             errors.append(e)
             return
         finally:
-            os.close(descriptor)
+            for shared in (descriptor, *(() if store is None else (store,))):
+                os.close(shared)
             started.set()
         hearing = [
             threading.Thread(target=partial(self._listen, rank), name=f"worker-{rank}", daemon=True)

@@ -41,6 +41,16 @@ def test_the_first_error_that_came_is_raised_once_all_have_answered(calls: Calls
         answers.result(0)
 
 
+def test_what_is_no_step_fails_with_its_first_error_and_knows_who_has_not_answered(calls: Calls) -> None:
+    number, answers = calls.begin(timed=False)
+    calls.answered(1, number, ValueError("of worker 1"))
+    with pytest.raises(ValueError, match="of worker 1"):
+        answers.result(0)
+    assert calls.parted
+    calls.answered(0, number, "late")
+    assert not calls.parted
+
+
 def test_an_answer_that_comes_twice_or_to_no_call_is_ignored(calls: Calls) -> None:
     number, answers = calls.begin(timed=True)
     calls.answered(1, number, "one")

@@ -32,9 +32,10 @@ def executor_of(
     misdeed: Misdeed = QUIET, *, workers: int = 2, step_timeout: float = PATIENCE
 ) -> Iterator[MultiprocExecutor]:
     config = EngineCoreConfig(
-        model=ModelConfig(path=misdeed.path), executor=ExecutorConfig(kind="multiproc", step_timeout=step_timeout)
+        model=ModelConfig(path=misdeed.path),
+        executor=ExecutorConfig(kind="multiproc", tensor_parallel_size=workers, step_timeout=step_timeout),
     )
-    executor = MultiprocExecutor(config, num_workers=workers, module=MODULE)
+    executor = MultiprocExecutor(config, module=MODULE)
     try:
         yield executor
     finally:
@@ -185,6 +186,13 @@ def test_an_error_of_one_worker_is_raised_with_its_rank(when: str) -> None:
             executor.sample_tokens().result(PATIENCE)
         executor.recover()
         assert executor.collective_rpc("still there")[1] == [1, "still there", []]
+
+
+def test_workers_that_wait_for_one_that_failed_are_not_waited_for() -> None:
+    """As in loading, where all take part in a sum."""
+    misdeed = Misdeed(rank=0, when="load_model", does="hang", other_raises=True)
+    with executor_of(misdeed) as executor, pytest.raises(WorkerError, match="worker 1: ValueError: load_model"):
+        executor.load_model(lambda line: None)
 
 
 def test_a_worker_that_cannot_be_understood_ends_all() -> None:

@@ -1,0 +1,139 @@
+"""A model in parts computes what the whole does, and every rank has all of it, to the same bits."""
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
+from penstock_enginecore.parallel.layers import split_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.patience import PATIENCE
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    # Words that are not alike for all ranks, with a head of the embedding's weights.
+    "tied": {"vocab_size": VOCAB_SIZE + 1, "tie_word_embeddings": True},
+}
+TOKENS = torch.arange(1, 25)[None] * 7 % VOCAB_SIZE
+
+
+class ThreadCollectives:
+    """Ranks that are threads."""
+
+    def __init__(self, rank: int, size: int, given: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, size
+        self._given, self._barrier = given, barrier
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._given[self.rank] = tensor.clone()
+        self._barrier.wait(PATIENCE)
+        gathered = list(self._given)
+        self._barrier.wait(PATIENCE)
+        return gathered
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(torch.stack(self.all_gather(tensor)).sum(0))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def whole_model(family: str, path: Path) -> Any:
+    return save_tiny_model("llama" if family == "tied" else family, path, **FAMILIES[family]).eval()
+
+
+def in_parts(model: Any, groups: list[Collectives]) -> list[Any]:
+    """Each rank's part and its logits."""
+    parts = [copy.deepcopy(model) for _ in groups]
+
+    def run(part: Any, group: Collectives) -> torch.Tensor:
+        split_model(part, group)
+        with torch.inference_mode():
+            return part(input_ids=TOKENS, use_cache=False).logits
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return list(zip(parts, threads.map(run, parts, groups), strict=True))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_give_the_logits_of_the_whole(family: str, size: int, tmp_path: Path) -> None:
+    model = whole_model(family, tmp_path)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS, use_cache=False).logits
+    given, barrier = [None] * size, threading.Barrier(size)
+    parts = in_parts(model, [ThreadCollectives(rank, size, given, barrier) for rank in range(size)])
+    for _, logits in parts:
+        assert torch.equal(logits, parts[0][1])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for part, _ in parts:
+        own = sum(parameter.numel() for parameter in part.parameters())
+        assert own < whole * (0.55 if size == 2 else 0.35)
+        assert not any(parameter.requires_grad for parameter in part.lm_head.parameters())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gloo_adds_up_and_gathers(tmp_path: Path) -> None:
+    size = 2
+    store = os.memfd_create("store")
+    model = whole_model("llama", tmp_path)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS, use_cache=False).logits
+    with ThreadPoolExecutor(size) as threads:
+        groups = list(threads.map(lambda rank: GlooCollectives(store, rank, size), range(size)))
+    first, second = in_parts(model, groups)
+    assert torch.equal(first[1], second[1])
+    torch.testing.assert_close(first[1], expected, atol=1e-4, rtol=1e-4)
+    os.close(store)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_that_computes_something_else_in_parts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = whole_model("llama", tmp_path)
+    given, barrier = [None] * 2, threading.Barrier(2)
+    groups = [ThreadCollectives(rank, 2, given, barrier) for rank in range(2)]
+    for group in groups:
+        monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor)  # as if a sum were forgotten
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM computes something else in parts: its logits differ by"):
+        in_parts(model, groups)
+
+
+def test_what_is_not_a_linear_layer_is_refused_by_name(tmp_path: Path) -> None:
+    model = whole_model("llama", tmp_path)
+
+    class Quantized(torch.nn.Linear):
+        pass
+
+    model.model.layers[1].mlp.down_proj = Quantized(64, 48)
+    group = ThreadCollectives(0, 2, [None] * 2, threading.Barrier(2))
+    with pytest.raises(ModelLoadError, match=r"model.layers.1.mlp.down_proj of LlamaForCausalLM is Quantized"):
+        split_model(model, group)
+
+
+def test_layers_that_do_not_divide_are_refused_with_their_size(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path, intermediate_size=66)
+    group = ThreadCollectives(0, 4, [None] * 4, threading.Barrier(4))
+    with pytest.raises(
+        ModelLoadError, match=r"is 4; the 66 (out|in)puts of model.layers.0.mlp.\w+ do not divide by it"
+    ):
+        split_model(model, group)
