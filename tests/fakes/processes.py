@@ -23,6 +23,15 @@ KEPT: dict[str, Any] = {"server__max_connection_age": 0, "http__max_connection_a
 """Flags of a frontend whose clients keep their connections: it ends as soon as nothing runs, whoever is still connected."""
 
 
+def children() -> set[int]:
+    """Ids of the processes that this one has started and that have not ended."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
 class Service:
     """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
 

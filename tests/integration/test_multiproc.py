@@ -23,6 +23,7 @@ from penstock_enginecore.executor.multiproc.failures import WorkerError
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import children
 
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -144,10 +145,6 @@ def test_what_keeps_a_worker_from_starting_is_raised_in_the_engine_and_leaves_no
     with pytest.raises(ConfigError, match="'nothing'"):
         build_engine(path, model={"attention_backend": "nothing"}, executor={"kind": "multiproc"})
     assert children() == before
-
-
-def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 class DeadSink:

@@ -18,6 +18,7 @@ from penstock_enginecore.executor.multiproc.executor import MultiprocExecutor
 from penstock_enginecore.executor.multiproc.failures import WorkerError, WorkersGone
 from tests.fakes.engines.worker_process import MODULE, Misdeed
 from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import children
 
 QUIET = Misdeed()
 KV_CACHE = KVCacheConfig(num_blocks=9, block_size=4, groups=(), max_model_len=32)
@@ -41,10 +42,6 @@ def executor_of(
     finally:
         executor.shutdown()
         assert not any(Path(f"/proc/{pid}").exists() for pid in executor.pids)
-
-
-def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
