@@ -1,9 +1,9 @@
 """The fused decoder with the Triton kernels in their interpreter, proved for families: a process of its own, in which
 TRITON_INTERPRET is set before anything imports Triton.
 
-    python -m tests.fakes.models.interpreted_proof llama gemma3
+    python -m tests.fakes.models.interpreted_proof llama gemma3 llama/awq
 
-prints what speaks against each, by its name, as JSON.
+prints what speaks against each, by its name, as JSON; behind a slash the format of weights that stay quantized.
 """
 
 import json
@@ -14,22 +14,28 @@ from pathlib import Path
 import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.quantized import keeps
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
+from tests.fakes.models.quantized_models import save_quantized_model
 
 KINDS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
 
 
-def main(architectures: list[str]) -> None:
-    """Proves each of ``architectures`` on a tiny model."""
+def main(names: list[str]) -> None:
+    """Proves each of ``names`` on a tiny model."""
     torch.set_num_threads(1)
     kernels = TritonKernels()
     against: dict[str, str] = {}
-    for architecture in architectures:
+    for name in names:
+        architecture, _, form = name.partition("/")
         with tempfile.TemporaryDirectory() as directory:
-            save_varied_model(architecture, Path(directory), **KINDS.get(architecture, {}))
-            probed = load_probed(Path(directory))
-            against[architecture] = prove(probed, lambda probed=probed: FusedForward(probed, kernels)).reasons
+            if form:
+                save_quantized_model(architecture, form, Path(directory), hidden_size=64)
+            else:
+                save_varied_model(architecture, Path(directory), **KINDS.get(architecture, {}))
+            probed = load_probed(Path(directory), keeps)
+            against[name] = prove(probed, lambda probed=probed: FusedForward(probed, kernels)).reasons
     print(json.dumps(against))
 
 

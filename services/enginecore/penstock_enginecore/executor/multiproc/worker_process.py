@@ -17,6 +17,7 @@ from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
+from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.multiproc.failures import Failure
 from penstock_enginecore.executor.multiproc.messages import (
     Answer,
@@ -81,7 +82,8 @@ class WorkerLoop:
         error, self._error = self._error, _FAILED_BEFORE
         if error is None:
             try:
-                output = self._made().runner.sample(bitmask_of(grammar))
+                sampled = self._made().runner.sample(bitmask_of(grammar))
+                output = sampled.wait() if isinstance(sampled, Late) else sampled
             except Exception as e:
                 error = e
             else:

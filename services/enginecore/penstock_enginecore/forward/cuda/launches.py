@@ -92,8 +92,8 @@ class Int4Weight:
 
     def to(self, device: torch.device) -> "Int4Weight":
         """The same on ``device``."""
-        moved = (tensor.to(device) for tensor in (self.numbers, self.zeros, self.scales))
-        return Int4Weight(*moved, self.width, self.half)
+        numbers, zeros, scales = (tensor.to(device) for tensor in (self.numbers, self.zeros, self.scales))
+        return Int4Weight(numbers, zeros, scales, self.width, self.half)
 
 
 QuantizedWeight = Float8Weight | Int4Weight

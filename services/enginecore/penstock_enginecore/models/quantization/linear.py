@@ -13,6 +13,8 @@ class QuantizedLinear(torch.nn.Module):
     dequantized each time that it computes, to the dtype of what it gets. Its bias is that of ``linear``.
     """
 
+    bias: torch.nn.Parameter | None
+
     def __init__(self, linear: torch.nn.Linear, scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -39,7 +41,7 @@ class QuantizedLinear(torch.nn.Module):
         """The same layer with its weight in ``dtype``."""
         linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = torch.nn.Parameter(self.scheme.dequantize(self.tensors, dtype), requires_grad=False)
-        linear.bias = self.bias
+        linear.register_parameter("bias", self.bias)
         return linear.eval()
 
 

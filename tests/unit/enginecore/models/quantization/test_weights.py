@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from penstock_common.checkpoint import problem
 from penstock_enginecore.config import ModelConfig
@@ -15,6 +15,7 @@ from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.quantization.awq import Awq
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.weights import DequantizedTensor, dense_weights, open_tensors
+from penstock_enginecore.pooling.embedder import load_pooling_model
 from tests.fakes.models.quantized_models import awq, float8, save_quantized_model
 
 CPU = torch.device("cpu")
@@ -138,6 +139,30 @@ def test_missing_weights_are_told_as_ever(checkpoint: Path) -> None:
     change(checkpoint, num_hidden_layers=3)
     with pytest.raises(ModelLoadError, match="9 weights are missing, model.layers.2"):
         load_model(ModelConfig(path=str(checkpoint)), CPU, lambda line: None)
+
+
+def test_numbers_that_mean_nothing_are_told_with_the_weight(tmp_path: Path) -> None:
+    save_quantized_model("llama", "gptq-desc-act", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.g_idx"][5] = 9
+    write(tmp_path, tensors)
+    with pytest.raises(
+        ModelLoadError, match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight cannot be GPTQ, .* there are 2"
+    ):
+        load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8-blocks"])
+def test_models_that_pool_are_dequantized_as_well(form: str, tmp_path: Path) -> None:
+    save_quantized_model("qwen3", form, tmp_path, dense=tmp_path / "dense")
+    found, expected = (
+        load_pooling_model(ModelConfig(path=str(path), task="embed"), "embed", CPU, lambda line: None)
+        for path in (tmp_path, tmp_path / "dense")
+    )
+    weights = dict(expected.module.named_parameters())
+    assert {
+        name: torch.equal(weights[name], found) for name, found in found.module.named_parameters()
+    } == dict.fromkeys(weights, True)
 
 
 def test_a_way_that_is_not_served_is_told_before_weights_are_read(checkpoint: Path) -> None:

@@ -55,6 +55,16 @@ def test_the_tiles_of_prompts(rows: int) -> None:
     check(rows, 136, 256, 128, torch.float16, biased=True)
 
 
+def test_the_decoder_launches_it() -> None:
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # Triton is to interpret, see above
+
+    x, weight, bias = draw(3, 8, 64, 32, torch.float32)
+    out, expected = torch.empty(2, 3, 8).unbind()
+    for kernels, target in ((TritonKernels(), out), (TorchKernels(), expected)):
+        kernels.quantized_product(x, weight, bias, 2.0, target)
+    torch.testing.assert_close(out, expected)
+
+
 def test_no_rows() -> None:
     x, weight, bias = draw(0, 8, 16, 16, torch.float32)
     float8.float8_product(x, weight, bias, 1.0, torch.empty(0, 8))
