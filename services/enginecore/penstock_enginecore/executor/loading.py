@@ -44,7 +44,7 @@ def load_runner(
     )
     if task == "generate":
         keep = kept_weights(device, config.kernels, config.model.attention_backend)
-        model = load_model(config.model, device, progress, split, keep)
+        model = load_model(config.model, device, progress, keep, split)
         return GenerationRunner(model, build_forward(model, forward))
     pooled = load_pooling_model(config.model, task, device, progress)
     return PoolingRunner(pooled, build_backbone(pooled, forward))

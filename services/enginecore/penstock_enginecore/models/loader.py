@@ -63,8 +63,8 @@ def load_model(
     config: ModelConfig,
     device: torch.device,
     progress: Callable[[str], None],
-    split: Callable[[PreTrainedModel], None] = lambda _: None,
     keep: Keeps = keep_none,
+    split: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Read configuration and weights of ``config.path`` and move the model to ``device``, behind ``split``, which may leave a
     part of it. ``keep``: whether linear layers keep weights that are quantized so. Raises ModelLoadError.
