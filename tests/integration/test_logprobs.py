@@ -49,7 +49,7 @@ class Recorder(UniprocExecutor):
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     Recorder.output, Recorder.prompt = {}, {}
-    monkeypatch.setattr(in_process, "UniprocExecutor", Recorder)
+    monkeypatch.setattr(in_process, "make_executor", Recorder)
     return Recorder
 
 
