@@ -28,8 +28,8 @@ async def test_each_server_has_its_own_and_each_connection_a_number() -> None:
     one, other = await serving(), await serving()
     async with channel(one) as first, channel(one) as second, channel(other) as third, asyncio.timeout(PATIENCE):
         await asyncio.gather(*(each.channel_ready() for each in (first, second, third)))
+        await eventually(lambda: (len(one.connections()), len(other.connections())) == (2, 1))
         there = one.connections()
-        assert (len(there), len(other.connections())) == (2, 1)
         await second.close()
         await eventually(lambda: len(one.connections()) == 1)
         assert one.connections() < there
