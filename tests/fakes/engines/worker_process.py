@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -39,7 +40,7 @@ class Misdeed(msgspec.Struct, frozen=True):
 
     rank: int = -1
     when: str = ""
-    does: Literal["nothing", "exit", "kill", "stop", "hang", "raise", "differ", "babble"] = "nothing"
+    does: Literal["nothing", "exit", "kill", "stop", "hang", "dawdle", "raise", "differ", "babble"] = "nothing"
     step: int = 0
     other_raises: bool = False
 
@@ -66,6 +67,8 @@ def main(descriptor: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL if does == "kill" else signal.SIGSTOP)
         if does == "hang":
             in_a_collective()
+        if does == "dawdle":
+            time.sleep(0.5)
         if does == "babble":
             answers.write(b"\xc1")
         return does

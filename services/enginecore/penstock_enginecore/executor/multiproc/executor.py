@@ -130,6 +130,7 @@ class MultiprocExecutor:
         told = False
         try:
             if not self._calls.parted:
+                self._workers.expect_ends()
                 self._invoke("shutdown", None)
                 told = True
         except WorkersGone as e:

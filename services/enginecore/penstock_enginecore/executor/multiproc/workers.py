@@ -97,6 +97,10 @@ class Workers:
         """By rank."""
         return [each.popen.pid for each in self._processes]
 
+    def expect_ends(self) -> None:
+        """Workers are about to be told to stop: the first may have ended while others still do so."""
+        self._told = True
+
     def end(self, *, told: bool) -> None:
         """End the workers; those that have been told to stop have a moment for it. Idempotent."""
         self._told = told
@@ -161,7 +165,10 @@ class Workers:
                 break
             for rank, process in enumerate(self._processes):
                 if process.pidfd in ready:
-                    return WorkersGone(f"worker {rank} (pid {process.popen.pid}) {_ended(process.popen.wait())}")
+                    code = process.popen.wait()
+                    if code or not self._told:
+                        return WorkersGone(f"worker {rank} (pid {process.popen.pid}) {_ended(code)}")
+                    poll.unregister(process.pidfd)
             if self._overdue.look_in() <= 0:
                 pipes = {rank: each.stacks for rank, each in enumerate(self._processes)}
                 for rank, text in read_stacks(pipes, self.pids).items():

@@ -77,6 +77,16 @@ def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
+def test_workers_that_have_stopped_wait_for_those_that_still_do() -> None:
+    lines: list[str] = []
+    failures: list[WorkersGone] = []
+    with executor_of(Misdeed(rank=0, when="shutdown", does="dawdle"), workers=3) as executor:
+        executor.watch(failures.append)
+        executor.load_model(lines.append)
+    assert lines[-1] == "shutdown of worker 0"
+    assert failures == []
+
+
 def test_steps_are_in_flight_at_once_and_end_in_their_order() -> None:
     with executor_of() as executor:
         futures = []
