@@ -20,8 +20,6 @@ ALIGNED = frozenset(
         "block_table",
         "query_start_loc",
         "seq_lens",
-        "key_scale",
-        "value_scale",
         "sums_out",
         "largest_out",
         "total_out",
@@ -57,7 +55,6 @@ def gate() -> Iterator[Kernel]:
 def _arguments(bytes_per_number: int) -> dict[str, str | None]:
     query = "*fp32" if bytes_per_number == 4 else "*bf16"
     cache = NUMBERS[bytes_per_number]
-    scale = "*fp32" if bytes_per_number == 1 else None
     tables = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32"}
     numbers = {
         "num_requests": "i32",
@@ -65,11 +62,12 @@ def _arguments(bytes_per_number: int) -> dict[str, str | None]:
         "key_stride": "i32",
         "value_stride": "i32",
         "scaling": "fp32",
+        "value_scale": "fp32",
     }
     sums = dict.fromkeys(("sums_out", "largest_out", "total_out", "sums_in", "largest_in", "total_in"), "*fp32")
     return {
         "query": query, "keys": cache, "values": cache, "out": query, "sinks": None,
-        "key_scale": scale, "value_scale": scale, **tables, **numbers, **sums,
+        **tables, **numbers, **sums,
     }  # fmt: skip
 
 

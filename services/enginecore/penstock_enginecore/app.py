@@ -123,6 +123,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
             eos_token_ids=model.eos_token_ids,
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
             tensor_parallel_size=config.executor.tensor_parallel_size,
+            cache_dtype=config.cache.dtype,
         ),
     )
     return EngineReady(

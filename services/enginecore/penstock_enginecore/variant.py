@@ -31,7 +31,8 @@ _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "[0-9]*_*
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """What of a loaded model its files do not say. ``task``: what it is served for; ``max_len``: tokens of its longest sequence,
     before that is fitted to any memory. ``enable_in_reasoning``: constraints hold in a model's reasoning, too.
-    ``tensor_parallel_size``: parts that sums are made of, which rounds them differently.
+    ``tensor_parallel_size``: parts that sums are made of, which rounds them differently. ``cache_dtype``: of
+    the numbers in the KV cache, where that is not the model's.
     """
 
     dtype: str
@@ -40,6 +41,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int]
     enable_in_reasoning: bool = False
     tensor_parallel_size: int = 1
+    cache_dtype: str = "auto"
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
@@ -57,6 +59,8 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         values["enable_in_reasoning"] = "true"
     if loaded.tensor_parallel_size > 1:
         values["tensor_parallel_size"] = str(loaded.tensor_parallel_size)
+    if loaded.cache_dtype != "auto":
+        values["cache_dtype"] = loaded.cache_dtype
     if config.revision:
         values["revision"] = config.revision
     folder = _folder(config)

@@ -3,6 +3,7 @@
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
 from penstock_enginecore.forward.cuda.launches import (
     Activation,
     GroupInputs,
@@ -33,6 +34,7 @@ class TorchKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         query: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         _, num_heads, size = query.shape
         num_kv_heads = keys.shape[1]
@@ -42,7 +44,7 @@ class TorchKernels:
             q, k = (_normed(x, norm) for x, norm in zip((q, k), norms, strict=True))
         written = (slots >= 0).nonzero()[:, 0]
         query[written] = _turned(q, rotary, positions)[written].to(query.dtype)
-        self.write(_turned(k, rotary, positions), v, slots, keys, values)
+        self.write(_turned(k, rotary, positions), v, slots, keys, values, scales)
 
     def write(
         self,
@@ -51,11 +53,12 @@ class TorchKernels:
         slots: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         written = (slots >= 0).nonzero()[:, 0]
         blocks, offsets = slots[written] // key_cache.shape[2], slots[written] % key_cache.shape[2]
-        key_cache[blocks, :, offsets] = keys[written].to(key_cache.dtype)
-        value_cache[blocks, :, offsets] = values[written].to(value_cache.dtype)
+        key_cache[blocks, :, offsets] = stored(keys[written], key_cache.dtype, scales.key).to(key_cache.dtype)
+        value_cache[blocks, :, offsets] = stored(values[written], value_cache.dtype, scales.value).to(value_cache.dtype)
 
     def attend(
         self,
@@ -65,6 +68,7 @@ class TorchKernels:
         group: GroupInputs,
         params: AttentionParams,
         out: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         starts, lengths = group.query_start_loc.tolist(), group.seq_lens.tolist()
         block_size, heads_per_kv = keys.shape[2], query.shape[1] // keys.shape[1]
@@ -74,8 +78,8 @@ class TorchKernels:
                 seen = torch.arange(_first_seen(position, params), position + 1)
                 blocks = group.block_table[request, seen // block_size].long()
                 k = keys[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1)
-                v = values[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1)
-                scores = torch.einsum("hd,nhd->hn", query[token].float(), k) * params.scaling
+                v = values[blocks, :, seen % block_size].float().repeat_interleave(heads_per_kv, dim=1) * scales.value
+                scores = torch.einsum("hd,nhd->hn", query[token].float(), k) * scales.key * params.scaling
                 if params.softcap is not None:
                     scores = params.softcap * torch.tanh(scores / params.softcap)
                 if params.sinks is not None:

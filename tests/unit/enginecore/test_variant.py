@@ -60,6 +60,11 @@ def test_constraints_in_the_reasoning_make_a_difference(original: Path) -> None:
     assert differing(values(original), constrained) == {"enable_in_reasoning"}
 
 
+def test_another_kv_cache_is_another_variant(original: Path) -> None:
+    exact, rounded = values(original), values(original, msgspec.structs.replace(LOADED, cache_dtype="fp8"))
+    assert differing(exact, rounded) == {"cache_dtype"}
+
+
 def test_parts_of_the_model_make_a_difference(original: Path) -> None:
     parts = values(original, msgspec.structs.replace(LOADED, tensor_parallel_size=2))
     assert differing(values(original), parts) == {"tensor_parallel_size"}

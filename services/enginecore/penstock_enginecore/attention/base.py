@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_enginecore.attention.kv_cache import SLOTS, KVCache, KVLayout
+from penstock_enginecore.attention.kv_cache import NO_SCALES, SLOTS, KVCache, KVLayout, KVScales
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
@@ -112,15 +112,28 @@ class AttentionBackend(Protocol):
 
     In a step, ``plan`` comes once per KV cache group; then ``write`` and ``attend`` once per layer, with the group's plan.
     Nothing of a step may be kept in the backend itself: steps may be planned while the one before computes.
+
+    ``keeps_float8``: whether ``write`` and ``attend`` take a cache of ``FLOAT8`` with its scales (``cache.dtype: fp8``), as
+    ``KVCache.write`` and ``gather`` do.
     """
+
+    keeps_float8: bool = False
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
         """How ``write`` puts a layer of ``spec`` into its memory, and ``attend`` reads it; asked when that is allocated."""
         return SLOTS
 
-    def memory(self, specs: Mapping[str, KVCacheSpec], dtype: torch.dtype, device: torch.device) -> KVMemory:
-        """Allocates the caches of the layers in ``specs``, by their names, in the layouts that they have here."""
-        return KVMemory(specs, self.layout, dtype, device)
+    def memory(
+        self,
+        specs: Mapping[str, KVCacheSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Mapping[str, KVScales] = NO_SCALES,
+    ) -> KVMemory:
+        """Allocates the caches of the layers in ``specs``, by their names, in the layouts that they have here. ``scales``: of an
+        fp8 cache.
+        """
+        return KVMemory(specs, self.layout, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> StepPlan:
         """What the layers of a group share in a step. Called on the host, outside of any graph, before the first layer runs: here

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock_enginecore.attention.kv_cache import KVCache, KVLayout
+from penstock_enginecore.attention.kv_cache import NO_SCALES, KVCache, KVLayout, KVScales
 from penstock_enginecore.attention.kv_memory import KVMemory, Width
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
@@ -17,8 +17,14 @@ class KVArena(KVMemory):
     layout ``HEADS``. Where layers of several groups share memory, a block has as many parts as the largest group has layers.
     """
 
-    def __init__(self, specs: Mapping[str, KVCacheSpec], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(specs, lambda *_: HEADS, dtype, device)
+    def __init__(
+        self,
+        specs: Mapping[str, KVCacheSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Mapping[str, KVScales] = NO_SCALES,
+    ) -> None:
+        super().__init__(specs, lambda *_: HEADS, dtype, device, scales)
 
     def _memory(
         self, widths: Sequence[Width], block_size: int, num_blocks: int

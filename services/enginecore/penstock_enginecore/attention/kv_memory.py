@@ -1,11 +1,20 @@
 """Allocates the KV cache of a model."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
 
-from penstock_enginecore.attention.kv_cache import KVCache, KVLayout, LayerCache, LayerCaches
+from penstock_enginecore.attention.kv_cache import (
+    NO_SCALES,
+    UNSCALED,
+    KVCache,
+    KVLayout,
+    KVScales,
+    LayerCache,
+    LayerCaches,
+)
 from penstock_enginecore.core.kv_cache.grouping import KVTensorWidth, kv_tensor_widths
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
@@ -16,15 +25,23 @@ Width = KVTensorWidth | KVCacheSpec
 
 
 class KVMemory:
-    """``specs``: by layer name. ``layout``: how a layer of a spec lies in memory. Numbers are kept in ``dtype`` on ``device``."""
+    """``specs``: by layer name. ``layout``: how a layer of a spec lies in memory. Numbers are kept in ``dtype`` on
+    ``device``, in fp8 by the ``scales`` of their layers.
+    """
 
     def __init__(
-        self, specs: Mapping[str, KVCacheSpec], layout: LayoutOf, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Mapping[str, KVCacheSpec],
+        layout: LayoutOf,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Mapping[str, KVScales] = NO_SCALES,
     ) -> None:
         self._specs = dict(specs)
         self._layout = layout
         self._dtype = dtype
         self._device = device
+        self._scales = dict(scales)
 
     def allocate(self, config: KVCacheConfig) -> LayerCaches:
         """The whole cache. The i-th layers of all groups share memory, as wide as the widest: no block belongs to two groups.
@@ -35,17 +52,22 @@ class KVMemory:
         shared = self._memory(kv_tensor_widths(self._specs, config.groups), config.block_size, config.num_blocks)
         index = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
         return {
-            name: LayerCache(self._view(spec, config.block_size, *shared[index[name][0]]), group=index[name][1])
-            for name, spec in self._specs.items()
+            name: LayerCache(self._scaled(name, config.block_size, *shared[index[name][0]]), group=index[name][1])
+            for name in self._specs
         }
 
     def throwaway(self, block_size: int, num_blocks: int) -> LayerCaches:
         """A cache of one group, each layer with memory of its own."""
         memory = self._memory(list(self._specs.values()), block_size, num_blocks)
         return {
-            name: LayerCache(self._view(spec, block_size, *parts), group=0)
-            for (name, spec), parts in zip(self._specs.items(), memory, strict=True)
+            name: LayerCache(self._scaled(name, block_size, *parts), group=0)
+            for name, parts in zip(self._specs, memory, strict=True)
         }
+
+    def _scaled(self, name: str, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
+        """The view of the layer called ``name``."""
+        cache = self._view(self._specs[name], block_size, keys, values)
+        return dataclasses.replace(cache, scales=self._scales.get(name, UNSCALED))
 
     def _memory(
         self, widths: Sequence[Width], block_size: int, num_blocks: int

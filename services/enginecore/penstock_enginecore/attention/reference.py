@@ -11,6 +11,8 @@ from penstock_enginecore.core.kv_cache.spec import first_key
 class ReferenceAttention(AttentionBackend):
     """Reads every key and value that a query sees back from the cache and materializes the scores."""
 
+    keeps_float8 = True
+
     def attend(
         self,
         query: torch.Tensor,

@@ -1,6 +1,6 @@
 """The paged KV cache."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The paged KV cache."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens of a block.")] = 16
+    dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="Type of the numbers in the KV cache; auto: the model's. fp8: 8-bit floats (e4m3) of half a bfloat16's "
+            "memory, scaled as the checkpoint says, on GPUs of compute capability 8.9 and more; on a CPU with "
+            "model.attention_backend reference alone."
+        ),
+    ] = "auto"
     kv_cache_memory: (
         Annotated[
             ByteSize,

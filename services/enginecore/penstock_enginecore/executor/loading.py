@@ -7,8 +7,10 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.executor.cache_dtype import check_cache_dtype
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
@@ -35,12 +37,14 @@ def load_runner(
         kernels = msgspec.structs.replace(kernels, decoder=False, linear=False)
         _check_splits(device, task)
         split = partial(split_model, collectives=collectives)
+    check_cache_dtype(config, device)
     forward = ForwardConfig(
         device=device,
         attention_backend=config.model.attention_backend,
         kernels=kernels,
         num_threads=torch.get_num_threads(),
         block_size=config.cache.block_size,
+        cache_dtype=FLOAT8 if config.cache.dtype == "fp8" else None,
     )
     if task == "generate":
         keep = kept_weights(device, config.kernels, config.model.attention_backend)

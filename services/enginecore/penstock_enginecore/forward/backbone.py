@@ -35,7 +35,8 @@ class BackboneBatch:
 class Backbone:
     """The embedding and layers of a model on its device, by transformers' own modules. ``specs``: what each attention layer asks
     of the KV cache, by layer name; empty for an encoder, which keeps nothing. ``packed_bytes``: what modules hold besides
-    their parameters. Steps run one at a time, with gradients off; decoders need ``bind`` before.
+    their parameters. ``cache_dtype``: of the numbers in the KV cache, None for that of the model. Steps run one at a time, with
+    gradients off; decoders need ``bind`` before.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Backbone:
         backend: AttentionBackend,
         device: torch.device,
         packed_bytes: int = 0,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.device = device
         self.specs = specs
-        self.memory = backend.memory(specs, model.dtype, device)
+        self.memory = backend.memory(specs, cache_dtype or model.dtype, device)
         self._model = model
         self._backend = backend
         self._packed_bytes = packed_bytes

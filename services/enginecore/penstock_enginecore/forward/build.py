@@ -14,7 +14,7 @@ from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
 from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.modules import ModulesForward, probe_model
+from penstock_enginecore.forward.modules import ModulesForward, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import CUTS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Proven, first_proven
@@ -31,13 +31,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache."""
+    """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache.
+    ``cache_dtype``: of the numbers in it, None for that of the model.
+    """
 
     device: torch.device
     attention_backend: str
     kernels: KernelsConfig
     num_threads: int
     block_size: int
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     kernels that cannot be had.
     """
     native, attends, backend = _open(config)
-    probed = probe_model(model, config.device, config.block_size)
+    probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
     reference = ModulesForward(probed, create_backend("reference", config.device))
 
     def run() -> torch.Tensor:
@@ -107,8 +110,12 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     """What runs the layers of a model that is pooled. Raises as ``build_forward`` does."""
     native, attends, backend = _open(config)
-    specs = probe_specs(model, config.device, config.block_size)
-    reference = Backbone(model, specs, create_backend("reference", config.device), config.device)
+    specs = in_cache_dtype(probe_specs(model, config.device, config.block_size), config.cache_dtype)
+
+    def backbone(attends: AttentionBackend, packed_bytes: int = 0) -> Backbone:
+        return Backbone(model, specs, attends, config.device, packed_bytes, config.cache_dtype)
+
+    reference = backbone(create_backend("reference", config.device))
 
     def run() -> torch.Tensor:
         return probe_states(reference, Probe.prompt(model.vocab_size))
@@ -116,13 +123,10 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     def run_again(backbone: Backbone) -> torch.Tensor:
         return probe_states(backbone, Probe.prompt(model.vocab_size))
 
-    def attended(attends: AttentionBackend) -> Backbone:
-        return Backbone(model, specs, attends, config.device)
-
     def serve(packed_bytes: int = 0) -> Backbone:
-        return Backbone(model, specs, backend, config.device, packed_bytes)
+        return backbone(backend, packed_bytes)
 
-    attending = Attending(config.device, specs, model.dtype, attended, run_again)
+    attending = Attending(config.device, specs, model.dtype, backbone, run_again)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionBackend, IntArray
-from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.attention.kv_cache import FLOAT8, NO_SCALES, KVScales, LayerCache, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.upload import to_device
@@ -23,7 +24,7 @@ from penstock_enginecore.models.support import ProbeContext, layer_specs
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
     """A loaded model and what a forward pass over one token has shown of it: its attention ``calls`` in order, the ``specs`` of
-    their caches by layer name, and whether its head runs on its own.
+    their caches by layer name, and whether its head runs on its own. ``cache_dtype``: of the numbers in these caches.
     """
 
     model: LoadedModel
@@ -32,10 +33,20 @@ class ProbedModel:
     specs: dict[str, KVCacheSpec]
     head: Head
     separate_head: bool
+    cache_dtype: torch.dtype
+
+    @property
+    def cache_scales(self) -> Mapping[str, KVScales]:
+        """Those of an fp8 cache, by layer name."""
+        return self.model.kv_scales if self.cache_dtype == FLOAT8 else NO_SCALES
 
 
-def probe_model(model: LoadedModel, device: torch.device, block_size: int) -> ProbedModel:
-    """Run a token through ``model`` and look at what its layers ask for. Raises ModelLoadError."""
+def probe_model(
+    model: LoadedModel, device: torch.device, block_size: int, cache_dtype: torch.dtype | None = None
+) -> ProbedModel:
+    """Run a token through ``model`` and look at what its layers ask for. ``cache_dtype``: of their keys and values in the cache,
+    None for that of the model. Raises ModelLoadError.
+    """
     context, head = ProbeContext(), Head(model.module)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
@@ -44,8 +55,21 @@ def probe_model(model: LoadedModel, device: torch.device, block_size: int) -> Pr
         separate = head.reproduces(states, logits)
     except Exception as e:
         raise ModelLoadError(unsupported(model.module, e)) from e
-    specs = layer_specs(model.module, context.calls, block_size)
-    return ProbedModel(model, device, context.calls, specs, head, separate)
+    dtype = cache_dtype or model.dtype
+    specs = in_cache_dtype(layer_specs(model.module, context.calls, block_size), cache_dtype)
+    if dtype == FLOAT8 and (unknown := sorted(model.kv_scales.keys() - specs.keys())):
+        raise ModelLoadError(
+            f"cache.dtype is 'fp8', and the checkpoint has scales for {unknown[0]}, which is no attention layer of "
+            f"{type(model.module).__name__}; use 'auto'"
+        )
+    return ProbedModel(model, device, context.calls, specs, head, separate, dtype)
+
+
+def in_cache_dtype(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype | None) -> dict[str, KVCacheSpec]:
+    """``specs`` of caches that hold numbers of ``dtype``, None for those of the model."""
+    if dtype is None:
+        return dict(specs)
+    return {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
 
 
 def unsupported(module: torch.nn.Module, error: Exception) -> str:
@@ -65,7 +89,7 @@ class ModulesForward:
         self._backend = backend
         self._packed_bytes = packed_bytes
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
-        self.memory = backend.memory(probed.specs, probed.model.dtype, probed.device)
+        self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
 
     @property
     def weight_bytes(self) -> int:

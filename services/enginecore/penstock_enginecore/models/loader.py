@@ -1,9 +1,9 @@
 """Load a Hugging Face checkpoint for serving: transformers' own modeling code with our attention function."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +17,15 @@ from transformers.utils import logging as transformers_logging
 from penstock_common import checkpoint
 from penstock_common.checkpoint import WEIGHT_FILES
 from penstock_common.memory import in_units
+from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.placement import place
+from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
 from penstock_enginecore.models.quantization.scheme import Scheme
+from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
@@ -51,6 +54,8 @@ class LoadedModel:
     max_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
+    """Of an fp8 cache, by the names of attention layers, where the checkpoint has some."""
 
     @property
     def hidden_size(self) -> int:
@@ -87,6 +92,7 @@ def load_model(
         max_len=max_len,
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(module),
+        kv_scales=_kv_scales(config, hf_config),
     )
 
 
@@ -235,6 +241,14 @@ def _files(config: ModelConfig) -> Path:
     return Path(
         huggingface_hub.snapshot_download(config.path, revision=config.revision or None, allow_patterns=patterns)
     )
+
+
+def _kv_scales(config: ModelConfig, hf_config: PretrainedConfig) -> Mapping[str, KVScales]:
+    """Those of the files of a checkpoint that is quantized. Raises ModelLoadError."""
+    if config.load_format == "dummy" or quantization_of(hf_config) is None:
+        return NO_SCALES
+    with open_tensors(_files(config)) as stored:
+        return read_kv_scales(stored)
 
 
 def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:

@@ -8,7 +8,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
 from penstock_enginecore.attention.kv_arena import HEADS, KVArena
-from penstock_enginecore.attention.kv_cache import KVCache, KVLayout
+from penstock_enginecore.attention.kv_cache import NO_SCALES, KVCache, KVLayout, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.buffers import VectorLayout
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
@@ -28,6 +28,8 @@ class PagedPlan(StepPlan):
 class TritonAttention(AttentionBackend):
     """Layers lie in a ``KVArena``. Takes every head size, block size and dtype that ``why_not`` does not name."""
 
+    keeps_float8 = True
+
     def __init__(self, kernels: AttentionKernels) -> None:
         self._kernels = kernels
 
@@ -35,9 +37,15 @@ class TritonAttention(AttentionBackend):
         """``HEADS``."""
         return HEADS
 
-    def memory(self, specs: Mapping[str, KVCacheSpec], dtype: torch.dtype, device: torch.device) -> KVArena:
+    def memory(
+        self,
+        specs: Mapping[str, KVCacheSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Mapping[str, KVScales] = NO_SCALES,
+    ) -> KVArena:
         """One arena for all layers."""
-        return KVArena(specs, dtype, device)
+        return KVArena(specs, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> PagedPlan:
         """All of it crosses to the device in one copy, which is not waited for."""
@@ -64,7 +72,7 @@ class TritonAttention(AttentionBackend):
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One launch. TypeError for a plan of another backend."""
         keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-        self._kernels.write(keys, values, _group(plan).slots, cache.keys, cache.values)
+        self._kernels.write(keys, values, _group(plan).slots, cache.keys, cache.values, cache.scales)
 
     def attend(
         self,
@@ -77,12 +85,14 @@ class TritonAttention(AttentionBackend):
     ) -> torch.Tensor:
         """The launches of the kernels. TypeError for a plan of another backend."""
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        self._kernels.attend(query.contiguous(), cache.keys, cache.values, _group(plan), params, out)
+        self._kernels.attend(query.contiguous(), cache.keys, cache.values, _group(plan), params, out, cache.scales)
         return out
 
 
 def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
-    """The first layer of ``specs`` that the kernels do not take, with the reason; empty where they take all."""
+    """The first layer of ``specs`` that the kernels do not take, with the reason; empty where they take all. ``dtype``: that of
+    queries.
+    """
     return next((f"{name}: {reason}" for name, spec in specs.items() if (reason := _why_not(spec, dtype))), "")
 
 
@@ -96,7 +106,7 @@ def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
         if block_size * width % 16:  # or copies would not be pipelined
             return f"its blocks take {block_size} times {width} numbers, which is no multiple of 16"
     try:
-        attention_tiles(1 << (largest - 1).bit_length(), dtype.itemsize)
+        attention_tiles(1 << (largest - 1).bit_length(), spec.dtype_size)
     except ValueError as e:
         return str(e)
     return ""

@@ -37,7 +37,7 @@ class FusedForward:
     def __init__(self, probed: ProbedModel, kernels: Kernels, graphs: StepGraphs | None = None) -> None:
         self.device = probed.device
         self.specs = probed.specs
-        self.memory = KVArena(probed.specs, probed.model.dtype, self.device)
+        self.memory = KVArena(probed.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._probed = probed
         self._module: Any = probed.model.module
         self._plan = plan_model(probed)

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 """``gelu`` is exact, ``gelu_tanh`` its usual approximation."""
@@ -145,9 +146,11 @@ class AttentionKernels(Protocol):
         slots: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """Put ``keys`` and ``values`` ``[tokens, kv_heads, head size]`` into ``slots`` (int64) of ``key_cache`` and
-        ``value_cache`` ``[blocks, kv_heads, block_size, head size]``. Nothing is written for a slot of -1.
+        ``value_cache`` ``[blocks, kv_heads, block_size, head size]``, in an fp8 cache divided by ``scales``. Nothing is written
+        for a slot of -1.
         """
 
     def attend(
@@ -158,6 +161,7 @@ class AttentionKernels(Protocol):
         group: GroupInputs,
         params: AttentionParams,
         out: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """As that of ``Kernels``; the head sizes of ``values`` and ``out`` may be others than those of ``query`` and ``keys``."""
 
@@ -178,11 +182,12 @@ class Kernels(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         query: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
         (``norms``: of queries and of keys), turn them by their ``positions`` (int32), write keys and values to ``slots`` of a
         layer's ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
-        ``[tokens, heads, head size]``. Nothing is written for a slot of -1.
+        ``[tokens, heads, head size]``. Nothing is written for a slot of -1. ``scales``: of an fp8 cache.
         """
 
     def attend(
@@ -193,9 +198,10 @@ class Kernels(Protocol):
         group: GroupInputs,
         params: AttentionParams,
         out: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """Causal attention of ``query`` ``[tokens, heads, head size]`` over what ``group`` says into ``out``, of its shape. Rows
-        of padding stay as they are.
+        of padding stay as they are. ``scales``: of an fp8 cache.
         """
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:

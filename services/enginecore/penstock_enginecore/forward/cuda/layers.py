@@ -128,8 +128,9 @@ class Layers:
             keys,
             values,
             query,
+            cache.cache.scales,
         )
-        self._kernels.attend(query, keys, values, group, plan.params, attended)
+        self._kernels.attend(query, keys, values, group, plan.params, attended, cache.cache.scales)
         layer.output.affine(activations.attended, out, layer.plan.residual_scale)
 
     def _add_norm(

@@ -3,6 +3,7 @@
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
@@ -40,9 +41,10 @@ class TritonKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         query: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """One kernel."""
-        prologue(qkv, bias, norms, rotary, positions, slots, keys, values, query)
+        prologue(qkv, bias, norms, rotary, positions, slots, keys, values, query, scales=scales)
 
     def write(
         self,
@@ -51,9 +53,10 @@ class TritonKernels:
         slots: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """One kernel."""
-        write_cache(keys, values, slots, key_cache, value_cache)
+        write_cache(keys, values, slots, key_cache, value_cache, scales)
 
     def attend(
         self,
@@ -63,10 +66,11 @@ class TritonKernels:
         group: GroupInputs,
         params: AttentionParams,
         out: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         """Decodes in pieces of the keys, their merge, and tiles of the requests with several new tokens."""
         scratch = self._scratch_for(len(group.seq_lens), query.shape[1], keys.shape[1], out)
-        attend(query, keys, values, out, group, params, scratch)
+        attend(query, keys, values, out, group, params, scratch, scales)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         """One kernel."""

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock_common.memory import in_units
+from penstock_enginecore.models.quantization.kv_scales import SUFFIXES as KV_SCALES
 from penstock_enginecore.models.quantization.linear import QuantizedLinear, replace_module
 from penstock_enginecore.models.quantization.scheme import Scheme
 from penstock_enginecore.models.quantization.weights import DenseWeights, DequantizedTensor, dense_weights, open_tensors
@@ -17,6 +18,8 @@ from penstock_enginecore.models.quantization.weights import DenseWeights, Dequan
 logger = logging.getLogger(__name__)
 
 _WEIGHT = ".weight"
+_OF_ACTIVATIONS = (".input_scale", ".act_scale", ".activation_scale")
+"""Suffixes of scales that activations were to be divided by: compressed-tensors' and vLLM's, AutoFP8's, transformers'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,10 @@ def load_quantized(found: QuantizedCheckpoint, dtype: torch.dtype, *, keep: bool
     and become ``QuantizedLinear``; others are dequantized. Warns of the memory that takes. Raises ModelLoadError.
     """
     found.config.__dict__.pop("quantization_config", None)
-    with open_tensors(found.directory) as stored:
+    with open_tensors(found.directory) as every:
+        stored = {name: tensor for name, tensor in every.items() if not name.endswith(KV_SCALES + _OF_ACTIVATIONS)}
+        if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
+            logger.info("%d scales of activations are not used: activations are not quantized", unused)
         weights = dense_weights(stored, found.scheme, dtype)
         kept = _linears(found, weights) if keep else {}
         _tell(found.scheme, weights, kept, dtype)

@@ -68,13 +68,25 @@ class _Fields:
 
 
 def _fp8(fields: _Fields) -> Scheme:
-    fields.one_of("activation_scheme", ("dynamic",), "dynamic")
+    fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     fields.one_of("fmt", ("e4m3",), "e4m3")
     fields.one_of("expert_dtype", ("fp8", None))
-    fields.absent("kv_cache_scheme")
+    _check_kv_cache(fields)
     if fields.values.get("weight_block_size") is None:
         return Float8("tensor", "_scale")
     return Float8(fields.block("weight_block_size"), "_scale_inv")
+
+
+def _check_kv_cache(fields: _Fields) -> None:
+    """8-bit floats with a scale per layer are what ``cache.dtype: fp8`` keeps; without it the cache is as exact as the model."""
+    if fields.values.get("kv_cache_scheme") in (*_ABSENT, "static"):
+        return
+    scheme = fields.inner("kv_cache_scheme")
+    scheme.one_of("type", ("float",))
+    scheme.one_of("num_bits", (8,))
+    scheme.one_of("strategy", ("tensor",), "tensor")
+    scheme.one_of("dynamic", (False,), False)
+    scheme.one_of("symmetric", (True,), True)
 
 
 def _fbgemm(fields: _Fields) -> Scheme:  # noqa: ARG001 - the method has no variants
@@ -109,7 +121,8 @@ def _mxfp4(fields: _Fields) -> Scheme:  # noqa: ARG001 - the method has no varia
 
 
 def _compressed_tensors(fields: _Fields) -> Scheme:
-    fields.absent("kv_cache_scheme", "transform_config")
+    fields.absent("transform_config")
+    _check_kv_cache(fields)
     if fields.values.get("sparsity_config") not in _ABSENT:
         fields.inner("sparsity_config").one_of("format", ("dense",), "dense")
     groups = fields.inner("config_groups")
@@ -126,7 +139,7 @@ def _group(fields: _Fields, whole: Any) -> Scheme:
     """``whole``: the format of the checkpoint, where the group has none of its own."""
     fields.absent("output_activations")
     if fields.values.get("input_activations") is not None:
-        fields.inner("input_activations").one_of("dynamic", (True,))
+        fields.inner("input_activations").one_of("dynamic", (True, False), False)
     own = _Fields(fields.path, {**fields.values, "format": fields.values.get("format") or whole})
     form = own.one_of("format", ("float-quantized", "naive-quantized", "pack-quantized"))
     weights = fields.inner("weights")

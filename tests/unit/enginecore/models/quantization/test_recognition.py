@@ -18,6 +18,7 @@ from penstock_enginecore.models.quantization.scheme import Scheme
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+KV = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -60,6 +61,8 @@ def compressed(
         ({**GPTQ, "desc_act": True}, Gptq(4, 128, 1, act_order=True)),
         (compressed("pack-quantized", {**INT4, "actorder": "group"}), Packed(4, 128, True, act_order=True)),
         (compressed("pack-quantized", {**INT4, "actorder": "weight"}), Packed(4, 128, True)),
+        (compressed("pack-quantized", INT4, kv_cache_scheme=KV), Packed(4, 128, True)),
+        ({**FP8, "kv_cache_scheme": "static"}, Float8((128, 128), "_scale_inv")),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Mxfp4()),
     ],
 )
@@ -74,12 +77,12 @@ def test_a_configuration_that_is_served(config: dict[str, Any], scheme: Scheme) 
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'; served: fp8"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'"),
         ({"quant_method": ["awq"]}, r"quant_method is \['awq'\]"),
-        ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static'; served: dynamic"),
+        ({**FP8, "activation_scheme": "per-tensor"}, "activation_scheme is 'per-tensor'; served: dynamic, static"),
         ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2'; served: e4m3"),
         ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]; served: two numbers above 0"),
         ({**FP8, "weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]"),
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'; served: fp8"),
-        ({**FP8, "kv_cache_scheme": "static"}, "kv_cache_scheme is 'static'; served: checkpoints without it"),
+        ({**FP8, "kv_cache_scheme": "dynamic"}, "kv_cache_scheme is 'dynamic'; served: an object"),
         ({**AWQ, "bits": 8}, "bits is 8; served: 4"),
         ({**AWQ, "bits": True}, "bits is True; served: 4"),
         ({**AWQ, "version": "gemv"}, "version is 'gemv'; served: gemm"),
@@ -96,14 +99,23 @@ def test_a_configuration_that_is_served(config: dict[str, Any], scheme: Scheme) 
         (compressed("pack-quantized", {**INT4, "strategy": "block"}), "weights.strategy is 'block'; served: group, ch"),
         (compressed("float-quantized", INT4), "weights.type is 'int'; served: float"),
         (
-            compressed("float-quantized", FLOAT8, {"input_activations": {**TOKENS, "dynamic": False}}),
-            "input_activations.dynamic is False; served: True",
+            compressed("float-quantized", FLOAT8, {"input_activations": {**TOKENS, "dynamic": "local"}}),
+            "input_activations.dynamic is 'local'; served: True, False",
         ),
         (
             compressed("float-quantized", FLOAT8, {"output_activations": TOKENS}),
             "output_activations is .* served: checkpoints without it",
         ),
-        (compressed("pack-quantized", INT4, kv_cache_scheme=TOKENS), "kv_cache_scheme is .* served: checkpoints with"),
+        (
+            compressed("pack-quantized", INT4, kv_cache_scheme=TOKENS),
+            "kv_cache_scheme.strategy is 'token'; served: tensor",
+        ),
+        (compressed("pack-quantized", INT4, kv_cache_scheme={**KV, "num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
+        (compressed("pack-quantized", INT4, kv_cache_scheme={**KV, "type": "int"}), "kv_cache_scheme.type is 'int'"),
+        (
+            compressed("pack-quantized", INT4, kv_cache_scheme={**KV, "dynamic": True}),
+            "kv_cache_scheme.dynamic is True",
+        ),
         (compressed("pack-quantized", INT4, transform_config={"config_groups": {"u": {}}}), "transform_config is"),
         (compressed("pack-quantized", INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
         ({"quant_method": "compressed-tensors", "config_groups": None}, "config_groups is None; served: an object"),

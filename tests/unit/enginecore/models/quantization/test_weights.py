@@ -135,6 +135,20 @@ def test_a_model_that_was_dequantized_is_one_like_others(checkpoint: Path) -> No
     assert getattr(model.module.config, "quantization_config", None) is None
 
 
+def test_static_scales_of_activations_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    expected = save_quantized_model("llama", "fp8-tensor", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layers = [name.removesuffix("weight") for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    write(tmp_path, {**tensors, **{f"{layer}input_scale": torch.tensor(0.5) for layer in layers}})
+    change(tmp_path, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
+    model = load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
+    assert f"{len(layers)} scales of activations are not used: activations are not quantized" in caplog.messages
+    meant = dict(expected.named_parameters())
+    assert len(layers) == 14
+    assert all(torch.equal(meant[name], found) for name, found in model.module.named_parameters())
+
+
 def test_missing_weights_are_told_as_ever(checkpoint: Path) -> None:
     change(checkpoint, num_hidden_layers=3)
     with pytest.raises(ModelLoadError, match="9 weights are missing, model.layers.2"):

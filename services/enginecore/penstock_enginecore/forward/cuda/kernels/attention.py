@@ -13,6 +13,7 @@ import torch
 import triton
 
 from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernels.attention_decode import decode_pieces, merge_pieces
 from penstock_enginecore.forward.cuda.kernels.attention_prefill import prefill_tiles
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
@@ -48,14 +49,6 @@ class Scratch:
         return cls(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """What the numbers of an fp8 cache are multiplied with, float32 ``[1]`` on the device."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-
-
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -64,13 +57,14 @@ def attend(
     group: GroupInputs,
     params: AttentionParams,
     scratch: Scratch,
-    scales: Scales | None = None,
+    scales: KVScales = UNSCALED,
     *,
     decodes_only: bool = False,
 ) -> None:
     """Causal attention of ``query`` ``[tokens, heads, head size]`` over ``keys`` and ``values`` ``[blocks, kv_heads, block_size,
     head size]`` into ``out`` ``[tokens, heads, head_size_v]``; rows of padding stay as they are. ``decodes_only``: no request has
-    more than one new token, which saves a launch. ValueError for tensors that are not laid out, or aligned, as kernels read them.
+    more than one new token, which saves a launch. ``scales``: of an fp8 cache. ValueError for tensors that are not laid out, or
+    aligned, as kernels read them.
     """
     _check(query, keys, values, out, group, scratch)
     tiles = attention_tiles(
@@ -89,7 +83,7 @@ def _decode(
     group: GroupInputs,
     params: AttentionParams,
     scratch: Scratch,
-    scales: Scales | None,
+    scales: KVScales,
     tiles: AttentionTiles,
 ) -> None:
     heads, kv_heads, requests = query.shape[1], keys.shape[1], len(group.seq_lens)
@@ -99,16 +93,15 @@ def _decode(
     items = requests * min(pieces, triton.cdiv(longest, tiles.decode.piece)) * kv_heads
     decode_pieces[(min(items, _programs(query.device)),)](
         query, keys, values, group.block_table, group.query_start_loc, group.seq_lens,
-        None if scales is None else scales.key, scratch.sums, scratch.largest, scratch.total,
-        requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling,
+        scratch.sums, scratch.largest, scratch.total,
+        requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling * scales.key,
         **constants, REQUESTS=max(16, triton.next_power_of_2(requests)),
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_N=tiles.decode.block_n,
         PIECE=tiles.decode.piece, MAX_PIECES=pieces, num_warps=tiles.decode.warps, num_stages=tiles.decode.stages,
     )  # fmt: skip
     shared = ("HEADS", "SIZE_V", "PADDED_V", "WINDOW", "ATTENTION_CHUNK")
     merge_pieces[(requests, heads)](
-        scratch.sums, scratch.largest, scratch.total, group.query_start_loc, group.seq_lens, params.sinks,
-        None if scales is None else scales.value, out,
+        scratch.sums, scratch.largest, scratch.total, group.query_start_loc, group.seq_lens, params.sinks, out, scales.value,
         **{name: constants[name] for name in shared}, PIECE=tiles.decode.piece, MAX_PIECES=pieces,
         AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
     )  # fmt: skip
@@ -121,18 +114,16 @@ def _prefill(
     out: torch.Tensor,
     group: GroupInputs,
     params: AttentionParams,
-    scales: Scales | None,
+    scales: KVScales,
     tiles: AttentionTiles,
 ) -> None:
     kv_heads, requests = keys.shape[1], len(group.seq_lens)
     group_size = query.shape[1] // kv_heads
     block_m = max(tiles.prefill.block_m, triton.next_power_of_2(group_size))
     items = (len(query) // (block_m // group_size) + requests) * kv_heads
-    key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
     prefill_tiles[(min(items, _programs(query.device)),)](
-        query, keys, values, group.block_table, group.query_start_loc, group.seq_lens, params.sinks,
-        key_scale, value_scale, out,
-        requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling,
+        query, keys, values, group.block_table, group.query_start_loc, group.seq_lens, params.sinks, out,
+        requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling * scales.key, scales.value,
         **_constants(query, keys, out, params), REQUESTS=max(16, triton.next_power_of_2(requests)),
         BLOCK_M=block_m, BLOCK_N=tiles.prefill.block_n,
         num_warps=tiles.prefill.warps, num_stages=tiles.prefill.stages,

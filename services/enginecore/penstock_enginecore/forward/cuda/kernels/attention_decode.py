@@ -14,7 +14,7 @@ def piece_size(length, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def decode_pieces(
-    query, keys, values, block_table, query_start_loc, seq_lens, key_scale, sums_out, largest_out, total_out,
+    query, keys, values, block_table, query_start_loc, seq_lens, sums_out, largest_out, total_out,
     num_requests, table_stride, key_stride, value_stride, scaling,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
@@ -48,9 +48,6 @@ def decode_pieces(
             mask=mine[:, None] & (numbers < SIZE)[None, :],
             other=0.0,
         )
-        scale = scaling
-        if key_scale is not None:
-            scale = scaling * tl.load(key_scale)
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         sums = tl.zeros([ROWS, PADDED_V], tl.float32)
@@ -60,7 +57,7 @@ def decode_pieces(
             positions = begin + tl.arange(0, BLOCK_N)
             visible = (positions >= first) & (positions < end)
             k = load_pages(keys, table, key_stride, head, positions, visible, BLOCK_SIZE, SIZE, PADDED).to(q.dtype)
-            weighed = scores(q, k, scale, visible[None, :], SOFTCAP, PRECISION)
+            weighed = scores(q, k, scaling, visible[None, :], SOFTCAP, PRECISION)
             v = load_pages(values, table, value_stride, head, positions, visible, BLOCK_SIZE, SIZE_V, PADDED_V)
             largest, total, sums = accumulate(weighed, largest, total, sums, v.to(q.dtype), PRECISION)
         place = (request.to(tl.int64) * MAX_PIECES + piece) * HEADS + heads
@@ -76,7 +73,7 @@ def decode_pieces(
 
 @triton.jit
 def merge_pieces(
-    sums_in, largest_in, total_in, query_start_loc, seq_lens, sinks, value_scale, out,
+    sums_in, largest_in, total_in, query_start_loc, seq_lens, sinks, out, value_scale,
     HEADS: tl.constexpr, SIZE_V: tl.constexpr, PADDED_V: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +111,6 @@ def merge_pieces(
             total = total * shrink + tl.sum(totals * weights, 0)
             sums = sums * shrink + tl.sum(parts * weights[:, None], 0)
             largest = new
-        result = sums / total
-        if value_scale is not None:
-            result *= tl.load(value_scale)
+        result = sums / total * value_scale
         place = out + (token * HEADS + head) * SIZE_V + numbers
         tl.store(place, result.to(out.dtype.element_ty), mask=numbers < SIZE_V)

@@ -8,8 +8,8 @@ from penstock_enginecore.forward.cuda.kernels.attention_softmax import accumulat
 
 @triton.jit(do_not_specialize=["num_requests"])
 def prefill_tiles(
-    query, keys, values, block_table, query_start_loc, seq_lens, sinks, key_scale, value_scale, out,
-    num_requests, table_stride, key_stride, value_stride, scaling,
+    query, keys, values, block_table, query_start_loc, seq_lens, sinks, out,
+    num_requests, table_stride, key_stride, value_stride, scaling, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
@@ -44,9 +44,6 @@ def prefill_tiles(
             mask=mine[:, None] & (numbers < SIZE)[None, :],
             other=0.0,
         )
-        scale = scaling
-        if key_scale is not None:
-            scale = scaling * tl.load(key_scale)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if sinks is not None:
@@ -64,12 +61,10 @@ def prefill_tiles(
             visible = (positions[None, :] <= at[:, None]) & (positions[None, :] >= first_of_row[:, None])
             visible &= mine[:, None] & seen[None, :]
             k = load_pages(keys, table, key_stride, head, positions, seen, BLOCK_SIZE, SIZE, PADDED).to(q.dtype)
-            weighed = scores(q, k, scale, visible, SOFTCAP, PRECISION)
+            weighed = scores(q, k, scaling, visible, SOFTCAP, PRECISION)
             v = load_pages(values, table, value_stride, head, positions, seen, BLOCK_SIZE, SIZE_V, PADDED_V)
             largest, total, sums = accumulate(weighed, largest, total, sums, v.to(q.dtype), PRECISION)
-        result = sums / tl.where(mine, total, 1.0)[:, None]
-        if value_scale is not None:
-            result *= tl.load(value_scale)
+        result = sums / tl.where(mine, total, 1.0)[:, None] * value_scale
         tl.store(
             out + place[:, None] * SIZE_V + sizes_v[None, :],
             result.to(out.dtype.element_ty),

@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
+from penstock_enginecore.forward.cuda.kernels.rounding import rounded
+
 _HEADS = 4
 """Heads of a program."""
 
@@ -14,14 +17,18 @@ def write_cache(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Put ``keys`` and ``values`` ``[tokens, kv_heads, head size]``, of which tokens and heads may lie in any order, into
     ``slots`` (int64 ``[tokens]``) of ``key_cache`` and ``value_cache`` ``[blocks, kv_heads, block_size, head size]``, whose
-    blocks may lie apart. Nothing is written for a slot of -1. ValueError for other shapes or strides.
+    blocks may lie apart. Nothing is written for a slot of -1. ``scales``: a cache of float8_e4m3fn holds numbers divided by them,
+    those beyond its range as its largest; other caches take none. ValueError for other shapes or strides.
     """
     tokens, kv_heads, size = keys.shape
     size_v = values.shape[2]
     _check(keys, values, slots, key_cache, value_cache)
+    if scales != UNSCALED and not key_cache.dtype == value_cache.dtype == FLOAT8:
+        raise ValueError(f"{scales} for caches of {key_cache.dtype} and {value_cache.dtype}")
     if not tokens:
         return
     _write[(tokens, triton.cdiv(kv_heads, _HEADS))](
@@ -36,6 +43,8 @@ def write_cache(
         value_cache.stride(0),
         kv_heads,
         key_cache.shape[2],
+        1.0 / scales.key,
+        1.0 / scales.value,
         SIZE=size,
         SIZE_V=size_v,
         PADDED=triton.next_power_of_2(size),
@@ -65,20 +74,21 @@ def _check(
 @triton.jit
 def _copy(
     source, cache, token, heads, there, block, in_block, token_stride, head_stride, block_stride, block_size,
-    SIZE: tl.constexpr, PADDED: tl.constexpr,
+    inverse_scale, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     numbers = tl.arange(0, PADDED)
     inside = there[:, None] & (numbers < SIZE)[None, :]
     value = tl.load(source + token * token_stride + (heads * head_stride)[:, None] + numbers[None, :], mask=inside)
+    value = rounded(value.to(tl.float32), inverse_scale, cache.dtype.element_ty)
     to = block * block_stride + ((heads * block_size + in_block) * SIZE)[:, None] + numbers[None, :]
-    tl.store(cache + to, value.to(cache.dtype.element_ty), mask=inside)
+    tl.store(cache + to, value, mask=inside)
 
 
 @triton.jit
 def _write(
     keys, values, slots, key_cache, value_cache,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride, key_block_stride, value_block_stride,
-    kv_heads, block_size,
+    kv_heads, block_size, key_inverse_scale, value_inverse_scale,
     SIZE: tl.constexpr, SIZE_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one token."""
@@ -91,9 +101,9 @@ def _write(
     block, in_block = slot // block_size, slot % block_size
     _copy(
         keys, key_cache, token, heads, there, block, in_block, key_token_stride, key_head_stride, key_block_stride,
-        block_size, SIZE, PADDED,
+        block_size, key_inverse_scale, SIZE, PADDED,
     )  # fmt: skip
     _copy(
         values, value_cache, token, heads, there, block, in_block, value_token_stride, value_head_stride,
-        value_block_stride, block_size, SIZE_V, PADDED_V,
+        value_block_stride, block_size, value_inverse_scale, SIZE_V, PADDED_V,
     )  # fmt: skip

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
+from penstock_enginecore.forward.cuda.kernels.rounding import rounded
 from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
 
 _HEADS = 4
 """Heads of a program."""
-_FP8 = torch.float8_e4m3fn
 
 
 def prologue(
@@ -25,24 +26,24 @@ def prologue(
     query: torch.Tensor,
     *,
     interleaved: bool = False,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: KVScales = UNSCALED,
 ) -> None:
     """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
     (``norms``: of queries and of keys), turn them by their ``positions`` (int32 ``[tokens]``), write keys and values to ``slots``
     (int64 ``[tokens]``) of ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
     ``[tokens, heads, head size]``. Nothing at all is written for a token whose slot is -1.
 
-    ``interleaved``: numbers 2i and 2i + 1 of a head turn together, not i and i + half the rotary size. ``scales``: of keys and
-    of values; a cache of float8_e4m3fn holds numbers divided by them, those beyond its range as its largest. Other caches take
-    none. Blocks of the cache may lie apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
+    ``interleaved``: numbers 2i and 2i + 1 of a head turn together, not i and i + half the rotary size. ``scales``: a cache of
+    float8_e4m3fn holds numbers divided by them, those beyond its range as its largest; other caches take none. Blocks of the
+    cache may lie apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
     """
     tokens, num_heads, size = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
     half = rotary.cosines.shape[1]
     _check_shapes(qkv, query, keys, values, positions, slots, half)
     _check_strides((qkv, query, positions, slots, rotary.cosines, rotary.sines), (keys, values))
-    if scales != (1.0, 1.0) and not keys.dtype == values.dtype == _FP8:
-        raise ValueError(f"scales {scales} for caches of {keys.dtype} and {values.dtype}")
+    if scales != UNSCALED and not keys.dtype == values.dtype == FLOAT8:
+        raise ValueError(f"{scales} for caches of {keys.dtype} and {values.dtype}")
     if not tokens:
         return
     groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
@@ -66,8 +67,8 @@ def prologue(
         values.stride(0),
         *((0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)),
         *((0.0, 0.0) if norms is None else (norms[0].offset, norms[1].offset)),
-        1.0 / scales[0],
-        1.0 / scales[1],
+        1.0 / scales.key,
+        1.0 / scales.value,
         SIZE=size,
         HALF=half,
         BIAS=bias is not None,
@@ -127,9 +128,7 @@ def _factor(weight, columns, offset, SIZE: tl.constexpr):
 
 @triton.jit
 def _write(into, offsets, value, inside, inverse_scale):
-    if into.dtype.element_ty == tl.float8e4nv:
-        value = tl.minimum(tl.maximum(value * inverse_scale, -448.0), 448.0)
-    tl.store(into + offsets, value.to(into.dtype.element_ty), mask=inside)
+    tl.store(into + offsets, rounded(value, inverse_scale, into.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,11 +1,11 @@
 """Steps of the backends' tests, with their cache in the kernels' layout: what nobody has written is NaN, the null block too."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams, StepPlan
+from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.attention.reference import ReferenceAttention
 from penstock_enginecore.forward.cuda.launches import GroupInputs
 from tests.fakes.models.interpreted_kernels import interpreted
@@ -47,7 +47,7 @@ class Paged:
         arena[1:, 1] = pages[1:]
         return arena[:, 1]
 
-    def attend(self, params: AttentionParams, tokens: int = 0, scales: Any = None) -> torch.Tensor:
+    def attend(self, params: AttentionParams, tokens: int = 0, scales: KVScales = UNSCALED) -> torch.Tensor:
         """Into NaN, with scratch of NaN. ``tokens``: to which the step is padded."""
         query = self.step.query
         padding = query.new_full((max(tokens - len(query), 0), *query.shape[1:]), torch.nan)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.attention.kv_cache import KVScales
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
 from tests.unit.enginecore.forward.cuda.kernels.paged import Paged, attention, expected
 
@@ -73,8 +74,7 @@ def test_numbers_of_an_fp8_cache_are_scaled() -> None:
         keys=(cache.keys / key_scale).to(torch.float8_e4m3fn).to(torch.float16) * key_scale,
         values=(cache.values / value_scale).to(torch.float8_e4m3fn).to(torch.float16) * value_scale,
     )
-    scales = attention.Scales(torch.tensor([key_scale]), torch.tensor([value_scale]))
-    output = paged.attend(PARAMS["full"], scales=scales)
+    output = paged.attend(PARAMS["full"], scales=KVScales(key_scale, value_scale))
     torch.testing.assert_close(output, expected(step, PARAMS["full"]), rtol=2e-2, atol=2e-3)
 
 

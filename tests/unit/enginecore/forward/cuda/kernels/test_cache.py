@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock_enginecore.attention.kv_cache import KVScales
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -39,6 +40,22 @@ def test_new_tokens_go_to_their_slots_and_nowhere_else(
         torch.testing.assert_close(one._base, other._base, rtol=0, atol=0, equal_nan=True)
 
 
+def test_fp8_caches_hold_numbers_over_their_scales_and_end_at_the_largest() -> None:
+    """On numbers that e4m3 has, which the interpreter rounds as GPUs do."""
+    new = torch.arange(-40, 40).view(5, 1, 16) / 4.0
+    new[0, 0, :4] = torch.tensor([1e4, -1e4, 0.5, 448.0])
+    new[1:] = new[1:].clamp(-3.75, 3.75)
+    new[0, 0, 4:] = 0.25
+    slots, scales = torch.tensor([7, -1, 19, 5, 12]), KVScales(0.25, 2.0)
+    written, expected = (caches(1, (16, 16), torch.float8_e4m3fn) for _ in range(2))
+    cache.write_cache(new, new, slots, *written, scales)
+    TorchKernels().write(new, new, slots, *expected, scales)
+    for one, other, scale in zip(written, expected, (0.25, 2.0), strict=True):
+        wanted = [448, -448, 0.5 / scale, min(448 / scale, 448)]
+        assert one[1, 0, 2, :4].tolist() == wanted
+        assert torch.equal(one._base.float().nan_to_num(99), other._base.float().nan_to_num(99))
+
+
 def test_a_step_without_tokens_writes_nothing() -> None:
     keys, values = caches(2, (16, 16), torch.float32)
     cache.write_cache(*torch.zeros(2, 0, 2, 16), torch.zeros(0, dtype=torch.int64), keys, values)
@@ -54,5 +71,7 @@ def test_other_shapes_and_strides_are_refused() -> None:
         cache.write_cache(new, new, slots[:2], keys, values)
     with pytest.raises(ValueError, match=r"the strides of keys are \[1, "):
         cache.write_cache(torch.zeros(16, 2, 3).transpose(0, 2), new, slots, keys, values)
+    with pytest.raises(ValueError, match=r"KVScales\(key=1\.0, value=2\.0\) for caches of torch.float32"):
+        cache.write_cache(new, new, slots, keys, values, KVScales(1.0, 2.0))
     with pytest.raises(ValueError, match="blocks of 5 keys and 4 values"):
         cache.write_cache(new, new, slots, keys, caches(2, (16, 16), torch.float32)[1].new_zeros(4, 2, 4, 16))

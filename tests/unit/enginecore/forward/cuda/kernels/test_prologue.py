@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock_enginecore.attention.kv_cache import KVScales
 from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -131,7 +132,7 @@ def test_fp8_caches_hold_numbers_over_their_scales_and_end_at_the_largest() -> N
     case.qkv[:, ::7] *= 64
     case.rotary = RotaryTable(torch.ones(MAX_LEN, 8), torch.zeros(MAX_LEN, 8))
     arena, keys, values, query = case.memory(FP8)
-    case.run(keys, values, query, scales=(0.25, 2.0))
+    case.run(keys, values, query, scales=KVScales(0.25, 2.0))
     wanted_arena, *wanted, wanted_query = case.memory()
     case.oracle(*wanted, wanted_query)
     assert torch.equal(query.nan_to_num(99), wanted_query.nan_to_num(99))
@@ -152,8 +153,8 @@ def test_no_tokens() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     case = Case(tokens=2, heads=2, kv_heads=2, size=8, half=4)
     _, keys, values, query = case.memory()
-    with pytest.raises(ValueError, match=r"scales \(2\.0, 1\.0\) for caches of torch.float32"):
-        case.run(keys, values, query, scales=(2.0, 1.0))
+    with pytest.raises(ValueError, match=r"KVScales\(key=2\.0, value=1\.0\) for caches of torch.float32"):
+        case.run(keys, values, query, scales=KVScales(2.0, 1.0))
     with pytest.raises(ValueError, match=r"a product of \[2, 48\] for queries \[2, 1, 8\]"):
         case.run(keys, values, query[:, :1])
     with pytest.raises(ValueError, match="each block must be contiguous"):

@@ -1,0 +1,49 @@
+"""Scales of an fp8 KV cache, as checkpoints name them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock_enginecore.attention.kv_cache import KVScales
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
+from penstock_enginecore.models.quantization.weights import open_tensors
+
+
+def read(directory: Path, **tensors: torch.Tensor) -> dict[str, KVScales]:
+    named = {f"layers.0.{name.replace('__', '.')}": tensor for name, tensor in tensors.items()}
+    save_file({**named, "layers.0.mlp.weight_scale": torch.ones(3)}, directory / "model.safetensors", {"format": "pt"})
+    with open_tensors(directory) as stored:
+        return read_kv_scales(stored)
+
+
+def test_each_tool_has_its_own_names(tmp_path: Path) -> None:
+    two, half = torch.tensor([2.0], dtype=torch.bfloat16), torch.tensor(0.5)
+    both = {"layers.0.attn": KVScales(2.0, 0.5)}
+    assert read(tmp_path, attn__k_scale=two, attn__v_scale=half) == both
+    assert read(tmp_path, attn__k_proj__k_scale=two, attn__v_proj__v_scale=half) == both
+    assert read(tmp_path, attn__kv_scale=two) == {"layers.0.attn": KVScales(2.0, 2.0)}
+    assert read(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(4), r"attn\.k_scale is F32 \[4\]; served as a scale of the KV cache: one number of a layer"),
+        (torch.tensor(1), "attn.k_scale is I64"),
+        (torch.tensor(0.0), r"attn\.k_scale is 0\.0; a scale of the KV cache must be a number above 0"),
+        (torch.tensor(torch.nan), "attn.k_scale is nan"),
+    ],
+)
+def test_what_is_no_scale_of_a_layer_is_refused_by_name(value: torch.Tensor, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        read(tmp_path, attn__k_scale=value, attn__v_scale=torch.tensor(1.0))
+
+
+def test_a_scale_of_keys_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"layers\.0\.attn has a scale of its keys or of its values .* not of both"
+    ):
+        read(tmp_path, attn__k_scale=torch.tensor(1.0))
