@@ -15,8 +15,8 @@ import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.quantized import keeps
-from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
+from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.quantized_models import save_quantized_model
 
 KINDS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
@@ -25,6 +25,9 @@ KINDS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
 def main(names: list[str]) -> None:
     """Proves each of ``names`` on a tiny model."""
     torch.set_num_threads(1)
+    interpreted("attention")  # all kernels with it, the quick way
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+
     kernels = TritonKernels()
     against: dict[str, str] = {}
     for name in names:
