@@ -14,6 +14,7 @@ from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import WorkerStats
 
 
 class NullExecutor:
@@ -25,6 +26,10 @@ class NullExecutor:
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """It does not fail."""
+
+    def worker_stats(self) -> list[WorkerStats]:
+        """Nothing computes."""
+        return []
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Nothing to load."""

@@ -259,7 +259,15 @@ async def test_a_real_engines_events_and_steps_are_measured(model: Path) -> None
         ready = engine.io._servicer._ready
         assert ready is not None
         registry = engine.io.registry
-        registry.register(EngineCollector(loop.stats, engine.control.state, engine.engine.counts.tokens, ready))
+        registry.register(
+            EngineCollector(
+                loop.stats,
+                engine.control.state,
+                engine.engine.counts.tokens,
+                ready,
+                engine.engine.executor.worker_stats,
+            )
+        )
         labels = {"model_name": ready.model, "engine": ready.engine_id}
         async with FrontendServer(model, engines=[engine.address], model=named("fake", model)) as frontend:
             await frontend.outputs(token_ids=pb.TokenIds(ids=range(5)), max_tokens=3, ignore_eos=True)

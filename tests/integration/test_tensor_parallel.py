@@ -1,5 +1,6 @@
 """A model over several workers: the tokens of transformers, and errors that say what to change."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from penstock_common.errors import ConfigError
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import ExecutorConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.worker_stats import WorkerStats
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.patience import PATIENCE
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
@@ -33,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def engine(saved: tuple[Path, Any]) -> Iterator[EngineCore]:
-    engine = build_engine(saved[0], executor={"kind": "multiproc", "tensor_parallel_size": SIZE}, **SECTIONS)
+    engine = build_engine(saved[0], executor={"tensor_parallel_size": SIZE}, **SECTIONS)
     yield engine
     engine.shutdown()
 
@@ -87,6 +90,24 @@ def test_each_worker_has_its_part(engine: EngineCore) -> None:
     assert infos[0]["kv_cache_bytes"] == infos[1]["kv_cache_bytes"]
 
 
+def test_workers_tell_how_long_steps_and_exchanges_take(engine: EngineCore) -> None:
+    greedy(engine, "told")
+    deadline = time.monotonic() + PATIENCE
+    while not all(told(stats) for stats in engine.executor.worker_stats()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [(stats.rank, stats.up, stats.device) for stats in engine.executor.worker_stats()] == [
+        (rank, True, "cpu") for rank in range(SIZE)
+    ]
+
+
+def told(stats: WorkerStats) -> bool:
+    times = {"step": stats.step_broadcast, **stats.collectives}
+    return set(times) == {"step", "all_reduce", "all_gather"} and all(
+        found is not None and found.sum > 0 for found in times.values()
+    )
+
+
 def test_sleeping_workers_load_their_part_again(saved: tuple[Path, Any], engine: EngineCore) -> None:
     for level in (1, 2):
         engine.executor.collective_rpc("sleep", [level])
@@ -97,4 +118,4 @@ def test_sleeping_workers_load_their_part_again(saved: tuple[Path, Any], engine:
 
 def test_several_workers_need_processes() -> None:
     with pytest.raises(ConfigError, match="executor.tensor_parallel_size is 2 and executor.kind is 'uniproc'"):
-        ExecutorConfig(tensor_parallel_size=2)
+        ExecutorConfig(kind="uniproc", tensor_parallel_size=2)

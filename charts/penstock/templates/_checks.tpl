@@ -43,11 +43,14 @@
 {{- include "penstock.check.autoscaling" (merge (dict "key" $key) .) -}}
 {{- end -}}
 
-{{/* An engine computes on one device: it has no settings for more. Takes $self and key. */}}
+{{/* An engine computes on a device for each of its workers. Takes $self and key. */}}
 {{- define "penstock.check.gpu" -}}
 {{- $gpu := .values.gpu -}}
-{{- if gt (int $gpu.count) 1 -}}
-{{- fail (printf "%s.gpu.count is %d; an engine computes on 1 GPU, and the others would be taken and lie idle: for %d GPUs set replicas to %d" .key (int $gpu.count) (int $gpu.count) (int $gpu.count)) -}}
+{{- $workers := include "penstock.enginecore.workers" . | int -}}
+{{- if and $gpu.count (lt $workers (int $gpu.count)) -}}
+{{- fail (printf "%s.gpu.count is %d; an engine computes on %d GPU(s), one for each of %s.tensorParallelSize workers, and the others would be taken and lie idle: for %d GPUs set replicas to %d, or tensorParallelSize to %d" .key (int $gpu.count) $workers .key (int $gpu.count) (div (int $gpu.count) $workers) (int $gpu.count)) -}}
+{{- else if and $gpu.count (gt $workers (int $gpu.count)) -}}
+{{- fail (printf "%s.gpu.count is %d, and %s.tensorParallelSize is %d: each worker takes a GPU of its own; set gpu.count to %d" .key (int $gpu.count) .key $workers $workers) -}}
 {{- end -}}
 {{- $resources := default dict .values.resources -}}
 {{- range list "requests" "limits" -}}

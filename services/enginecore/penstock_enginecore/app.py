@@ -91,7 +91,8 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
     control = EngineControl(engine)
     busy_loop = BusyLoop(engine, control, io.sessions)
     ready = describe(config, engine)
-    io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready))
+    workers = engine.executor.worker_stats
+    io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready, workers))
     metrics = MetricsServer(config.metrics, io.registry, io.certificates)
     try:
         with (

@@ -1,6 +1,6 @@
 """The engine's Prometheus metrics, under the names vLLM's dashboards and autoscalers read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -9,6 +9,8 @@ from penstock_common.observability.engine_metrics import LABELS, EngineLoad, eng
 from penstock_common.observability.histogram import Buckets
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_enginecore.core.control import EngineState
+from penstock_enginecore.core.worker_stats import WorkerStats
+from penstock_enginecore.worker_metrics import worker_families
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level, as vLLM calls them."""
@@ -23,7 +25,9 @@ class EngineCollector(Collector):
         state: Callable[[], EngineState],
         step_tokens: Buckets,
         ready: EngineReady,
+        workers: Callable[[], Sequence[WorkerStats]],
     ) -> None:
+        self._workers = workers
         self._stats = stats
         self._state = state
         self._step_tokens = step_tokens
@@ -46,6 +50,7 @@ class EngineCollector(Collector):
         self._step_tokens.add_to(steps, labels)
         yield steps
         yield from self._state_families(labels)
+        yield from worker_families(labels, self._workers())
 
     def _state_families(self, labels: list[str]) -> Iterator[Metric]:
         state = self._state()

@@ -23,17 +23,24 @@ def visible_gpus(environ: Mapping[str, str], dev: Path = _DEV) -> list[str]:
     return [str(i) for i in range(sum(bool(re.fullmatch(r"nvidia\d+", file.name)) for file in dev.glob("nvidia*")))]
 
 
-def assign(engines: int, device: str, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """The environment of each engine: one GPU each where they compute on GPUs.
+def assign(engines: int, workers: int, device: str, gpus: Sequence[str]) -> list[dict[str, str]]:
+    """The environment of each engine: where they compute on GPUs, one for each of its ``workers``.
 
-    ``device``: auto, cpu or cuda. A single engine is left to choose. Raises ConfigError for more engines than GPUs.
+    ``device``: auto, cpu or cuda. A single engine of one worker is left to choose. Raises ConfigError for more workers than GPUs.
     """
-    if device == "cpu" or engines == 1 or (device == "auto" and not gpus):
+    needed = engines * workers
+    if device == "cpu" or needed == 1 or (device == "auto" and not gpus):
         return [{} for _ in range(engines)]
-    if engines > len(gpus):
+    if needed > len(gpus):
         found = f"{len(gpus)} GPU" + ("" if len(gpus) == 1 else "s")
+        asked = f"--engines is {engines}; each"
+        if workers > 1:
+            asked = f"--engines is {engines}, of {workers} workers each; each worker"
+        fits = f"--engines {max(len(gpus) // workers, 1)}"
+        if 0 < len(gpus) < workers:
+            fits = "fewer workers"
         raise ConfigError(
-            f"--engines is {engines}; each takes a GPU of its own, and this machine shows {found} ({', '.join(gpus) or 'none'}); "
-            f"use --engines {max(len(gpus), 1)}, set {VISIBLE}, or --device cpu"
+            f"{asked} takes a GPU of its own, and this machine shows {found} ({', '.join(gpus) or 'none'}); use {fits}, "
+            f"set {VISIBLE}, or --device cpu"
         )
-    return [{VISIBLE: gpu} for gpu in gpus[:engines]]
+    return [{VISIBLE: ",".join(gpus[i * workers : (i + 1) * workers])} for i in range(engines)]

@@ -40,7 +40,7 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
         device=model.get("device", options.device),
         gpus=gpus,
         memory=memory,
-        engines=options.engines,
+        count=options.engines * options.workers_per_engine,
     )
     check_model(
         options.model,
@@ -73,7 +73,7 @@ def plan(
     coordinator_port, *others = internal_ports
     engine_ports, health_ports = others[: options.engines], others[options.engines :]
     coordinator_address = f"{LOOPBACK}:{coordinator_port}"
-    devices = assign(options.engines, options.device, gpus)
+    devices = assign(options.engines, options.workers_per_engine, options.device, gpus)
     threads = options.threads_per_engine or max(1, cores // options.engines)
     coordinator = ProcessSpec(
         name="coordinator",
@@ -101,7 +101,7 @@ def plan(
             address=f"{LOOPBACK}:{port}",
             stop_stage=1,
             stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
-            env={"OMP_NUM_THREADS": str(threads)},
+            env={"OMP_NUM_THREADS": str(max(1, threads // options.workers_per_engine))},
             own_env=devices[i],
         )
         for i, port in enumerate(engine_ports)
@@ -175,7 +175,10 @@ def _engine_config(
             "max_model_len": options.max_model_len,
         },
         "cache": {"kv_cache_memory": options.kv_cache_memory},
-        "executor": {"num_threads": threads},
+        "executor": {
+            "num_threads": max(1, threads // options.workers_per_engine),
+            "tensor_parallel_size": options.tensor_parallel_size,
+        },
         "coordinator": {"address": coordinator_address, "advertise": f"{LOOPBACK}:{port}"},
         "server": {"host": LOOPBACK, "port": port},
         "log": {"level": options.log_level},

@@ -34,16 +34,20 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="Tokens of the longest sequence; unset: what fits.")] | None
     ) = None
     engines: Annotated[int, Meta(ge=1, le=64, description="Engine processes, each with the model.")] = 1
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="Workers of each engine, which share every layer of the model among them.")
+    ] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="Where engines compute, a GPU each; auto: on GPUs where there are some."),
+        Meta(description="Where engines compute, a GPU for each worker; auto: on GPUs where there are some."),
     ] = "auto"
     kv_cache_memory: (
         Annotated[
             ByteSize,
             Meta(
                 ge=1,
-                description="Bytes of each engine's KV cache, e.g. 512MiB, 4GiB; unset: by the memory that is free.",
+                description="Bytes of the KV cache of each engine, or of each worker of one, e.g. 512MiB, 4GiB; unset: by the "
+                "memory that is free.",
             ),
         ]
         | None
@@ -88,6 +92,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
         if len({port for _, port in ports}) < len(ports):
             raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
+
+    @property
+    def workers_per_engine(self) -> int:
+        """Processes, or threads, that compute, each on a device of its own."""
+        return self.tensor_parallel_size
 
     @property
     def admin_ports(self) -> list[int]:

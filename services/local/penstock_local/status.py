@@ -19,6 +19,7 @@ from penstock_local.console import fail
 from penstock_local.failures import of_operators_api, one_line
 from penstock_local.rpc.admin import AdminClient, Cluster
 from penstock_local.rpc.health import serving
+from penstock_local.worker_table import device_of
 
 EXIT_FAILED = 1
 _TIMEOUT = 3.0
@@ -32,7 +33,7 @@ _STYLES = {
     EngineState.DEAD: "red",
 }
 _NUMBERS = ("running", "waiting", "last step", "longest")
-_WIDE_ONLY = ("longest", "address", "pool")
+_WIDE_ONLY = ("longest", "device", "address", "pool")
 _COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
 _WIDE = 100
 _PIPE_WIDTH = 200
@@ -170,6 +171,7 @@ def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
         f"{engine.seconds_since_last_step:.1f} s" if engine.seconds_since_last_step else "idle",
         engine.model,
         f"{info['max_model_len']}" if "max_model_len" in info else "",
+        device_of(info.get("workers", [])),
         engine.address,
         engine.pool,
     ]

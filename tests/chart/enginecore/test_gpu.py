@@ -3,7 +3,7 @@
 import pytest
 
 from charts.lint import ChartError
-from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, HUB, POOLS, release
+from tests.chart.rendering import AUTOSCALED, BARE, CLAIMED, DEMO, HUB, POOLS, Release, release
 
 GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 
@@ -47,6 +47,37 @@ def test_more_gpus_than_an_engine_computes_on_are_refused():
         release(HUB, "enginecore.gpu.count=8")
     with pytest.raises(ChartError, match=r"enginecore.pools.a.gpu.count is 2;"):
         release(HUB, "enginecore.pools.a.gpu.count=2")
+    with pytest.raises(
+        ChartError, match=r"one for each of enginecore.tensorParallelSize workers.*: for 8 GPUs set replicas to 4"
+    ):
+        release(HUB, "enginecore.gpu.count=8", "enginecore.tensorParallelSize=2")
+
+
+def test_fewer_gpus_than_workers_are_refused():
+    with pytest.raises(
+        ChartError, match=r"enginecore.gpu.count is 1, and enginecore.tensorParallelSize is 4: .* set gpu.count to 4"
+    ):
+        release(HUB, "enginecore.tensorParallelSize=4")
+
+
+def test_an_engine_of_several_gpus_has_workers_and_shared_memory_for_each():
+    rendered = release(HUB, "enginecore.gpu.count=4", "enginecore.tensorParallelSize=4")
+    assert rendered.config("enginecore")["executor"] == {"tensor_parallel_size": 4}
+    assert rendered.container("enginecore")["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert shared_memory(rendered) == "4Gi"
+    sized = release(HUB, "enginecore.gpu.count=4", "enginecore.tensorParallelSize=4", "enginecore.shmSize=9Gi")
+    assert shared_memory(sized) == "9Gi"
+
+
+@pytest.mark.parametrize("settings", [(), ("enginecore.gpu.count=0", "enginecore.tensorParallelSize=2")])
+def test_one_gpu_and_workers_on_cpus_need_no_shared_memory_of_their_own(settings: tuple[str, ...]):
+    assert shared_memory(release(HUB, *settings)) is None
+
+
+def shared_memory(rendered: Release) -> str | None:
+    """The size of the engine's /dev/shm."""
+    volumes = {volume["name"]: volume for volume in rendered.pod_spec("enginecore")["volumes"]}
+    return volumes["shm"]["emptyDir"]["sizeLimit"] if "shm" in volumes else None
 
 
 @pytest.mark.parametrize("part", ["requests", "limits"])

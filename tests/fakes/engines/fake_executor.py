@@ -26,6 +26,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock_enginecore.core.worker_stats import WorkerStats
 
 
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:
@@ -165,6 +166,9 @@ class FakeExecutor:
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         self.fail_for_good = failed
+
+    def worker_stats(self) -> list[WorkerStats]:
+        return [WorkerStats(device="fake")]
 
     def load_model(self, progress: Progress) -> ModelInfo:
         progress("loading the fake model: 100%")

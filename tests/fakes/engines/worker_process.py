@@ -76,7 +76,7 @@ def main(descriptor: int) -> None:
     while True:
         call = decode_call(calls.read())
         match call:
-            case Execute(step):
+            case Execute(step, _):
                 misbehaves("execute")
             case Sample(number):
                 does = misbehaves("sample")

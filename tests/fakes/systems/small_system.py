@@ -67,7 +67,11 @@ class Engine(EngineServer):
         super().load()
         loop, ready = self.busy_loop, self.io._servicer._ready
         assert ready is not None
-        self.io.registry.register(EngineCollector(loop.stats, self.control.state, self.engine.counts.tokens, ready))
+        self.io.registry.register(
+            EngineCollector(
+                loop.stats, self.control.state, self.engine.counts.tokens, ready, self.engine.executor.worker_stats
+            )
+        )
         return self
 
     @property

@@ -94,7 +94,7 @@ def made_executor(config: Any) -> str:
 
 def test_an_executor_that_is_not_known_is_named() -> None:
     with pytest.raises(
-        ConfigError, match="executor.kind is 'uniproz'; known: uniproc, multiproc; did you mean 'uniproc'"
+        ConfigError, match="executor.kind is 'uniproz'; known: auto, uniproc, multiproc; did you mean 'uniproc'"
     ):
         factory.make_executor(make_config(kind="uniproz"))
     with pytest.raises(ConfigError, match="cannot be loaded"):

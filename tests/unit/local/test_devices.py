@@ -32,18 +32,42 @@ def test_without_it_every_device_file_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_every_engine_gets_a_gpu_of_its_own(device: str) -> None:
-    given = assign(2, device, ["4", "5", "6"])
+    given = assign(2, 1, device, ["4", "5", "6"])
     assert given == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+
+
+def test_engines_of_several_workers_get_as_many_gpus_one_behind_the_other() -> None:
+    given = assign(2, 2, "auto", ["4", "5", "6", "7", "0"])
+    assert given == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+
+
+@pytest.mark.parametrize(
+    ("engines", "workers", "gpus", "message"),
+    [
+        (
+            2,
+            2,
+            3,
+            "--engines is 2, of 2 workers each; each worker takes a GPU of its own, and this machine shows 3 GPUs (0, 1, 2)",
+        ),
+        (2, 2, 3, "use --engines 1, set CUDA_VISIBLE_DEVICES, or --device cpu"),
+        (1, 4, 2, "use fewer workers, set"),
+    ],
+)
+def test_more_workers_than_gpus_are_refused(engines: int, workers: int, gpus: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        assign(engines, workers, "auto", [str(i) for i in range(gpus)])
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", ["0"]), ("auto", [])])
 def test_engines_on_cpus_get_none(device: str, gpus: list[str]) -> None:
-    assert assign(3, device, gpus) == [{}, {}, {}]
+    assert assign(3, 1, device, gpus) == [{}, {}, {}]
 
 
 @pytest.mark.parametrize("gpus", [[], ["0"]])
 def test_a_single_engine_chooses_itself(gpus: list[str]) -> None:
-    assert assign(1, "cuda", gpus) == [{}]
+    assert assign(1, 1, "cuda", gpus) == [{}]
 
 
 @pytest.mark.parametrize(
@@ -60,5 +84,5 @@ def test_a_single_engine_chooses_itself(gpus: list[str]) -> None:
 )
 def test_more_engines_than_gpus_are_refused(device: str, gpus: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        assign(2, device, gpus)
+        assign(2, 1, device, gpus)
     assert message in str(error.value)

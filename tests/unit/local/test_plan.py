@@ -145,6 +145,14 @@ def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None
             assert spec.env["OMP_NUM_THREADS"] == str(threads)
 
 
+def test_workers_of_an_engine_share_its_cores_and_have_a_gpu_each() -> None:
+    planned = specs(cores=8, engines=2, tensor_parallel_size=2, device="cuda", gpus=["0", "1", "2", "3"])
+    assert planned["engine-0"].config["executor"] == {"num_threads": 2, "tensor_parallel_size": 2}
+    assert planned["engine-0"].env["OMP_NUM_THREADS"] == "2"
+    seen = [spec.own_env for name, spec in planned.items() if name.startswith("engine")]
+    assert seen == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+
+
 def test_each_engine_on_gpus_sees_its_own_whatever_the_environment_says() -> None:
     planned = specs(engines=2, device="cuda", gpus=["2", "5"])
     seen = {name: spec.own_env for name, spec in planned.items() if spec.own_env}

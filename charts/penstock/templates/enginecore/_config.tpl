@@ -21,6 +21,9 @@
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)
       "drain_timeout" $values.drainTimeoutSeconds -}}
+{{- if gt (int $values.tensorParallelSize) 1 -}}
+{{- $_ := set $own "executor" (dict "tensor_parallel_size" (int $values.tensorParallelSize)) -}}
+{{- end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}
 {{- end -}}
 {{- end -}}

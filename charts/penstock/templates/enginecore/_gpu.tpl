@@ -1,3 +1,18 @@
+{{/* Processes that compute in a pod of engines. Takes values. */}}
+{{- define "penstock.enginecore.workers" -}}
+{{- int .values.tensorParallelSize -}}
+{{- end -}}
+
+{{/* Size of /dev/shm; empty for the runtime's own. Workers on GPUs exchange through it what their GPUs cannot hand to each other. */}}
+{{- define "penstock.enginecore.shmSize" -}}
+{{- $workers := include "penstock.enginecore.workers" . | int -}}
+{{- if .values.shmSize -}}
+{{- .values.shmSize -}}
+{{- else if and .values.gpu.count (gt $workers 1) -}}
+{{- $workers -}}Gi
+{{- end -}}
+{{- end -}}
+
 {{/* The GPUs of a pool's engines: a resource of a device plugin, or a claim of dynamic resource allocation. All take $self. */}}
 
 {{- define "penstock.gpu.claimed" -}}

@@ -4,9 +4,26 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+
+class BucketCounts(msgspec.Struct, frozen=True):
+    """The observations of one series at one time, as one process tells another. ``bounds``: as for ``Buckets``. ``counts``: by
+    bucket, not accumulated.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Write this series into its family."""
+        names = [*map(str, self.bounds), "+Inf"]
+        counts = map(float, accumulate(self.counts))
+        family.add_metric(labels, buckets=list(zip(names, counts, strict=True)), sum_value=self.sum)
 
 
 class Buckets:
@@ -27,11 +44,11 @@ class Buckets:
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """Write this series into its family."""
-        names = [*map(str, self._bounds), "+Inf"]
-        counts = self._counts.copy()  # consistent in itself, whatever is observed meanwhile
-        family.add_metric(
-            labels, buckets=list(zip(names, map(float, accumulate(counts)), strict=True)), sum_value=self._sum
-        )
+        self.counts().add_to(family, labels)
+
+    def counts(self) -> BucketCounts:
+        """What has been observed: consistent in itself, whatever is observed meanwhile."""
+        return BucketCounts(self._bounds, self._counts.copy(), self._sum)
 
 
 class Histogram(Collector):

@@ -16,17 +16,17 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         Meta(
             min_length=1,
-            description="Name of the executor: uniproc computes in a thread of the engine's process, multiproc in a process of "
-            "its own; or one that a plugin registers.",
+            description="Name of the executor: uniproc computes in a thread of the engine's process, multiproc in processes of "
+            "their own, auto in these where there are several workers; or one that a plugin registers.",
         ),
-    ] = "uniproc"
+    ] = "auto"
     tensor_parallel_size: Annotated[
         int,
         Meta(
             ge=1,
             le=64,
-            description="Workers that each compute a part of every layer, with executor.kind multiproc; the model's attention "
-            "heads must be dealt evenly to them.",
+            description="Workers that each compute a part of every layer; the model's attention heads must be dealt evenly to "
+            "them.",
         ),
     ] = 1
     num_threads: Annotated[
@@ -63,8 +63,15 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.tensor_parallel_size > 1 and self.kind == "uniproc":
             raise ConfigError(
                 f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.kind is 'uniproc', which has one "
-                "worker; set executor.kind to 'multiproc'"
+                "worker; set executor.kind to 'auto' or 'multiproc'"
             )
+
+    @property
+    def resolved_kind(self) -> str:
+        """``kind``, or what auto stands for."""
+        if self.kind != "auto":
+            return self.kind
+        return "multiproc" if self.tensor_parallel_size > 1 else "uniproc"
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.step_counts import StepCounts
 from penstock_enginecore.core.utility import UtilityRegistry, utility
+from penstock_enginecore.core.worker_stats import WorkerStats
 
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
@@ -243,7 +244,9 @@ class EngineControl:
 
     @utility
     def engine_info(self) -> dict[str, Any]:
-        """The engine's limits and state: lengths in tokens, the KV pool in blocks (the reserved one included)."""
+        """The engine's limits and state: lengths in tokens, the KV pool in blocks (the reserved one included), and what
+        its workers last said of their devices, in bytes.
+        """
         engine, config = self._engine, self._engine.config
         return {
             "engine_id": config.engine_id,
@@ -258,6 +261,7 @@ class EngineControl:
             "dtype": engine.model.dtype,
             "pause_state": engine.scheduler.pause_state.value,
             "asleep": sorted(self._asleep),
+            "workers": [_facts(worker) for worker in engine.executor.worker_stats()],
             "utilities": list(self.utilities.names),
         }
 
@@ -268,6 +272,12 @@ class EngineControl:
             sleep_level=self._sleep_level,
             num_nan_logits=self._engine.counts.num_nan_logits,
         )
+
+
+def _facts(worker: WorkerStats) -> dict[str, Any]:
+    """What operators are shown of a worker; times are for metrics."""
+    facts: dict[str, Any] = msgspec.to_builtins(worker)
+    return {key: value for key, value in facts.items() if key not in ("step_broadcast", "collectives")}
 
 
 def _cannot_drain(_: float) -> None:

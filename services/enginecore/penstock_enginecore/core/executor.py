@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import WorkerStats
 
 Progress = Callable[[str], None]
 """Called with a line for the operator while something slow goes on."""
@@ -58,6 +59,9 @@ class Executor(Protocol):
 
         Raises Unimplemented for a name that is not registered, InvalidArgument for wrong arguments, and what a worker raises.
         """
+
+    def worker_stats(self) -> list[WorkerStats]:
+        """What the workers last said of themselves, by rank. Any thread may ask, and nothing is waited for."""
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""

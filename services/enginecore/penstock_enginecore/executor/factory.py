@@ -20,10 +20,11 @@ def register_executor(name: str, target: str) -> None:
 
 def make_executor(config: EngineCoreConfig) -> Executor:
     """The executor that ``executor.kind`` names: a registered name, or ``package.module:Class``. Raises ConfigError."""
-    kind = config.executor.kind
+    kind = config.executor.resolved_kind
     target = kind if ":" in kind else _KNOWN.get(kind)
     if target is None:
-        raise ConfigError(f"executor.kind is {kind!r}; known: {', '.join(_KNOWN)}{nearest(kind, _KNOWN)}")
+        known = ["auto", *_KNOWN]
+        raise ConfigError(f"executor.kind is {kind!r}; known: {', '.join(known)}{nearest(kind, known)}")
     module_name, _, class_name = target.partition(":")
     try:
         factory: Callable[[EngineCoreConfig], Executor] = getattr(importlib.import_module(module_name), class_name)

@@ -7,6 +7,7 @@ import torch
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Late
 
 
@@ -36,6 +37,10 @@ class ModelRunner(Protocol):
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache that is allocated."""
+
+    @property
+    def graphs(self) -> GraphStats:
+        """Steps that were replayed, where the device does that."""
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step of the largest shapes on a throwaway cache: ``num_tokens`` new tokens, ``num_seqs`` of them sampled. For

@@ -12,6 +12,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.utility import UtilityRegistry
+from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.completion import Late
 from penstock_enginecore.executor.device_thread import DeviceThread
 from penstock_enginecore.executor.worker import Worker
@@ -104,6 +105,10 @@ class UniprocExecutor:
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """Waits for the method of the one worker, behind the steps that were started."""
         return [self._thread.call(lambda: self._utilities.invoke(method, list(arguments)))]
+
+    def worker_stats(self) -> list[WorkerStats]:
+        """Of the one worker, now."""
+        return [self._worker.stats()]
 
     def shutdown(self) -> None:
         """Waits for the step that runs, and releases the device. Idempotent."""

@@ -14,6 +14,7 @@ from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.utility import utility
+from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
@@ -21,6 +22,7 @@ from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.parallel.collectives import GlooCollectives
+from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ class Worker:
         cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
         self._collectives = (
-            None if config.store is None else GlooCollectives(config.store, config.rank, config.world_size)
+            None
+            if config.store is None
+            else TimedCollectives(GlooCollectives(config.store, config.rank, config.world_size))
         )
         self._runner: ModelRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
@@ -164,6 +168,24 @@ class Worker:
             "weight_bytes": runner.weight_bytes if runner else 0,
             "kv_cache_bytes": runner.kv_cache_bytes if runner else 0,
         }
+
+    def stats(self) -> WorkerStats:
+        """What metrics say of the worker. Any thread may ask, while steps run."""
+        runner = self._runner
+        device = self._device
+        on_device = device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(device) if on_device else (0, 0)
+        return WorkerStats(
+            rank=self._config.rank,
+            device=str(device),
+            device_name=torch.cuda.get_device_name(device) if on_device else "",
+            total_memory=total,
+            used_memory=total - free,
+            weight_bytes=runner.weight_bytes if runner else 0,
+            kv_cache_bytes=runner.kv_cache_bytes if runner else 0,
+            graphs=runner.graphs if runner else GraphStats(),
+            collectives=self._collectives.times() if self._collectives else {},
+        )
 
     def _free_memory(self) -> None:
         if self._device.type == "cuda":

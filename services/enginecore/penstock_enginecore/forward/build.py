@@ -1,6 +1,7 @@
 """Builds what runs a loaded model: the fastest that is proved to compute what the model's own modules do."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from penstock_common.memory import in_units
 from penstock_enginecore.attention.base import AttentionBackend
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
+from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
@@ -46,13 +48,14 @@ class ForwardConfig:
 @dataclass(frozen=True, slots=True)
 class BuiltForward:
     """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
-    choose tokens, where it can.
+    choose tokens, where it can. ``graphs``: of the steps that are replayed; any thread may ask.
     """
 
     forward: ForwardPass
     sampler: Sampler
     computing: str
     launcher: TokenLauncher | None = None
+    graphs: Callable[[], GraphStats] = GraphStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,9 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     if launcher is not None:
         computing += ", Triton sampler"
     _log(computing, proven)
-    return BuiltForward(serve() if proven.serves is None else proven.serves, sampler, computing, launcher)
+    forward = serve() if proven.serves is None else proven.serves
+    graphs = forward.graph_stats if isinstance(forward, FusedForward) else GraphStats
+    return BuiltForward(forward, sampler, computing, launcher, graphs)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from penstock_enginecore.attention.kv_memory import num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
@@ -54,6 +55,7 @@ class GenerationRunner:
         self._newest = NewestTokens(self._forward.device)
         self._coming: deque[tuple[ExpectedTokens, Arrival]] = deque()
         self.computing = built.computing
+        self._graphs = built.graphs
         self._caches: LayerCaches = {}
         self._batch: InputBatch | None = None
         self._kv_cache: KVCacheConfig | None = None
@@ -86,6 +88,11 @@ class GenerationRunner:
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache that is allocated."""
         return num_bytes(self._caches)
+
+    @property
+    def graphs(self) -> GraphStats:
+        """Those of the forward pass."""
+        return self._graphs()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the KV cache and begin with no requests."""

@@ -84,6 +84,12 @@ class Calls:
             if self._failed is not None:
                 raise self._failed
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``fail`` was called."""
+        with self._lock:
+            return self._failed is not None
+
     def failed(self) -> Exception:
         """The error of ``fail``, which was called or is about to be."""
         with self._lock:

@@ -12,6 +12,7 @@ from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.multiproc.agreement import agreed
 from penstock_enginecore.executor.multiproc.calls import Calls
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
@@ -24,6 +25,7 @@ from penstock_enginecore.executor.multiproc.messages import (
     Returned,
     Sample,
     Sampled,
+    Stats,
     encode,
     execute,
     mask_of,
@@ -51,6 +53,7 @@ class MultiprocExecutor:
         self._calls = Calls(num_workers)
         self._progress: Progress = logger.info
         self._on_failure: Callable[[Exception], None] = lambda _: None
+        self._stats = [WorkerStats(rank=rank) for rank in range(num_workers)]
         self._executing = False
         self._shut_down = False
         self._workers = Workers(
@@ -122,6 +125,11 @@ class MultiprocExecutor:
         """Waits for the method of every worker, behind the steps that were started."""
         return self._invoke("collective_rpc", Any, encode((method, list(arguments))))
 
+    def worker_stats(self) -> list[WorkerStats]:
+        """What each worker last said, about a second ago while steps run. None is up once one has failed."""
+        up = not self._calls.has_failed
+        return [msgspec.structs.replace(stats, up=up) for stats in self._stats]
+
     def shutdown(self) -> None:
         """Waits for the steps that run, and ends the processes. Idempotent."""
         if self._shut_down:
@@ -165,6 +173,8 @@ class MultiprocExecutor:
             case ProgressLine(text):
                 if rank == 0:
                     self._progress(text)
+            case Stats(stats):
+                self._stats[rank] = stats
             case Returned(number, value):
                 self._calls.answered(rank, number, value)
             case Sampled(number):

@@ -5,12 +5,14 @@ All workers get the same calls in the same order, and answer each one that has a
 """
 
 import hashlib
+import time
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.multiproc.failures import Failure
 from penstock_enginecore.executor.worker_config import WorkerConfig
 
@@ -47,9 +49,10 @@ class Mask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
-    """The forward pass of a step."""
+    """The forward pass of a step. ``sent``: monotonic seconds, by the clock that processes of one machine share."""
 
     step: SchedulerOutput
+    sent: float
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
@@ -95,8 +98,14 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     failure: Failure
 
 
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """What the worker says of itself, now and then."""
+
+    stats: WorkerStats
+
+
 Call = Execute | Sample | Invoke
-Answer = Progress | Returned | Sampled | Raised
+Answer = Progress | Returned | Sampled | Raised | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_call = msgspec.msgpack.Decoder(Call).decode
@@ -115,7 +124,7 @@ def execute(step: SchedulerOutput) -> Execute:
                 for new in step.new_requests
             ],
         )
-    return Execute(step)
+    return Execute(step, time.monotonic())
 
 
 def mask_of(grammar: GrammarBitmask | None) -> Mask | None:

@@ -29,13 +29,15 @@ from penstock_enginecore.executor.multiproc.messages import (
     Returned,
     Sample,
     Sampled,
+    Stats,
     bitmask_of,
     decode_call,
     digest_of,
     encode,
 )
-from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
+from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingTimeout, RingWriter
 from penstock_enginecore.executor.multiproc.worker_channel import open_channel
+from penstock_enginecore.executor.multiproc.worker_reports import WorkerReports
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.plugins import load_plugins
@@ -53,18 +55,33 @@ class WorkerLoop:
         self._worker: Worker | None = None
         self._utilities: UtilityRegistry | None = None
         self._error: Exception | None = None
+        self._reports = WorkerReports()
         self._stopped = False
 
     def run(self) -> None:
         """Until ``shutdown`` is called. Raises RingClosed when the engine has gone."""
         while not self._stopped:
-            match decode_call(self._calls.read()):
-                case Execute(step):
+            self._reports.waits()
+            try:
+                message = self._calls.read(self._reports.due_in())
+            except RingTimeout:
+                self._report()
+                continue
+            match decode_call(message):
+                case Execute(step, sent):
+                    self._reports.received(sent)
                     self._execute(step)
                 case Sample(number, grammar):
                     self._answer(self._sampled(number, grammar))
+                    if self._reports.due_in() == 0:
+                        self._report()
                 case Invoke() as call:
                     self._answer(self._invoked(call))
+                    self._reports.changed()
+
+    def _report(self) -> None:
+        if self._worker is not None and not self._stopped:
+            self._answer(Stats(self._reports.report(self._worker.stats())))
 
     def _answer(self, answer: Answer) -> None:
         self._answers.write(encode(answer))

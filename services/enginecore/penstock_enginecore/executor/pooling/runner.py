@@ -8,6 +8,7 @@ from penstock_enginecore.attention.kv_memory import num_bytes
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
 from penstock_enginecore.forward.backbone import probe_states
 from penstock_enginecore.forward.build import BuiltBackbone
@@ -57,6 +58,11 @@ class PoolingRunner:
     def kv_cache_bytes(self) -> int:
         """Bytes of the KV cache that is allocated."""
         return num_bytes(self._caches)
+
+    @property
+    def graphs(self) -> GraphStats:
+        """None is replayed."""
+        return GraphStats()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the KV cache and begin with no requests."""

@@ -14,6 +14,7 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_arena import KVArena
 from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
@@ -57,6 +58,10 @@ class FusedForward:
             products.append(self._head)
         return module_bytes(self._module) + sum(product.num_bytes for product in products)
 
+    def graph_stats(self) -> GraphStats:
+        """Steps that were replayed. Any thread may ask."""
+        return GraphStats() if self._graphs is None else self._graphs.stats
+
     def bind(self, caches: LayerCaches) -> None:
         """Layers go by their order of execution. What steps run on stays for another cache of the same shape; what was captured
         on another cache is forgotten.
@@ -86,7 +91,7 @@ class FusedForward:
         step.buffers.load(batch.token_ids, batch.positions, batch.attention, rows, step.shape)
         if batch.fed is not None:
             batch.fed.write(step.inputs.token_ids)
-        hidden = self._compute(step, batch.embedded)
+        hidden = self._compute(step, batch.embedded, padding=step.shape.tokens - num_tokens)
         states = hidden[:num_tokens].clone() if keep_states else None
         return ForwardOutput(step.activations.logits[: len(rows)], states)
 
@@ -130,14 +135,14 @@ class FusedForward:
         self._forget_graphs()
         self._memory = None
 
-    def _compute(self, step: Step, embedded: torch.Tensor | None) -> torch.Tensor:
+    def _compute(self, step: Step, embedded: torch.Tensor | None, *, padding: int) -> torch.Tensor:
         """What the last norm puts out, in a buffer, logits being in theirs. Replays what it can."""
         if embedded is not None:
             step.activations.residual[: len(embedded)].copy_(embedded)
             return self._launch(step)
         if self._graphs is None or step.shape.is_large or self._after_layer is not None:
             return self._launch_all(step)
-        return self._graphs.run(step.shape, functools.partial(self._launch_all, step))
+        return self._graphs.run(step.shape, functools.partial(self._launch_all, step), padding=padding)
 
     def _launch_all(self, step: Step) -> torch.Tensor:
         """All work of a step from its token ids on."""

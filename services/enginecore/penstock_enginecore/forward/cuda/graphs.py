@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock_enginecore.core.worker_stats import GraphStats
+
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[], torch.Tensor]
@@ -40,12 +42,20 @@ class StepGraphs:
         self._make_graph = make_graph
         self._captured: dict[Hashable, _Captured] = {}
         self._usable = True
+        self._replays = self._padding_tokens = 0
 
-    def run(self, shape: Hashable, launch: Launch) -> torch.Tensor:
-        """The results of a step of ``shape``, whose inputs have been brought."""
+    @property
+    def stats(self) -> GraphStats:
+        """Any thread may ask."""
+        return GraphStats(captured=len(self._captured), replays=self._replays, padding_tokens=self._padding_tokens)
+
+    def run(self, shape: Hashable, launch: Launch, *, padding: int = 0) -> torch.Tensor:
+        """The results of a step of ``shape``, whose inputs have been brought. ``padding``: tokens of it that nobody asked for."""
         known = self._captured.get(shape)
         if known is not None:
             known.graph.replay()
+            self._replays += 1
+            self._padding_tokens += padding
             return known.result
         result = launch()
         if self._usable:

@@ -82,7 +82,9 @@ def step_of(new: NewRequestData) -> SchedulerOutput:
 )
 def test_a_step_arrives_as_it_was_scheduled(fields: dict[str, Any]) -> None:
     step = step_of(new_request(**fields))
-    assert decode_call(encode(execute(step))) == Execute(step)
+    sent = execute(step)
+    assert sent.step == step
+    assert decode_call(encode(sent)) == sent
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])

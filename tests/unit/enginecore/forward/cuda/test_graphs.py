@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.cuda import graphs
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
@@ -49,6 +50,16 @@ def test_the_first_step_of_a_shape_is_launched_and_captured_and_later_ones_repla
     log.clear()
     run("b")
     assert log == ["b", "launch", "capture", "launch"]
+
+
+def test_replays_and_the_tokens_that_pad_them_are_counted() -> None:
+    steps = StepGraphs(lambda: CountingGraph([]))
+    result = torch.zeros(1)
+    for shape, padding in (("a", 3), ("a", 2), ("b", 1), ("a", 1)):
+        steps.run(shape, lambda: result, padding=padding)
+    assert steps.stats == GraphStats(captured=2, replays=2, padding_tokens=3)
+    steps.clear()
+    assert steps.stats == GraphStats(captured=0, replays=2, padding_tokens=3)
 
 
 def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
