@@ -32,7 +32,7 @@ def load_runner(
     """
     task = resolve_task(config.model)
     kernels = config.kernels
-    split: Callable[[PreTrainedModel], None] = _keep_whole
+    split: Callable[[PreTrainedModel], None] | None = None
     if collectives is not None:
         kernels = msgspec.structs.replace(kernels, decoder=False, linear=False)
         _check_splits(device, task)
@@ -52,10 +52,6 @@ def load_runner(
         return GenerationRunner(model, build_forward(model, forward))
     pooled = load_pooling_model(config.model, task, device, progress)
     return PoolingRunner(pooled, build_backbone(pooled, forward))
-
-
-def _keep_whole(module: PreTrainedModel) -> None:
-    """One worker has all of it."""
 
 
 def _check_splits(device: torch.device, task: str) -> None:

@@ -1,5 +1,6 @@
 """Load a Hugging Face checkpoint for serving: transformers' own modeling code with our attention function."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.placement import place
+from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
 from penstock_enginecore.models.quantization.scheme import Scheme
@@ -69,10 +70,10 @@ def load_model(
     device: torch.device,
     progress: Callable[[str], None],
     keep: Keeps = keep_none,
-    split: Callable[[PreTrainedModel], None] = lambda _: None,
+    split: Callable[[PreTrainedModel], None] | None = None,
 ) -> LoadedModel:
-    """Read configuration and weights of ``config.path`` and move the model to ``device``, behind ``split``, which may leave a
-    part of it. ``keep``: whether linear layers keep weights that are quantized so. Raises ModelLoadError.
+    """Read configuration and weights of ``config.path``, straight to ``device``; where ``split`` leaves a part of the model, by
+    way of the host. ``keep``: whether linear layers keep weights that are quantized so. Raises ModelLoadError.
     """
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
@@ -81,9 +82,11 @@ def load_model(
     max_len = config_max_len(hf_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
-    module: Any = load_weights(config, dtype, device, progress, keep=keep)
+    first = device if split is None else torch.device("cpu")
+    module: Any = load_weights(config, dtype, first, progress, keep=keep)
     vocab_size = module.get_output_embeddings().weight.shape[0]
-    split(module)
+    if split is not None:
+        split(module)
     place(module, config.path, device)
     prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
@@ -175,15 +178,15 @@ def load_weights(
     unused: tuple[str, ...] = (),
     keep: Keeps = keep_none,
 ) -> PreTrainedModel:
-    """The model with its weights, as transformers' ``auto_class`` makes it: those of its files, or random ones, which are made on
-    ``device``. ``unused``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights that are
-    quantized so. Raises ModelLoadError.
+    """The model with its weights, as transformers' ``auto_class`` makes it, on ``device``: those of its files, quantized ones on
+    the host, or random ones. ``unused``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights
+    that are quantized so. Raises ModelLoadError.
     """
     if config.load_format == "dummy":
         progress("the weights are random: model.load_format is 'dummy'")
         return _random_weights(config, dtype, device, auto_class)
     with weights_progress(progress, weights_size(config.path)):
-        return _read_weights(config, dtype, auto_class, unused, keep)
+        return _read_weights(config, dtype, device, auto_class, unused, keep)
 
 
 def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any) -> PreTrainedModel:
@@ -200,11 +203,11 @@ def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _read_weights(
-    config: ModelConfig, dtype: torch.dtype, auto_class: Any, unused: tuple[str, ...], keep: Keeps
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any, unused: tuple[str, ...], keep: Keeps
 ) -> PreTrainedModel:
     """Those of the checkpoint's files."""
     try:
-        loaded = _from_files(config, dtype, auto_class, keep)
+        loaded = _from_files(config, dtype, device, auto_class, keep)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
@@ -219,15 +222,18 @@ def _read_weights(
     return cast("PreTrainedModel", module)
 
 
-def _from_files(config: ModelConfig, dtype: torch.dtype, auto_class: Any, keep: Keeps) -> Any:
+def _from_files(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any, keep: Keeps) -> Any:
     """The model, and what transformers tells of its weights."""
     hf_config = read_config(config)
     attention = attention_hook.ATTENTION_NAME
     scheme = quantization_of(hf_config)
     if scheme is None:
-        return auto_class.from_pretrained(
-            **_source(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
+        if device.type == "cuda":
+            check_weights_fit(_dense_bytes(config, dtype), config.path, dtype, device)
+        with read_to(device):
+            return auto_class.from_pretrained(
+                **_source(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
     found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, _files(config), scheme)
     return load_quantized(found, dtype, keep=keep(scheme), attn_implementation=attention)
 
@@ -241,6 +247,12 @@ def _files(config: ModelConfig) -> Path:
     return Path(
         huggingface_hub.snapshot_download(config.path, revision=config.revision or None, allow_patterns=patterns)
     )
+
+
+def _dense_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the tensors in the files, as ``dtype``."""
+    with open_tensors(_files(config)) as stored:
+        return sum(math.prod(tensor.get_shape()) for tensor in stored.values()) * dtype.itemsize
 
 
 def _kv_scales(config: ModelConfig, hf_config: PretrainedConfig) -> Mapping[str, KVScales]:

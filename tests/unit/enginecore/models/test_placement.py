@@ -1,10 +1,15 @@
 """Models that do not fit their device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.placement import place
+from penstock_enginecore.models.loader import load_weights
+from penstock_enginecore.models.placement import check_weights_fit, place
+from tests.fakes.models.tiny_models import save_tiny_model
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,3 +55,23 @@ def test_on_a_cpu_nobody_asks() -> None:
     place(module, "org/name", torch.device("cpu"))
     assert not module.training
     assert not module.weight.requires_grad
+
+
+def test_weights_go_from_their_files_straight_to_the_device(tmp_path: Path) -> None:
+    expected = save_tiny_model("llama", tmp_path).state_dict()
+    config, lines = ModelConfig(path=str(tmp_path)), list[str]()
+    loaded = load_weights(config, torch.float32, torch.device("meta"), lines.append)
+    assert {name: tensor.device.type for name, tensor in loaded.state_dict().items()} == dict.fromkeys(expected, "meta")
+    assert lines[-1].startswith("loading weights: ")
+    again = load_weights(config, torch.float32, torch.device("cpu"), lines.append)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_files_that_do_not_fit_are_told_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model("llama", tmp_path)
+    num_bytes = 2 * sum(tensor.numel() for tensor in model.state_dict().values())
+    left(monkeypatch, num_bytes - 1)
+    with pytest.raises(ModelLoadError, match=r"its weights take .* as bfloat16; NVIDIA L4 has"):
+        load_weights(ModelConfig(path=str(tmp_path)), torch.bfloat16, CUDA, lambda line: None)
+    check_weights_fit(num_bytes - 1, "org/name", torch.bfloat16, CUDA)
