@@ -50,6 +50,7 @@ def make_config(
     drain_timeout: float = 30.0,
     max_concurrent_batches: int = 1,
     kind: str = "uniproc",
+    num_stages: int = 1,
     error_dump: ErrorDumpConfig | None = None,
     **scheduler: Any,
 ) -> EngineCoreConfig:
@@ -63,7 +64,11 @@ def make_config(
             enable_kv_events=enable_kv_events,
         ),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
-        executor=ExecutorConfig(kind=kind, max_concurrent_batches=max_concurrent_batches),
+        executor=ExecutorConfig(
+            kind=kind if num_stages == 1 else "multiproc",
+            pipeline_parallel_size=num_stages,
+            max_concurrent_batches=max_concurrent_batches,
+        ),
         drain_timeout=drain_timeout,
         error_dump=error_dump or ErrorDumpConfig(),
     )

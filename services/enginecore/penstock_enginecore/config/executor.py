@@ -8,6 +8,9 @@ from msgspec import Meta
 from penstock_common.config.checks import check_fields
 from penstock_common.errors import ConfigError
 
+MAX_WORKERS = 64
+"""Of one engine, all stages together."""
+
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How steps are executed."""
@@ -29,6 +32,22 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "them.",
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Stages that each compute some of the layers, of executor.tensor_parallel_size workers each; "
+            "at least as many steps are in flight.",
+        ),
+    ] = 1
+    stage_layers: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...],
+        Meta(
+            description="Layers of each stage, one number per stage; empty: so that the largest stage has as few bytes of "
+            "weights as can be, embedding and head included."
+        ),
+    ] = ()
     num_threads: Annotated[
         int,
         Meta(
@@ -60,18 +79,34 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_fields("executor", self)
-        if self.tensor_parallel_size > 1 and self.kind == "uniproc":
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1 and self.kind == "uniproc":
+                raise ConfigError(
+                    f"executor.{name} is {getattr(self, name)} and executor.kind is 'uniproc', which has one worker; set "
+                    "executor.kind to 'auto' or 'multiproc'"
+                )
+        if self.num_workers > MAX_WORKERS:
             raise ConfigError(
-                f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.kind is 'uniproc', which has one "
-                "worker; set executor.kind to 'auto' or 'multiproc'"
+                f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}: {self.num_workers} workers, and an engine has at most {MAX_WORKERS}"
             )
+        if self.stage_layers and len(self.stage_layers) != self.pipeline_parallel_size:
+            raise ConfigError(
+                f"executor.stage_layers names {len(self.stage_layers)} stages, and executor.pipeline_parallel_size is "
+                f"{self.pipeline_parallel_size}; give one number of layers per stage"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def resolved_kind(self) -> str:
         """``kind``, or what auto stands for."""
         if self.kind != "auto":
             return self.kind
-        return "multiproc" if self.tensor_parallel_size > 1 else "uniproc"
+        return "multiproc" if self.num_workers > 1 else "uniproc"
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

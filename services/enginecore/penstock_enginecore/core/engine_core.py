@@ -64,7 +64,9 @@ class EngineCore:
         scheduling = config.scheduler
         if scheduling.async_scheduling is None:
             scheduling = msgspec.structs.replace(scheduling, async_scheduling=model.runs_ahead)
-        max_steps = max(config.executor.max_concurrent_batches, 2 if scheduling.async_scheduling else 1)
+        num_stages = config.executor.pipeline_parallel_size
+        # One step in each stage, and where tokens are not waited for, one more that the first stage need not wait for.
+        max_steps = max(config.executor.max_concurrent_batches, num_stages + bool(scheduling.async_scheduling))
         self.kv_cache_config = size_engine(config, executor, model, progress, max_steps=max_steps)
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
@@ -77,6 +79,7 @@ class EngineCore:
                 enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
                 enable_kv_events=config.cache.enable_kv_events,
                 supports_chunked_prefill=model.supports_chunked_prefill,
+                num_stages=num_stages,
                 eos_token_ids=model.eos_token_ids,
                 monotonic_clock=monotonic_clock,
                 wall_clock=wall_clock,

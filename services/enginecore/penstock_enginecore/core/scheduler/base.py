@@ -21,7 +21,9 @@ Clock = Callable[[], float]
 
 
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines."""
+    """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
+    ``num_stages`` workers, one after the other, each of which can be at another step.
+    """
 
     config: SchedulerConfig
     kv_cache: KVCacheConfig
@@ -29,6 +31,7 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     enable_kv_events: bool = False
     eos_token_ids: frozenset[int]
     supports_chunked_prefill: bool = True
+    num_stages: int = 1
     monotonic_clock: Clock
     wall_clock: Clock
 

@@ -3,6 +3,7 @@
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.request_log import log_incident
 from penstock_enginecore.core.scheduler.budget import StepBudget
+from penstock_enginecore.core.scheduler.dealing import DecodeDealer, decodes
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.scheduler.preemption import Preemption
@@ -10,16 +11,20 @@ from penstock_enginecore.core.scheduler.rows import num_tokens_due
 
 
 class RunningScheduler:
-    """Lets running requests go on, in their order, as far as a step's budget and the KV blocks go."""
+    """Lets running requests go on, in their order, as far as a step's budget, its share of the decodes and the KV blocks go."""
 
-    def __init__(self, *, budget: StepBudget, preemption: Preemption, lifecycle: RequestLifecycle) -> None:
+    def __init__(
+        self, *, budget: StepBudget, preemption: Preemption, lifecycle: RequestLifecycle, dealer: DecodeDealer
+    ) -> None:
         self._budget = budget
         self._preemption = preemption
         self._lifecycle = lifecycle
+        self._dealer = dealer
 
     def schedule(self, output: SchedulerOutput, requests: list[Request]) -> None:
         """Add to the step what is due of each. What goes wrong with one ends that one alone. Hot: once per request and step."""
         budget, max_num_tokens = self._budget, self._budget.max_num_tokens
+        requests, decodes_left = self._dealer.deal(requests)
         for request in requests:
             if output.total_num_scheduled_tokens >= max_num_tokens:
                 break
@@ -30,6 +35,11 @@ class RunningScheduler:
                     continue
                 if num_new_tokens > 1:
                     num_new_tokens = budget.tokens_for(num_new_tokens, output)
+                elif decodes_left is not None and decodes(request):
+                    if decodes_left == 0:
+                        continue
+                    decodes_left -= 1
+                    request.dealt_step = output.step
                 new_block_ids = self._preemption.make_room(request, num_new_tokens, output)
                 if new_block_ids is None:  # it gave up its own blocks, or ended
                     continue

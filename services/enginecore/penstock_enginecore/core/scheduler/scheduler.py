@@ -20,6 +20,7 @@ from penstock_enginecore.core.scheduler.admission import QueueAdmission
 from penstock_enginecore.core.scheduler.base import Scheduler, SchedulerContext
 from penstock_enginecore.core.scheduler.budget import StepBudget
 from penstock_enginecore.core.scheduler.client_outputs import ClientOutputs
+from penstock_enginecore.core.scheduler.dealing import DecodeDealer
 from penstock_enginecore.core.scheduler.lifecycle import RequestLifecycle
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.scheduler.pause import PauseState
@@ -80,7 +81,12 @@ class DefaultScheduler(Scheduler):
             trial=self._trial,
             clock=self._clock,
         )
-        self._continue_running = RunningScheduler(budget=budget, preemption=self._preemption, lifecycle=lifecycle)
+        self._continue_running = RunningScheduler(
+            budget=budget,
+            preemption=self._preemption,
+            lifecycle=lifecycle,
+            dealer=DecodeDealer(context.num_stages),
+        )
         self._start_waiting = WaitingScheduler(
             budget=budget,
             waiting=waiting,

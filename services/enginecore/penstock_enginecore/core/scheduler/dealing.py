@@ -1,0 +1,32 @@
+"""Decodes dealt out to the steps that are on their way through the stages of a pipeline.
+
+Each stage is at another step. A step with every request that decodes would leave nothing to compute for those behind it: the
+other stages would wait for its tokens. So a step gets a part of them, in turns. Prompts are not dealt out: their pieces do not
+wait for one another's tokens.
+"""
+
+from penstock_enginecore.core.request import Request
+
+
+class DecodeDealer:
+    """For ``num_stages`` stages. With one stage every request decodes in every step."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+
+    def deal(self, requests: list[Request]) -> tuple[list[Request], int | None]:
+        """The running ``requests`` in the order in which a step should take them, and how many of them may decode in it; None:
+        all. Those that decode come first, who has waited longest before all others; prompts follow in their order.
+        """
+        if self._num_stages == 1:
+            return requests, None
+        return sorted(requests, key=_turn), -(-len(requests) // self._num_stages)
+
+
+def decodes(request: Request) -> bool:
+    """Whether a running request is past its prompt."""
+    return request.num_computed_tokens >= request.num_prompt_tokens
+
+
+def _turn(request: Request) -> tuple[bool, int]:
+    return not decodes(request), request.dealt_step
