@@ -13,6 +13,7 @@ from penstock_common.errors import Internal, InvalidArgument
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.device import resolve_device
@@ -22,6 +23,8 @@ from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.parallel.collectives import GlooCollectives
+from penstock_enginecore.parallel.stage_links import StageLinks
+from penstock_enginecore.parallel.stage_transport import GlooTransport
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 
 logger = logging.getLogger(__name__)
@@ -37,11 +40,7 @@ class Worker:
         check_kv_cache_memory(self._engine.cache, self._device)
         cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
-        self._collectives = (
-            None
-            if config.store is None
-            else TimedCollectives(GlooCollectives(config.store, config.rank, config.world_size))
-        )
+        self._collectives, self._links = _connect(config)
         self._runner: ModelRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._kv_cache_asleep = False
@@ -66,7 +65,7 @@ class Worker:
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
-        self._runner = load_runner(self._engine, self._device, progress, self._collectives)
+        self._runner = load_runner(self._engine, self._device, progress, self._collectives, self._links)
         return self._runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -90,6 +89,12 @@ class Worker:
         """Allocate the KV cache."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
+
+    def skip(self, step: SchedulerOutput) -> None:
+        """A step that is not run, behind one that failed. The other stages are told."""
+        if self._links is not None and step.num_scheduled_tokens:
+            self._links.begin()
+            self._links.fail()
 
     def recover(self) -> None:
         """Forget every request, and compute a token. Memory that a step could not get is given back first; what a device has
@@ -161,6 +166,7 @@ class Worker:
         runner = self._runner
         return {
             "rank": self._config.rank,
+            "stage": self._config.stage,
             "device": str(self._device),
             "dtype": runner.info.dtype if runner else "",
             "num_threads": torch.get_num_threads(),
@@ -195,3 +201,18 @@ class Worker:
         """Let go of the model and the cache."""
         self._runner = None
         self._free_memory()
+
+
+def _connect(config: WorkerConfig) -> tuple[TimedCollectives | None, StageLinks | None]:
+    """Waits for the workers that this one computes with: those of its stage, and those of the same part in the other stages."""
+    if config.store is None:
+        return None, None
+    size, num_stages = config.engine.executor.tensor_parallel_size, config.engine.executor.pipeline_parallel_size
+    collectives, links = None, None
+    if size > 1:
+        collectives = TimedCollectives(
+            GlooCollectives(config.store, config.tensor_rank, size, f"tensor {config.stage}")
+        )
+    if num_stages > 1:
+        links = StageLinks(GlooTransport(config.store, config.stage, num_stages, f"stages {config.tensor_rank}"))
+    return collectives, links

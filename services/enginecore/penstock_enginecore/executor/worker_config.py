@@ -7,7 +7,8 @@ from penstock_enginecore.config import EngineCoreConfig
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``engine``: the same for all workers of an engine. ``rank``: which of ``world_size`` workers this one is. Of workers on one
+    """``engine``: the same for all workers of an engine. ``rank``: which of ``world_size`` workers this one is: those of a stage
+    come one after the other, the stages behind one another. Of workers on one
     host each has a device of its own, the one of its rank, and its share of the cores. ``store``: a descriptor of shared memory
     where they find each other; None for a worker that is alone.
     """
@@ -20,3 +21,23 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_range("worker.world_size", self.world_size, low=1)
         check_range("worker.rank", self.rank, low=0, high=self.world_size - 1)
+
+    @property
+    def stage(self) -> int:
+        """Which stage of the pipeline the worker belongs to."""
+        return self.rank // self.engine.executor.tensor_parallel_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of its stage's layers the worker has."""
+        return self.rank % self.engine.executor.tensor_parallel_size
+
+    @property
+    def samples(self) -> bool:
+        """Whether the worker is of the last stage."""
+        return self.stage == self.engine.executor.pipeline_parallel_size - 1
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the engine gets its tokens from this worker, the first of the last stage."""
+        return self.samples and self.tensor_rank == 0

@@ -18,8 +18,9 @@ from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_ca
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
-from penstock_enginecore.forward.probe import CUTS, Probe, probe_logits, probe_parts
+from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Proven, first_proven
+from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.linear import dequantize_linears
@@ -109,6 +110,37 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     forward = serve() if proven.serves is None else proven.serves
     graphs = forward.graph_stats if isinstance(forward, FusedForward) else GraphStats
     return BuiltForward(forward, sampler, computing, launcher, graphs)
+
+
+@torch.inference_mode()
+def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -> BuiltForward:
+    """What runs one stage of a model that generates, with its links open; the other layers are freed. Raises as ``build_forward``
+    does, and ModelLoadError for a model that is not served in stages.
+    """
+    native, attends, backend = _open(config)
+    left = cut(probe_model(model, config.device, config.block_size), stage)
+
+    def serve(packed_bytes: int = 0) -> ModulesForward:
+        return ModulesForward(left.probed, backend, packed_bytes)
+
+    candidates = []
+    if native is not None and native.uses.linear:
+        candidates.append(linear_candidate(native.library, model.module, lambda: left.run(serve()), serve))
+    proven = first_proven(candidates, lambda: left.expected)
+    sampling, computing = None, proven.name or "torch"
+    if native is not None:
+        sampling = native.sampling()
+        computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
+    computing += f", layers {left.own.start} to {left.own.stop - 1} of {left.num_layers}"
+    _log(computing, proven)
+    stage.links.open(
+        max_tokens=max(stage.max_tokens, NUM_TOKENS),
+        max_seqs=stage.max_seqs,
+        width=left.width,
+        dtype=left.dtype,
+    )
+    forward = StageForward(serve() if proven.serves is None else proven.serves, left.seams, stage.links)
+    return BuiltForward(forward, TorchSampler(sampling), computing)
 
 
 @torch.inference_mode()

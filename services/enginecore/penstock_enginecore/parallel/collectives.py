@@ -1,16 +1,10 @@
 """What ranks of one host exchange in a step."""
 
-import os
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
-_INTERFACE = "lo"
-_TIMEOUT = timedelta(days=1)
-"""A step that hangs is ended by the engine, which knows which worker it waits for."""
+from penstock_enginecore.parallel.gloo import gloo_group
 
 
 class Collectives(Protocol):
@@ -27,17 +21,12 @@ class Collectives(Protocol):
 
 
 class GlooCollectives:
-    """Over sockets of the loopback interface. Not torch's default group: nothing else gets between the calls of a step."""
+    """Over sockets of the loopback interface."""
 
-    def __init__(self, store: int, rank: int, size: int) -> None:
-        """Waits for all ranks. ``store``: a descriptor of memory that they share, empty at first, to find each other."""
+    def __init__(self, store: int, rank: int, size: int, name: str = "tensor") -> None:
+        """Waits for all ranks. See ``gloo_group``."""
         self.rank, self.size = rank, size
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=_INTERFACE)]
-        options._timeout = _TIMEOUT
-        options._threads = 1
-        self._store = FileStore(f"/proc/{os.getpid()}/fd/{store}", -1)
-        self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
+        self._group: Any = gloo_group(store, name, rank, size)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives``."""

@@ -1,7 +1,7 @@
 """Runs a step: lay out the inputs, forward pass, logits of the rows that sample, tokens."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,9 @@ from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
 
+ChosenElsewhere = Callable[[], Arrival | None]
+"""The tokens of the step that was executed last, in the order of its requests; None where they are not read."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
@@ -46,12 +49,20 @@ class GenerationRunner:
     are waited for.
     """
 
-    def __init__(self, model: LoadedModel, built: BuiltForward, begin_copy: BeginCopy = begin_copy) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        built: BuiltForward,
+        begin_copy: BeginCopy = begin_copy,
+        chosen_elsewhere: ChosenElsewhere | None = None,
+    ) -> None:
+        """``chosen_elsewhere``: begins to learn the tokens of a step, which another worker samples."""
         self._model = model
         self._forward = built.forward
         self._sampler = built.sampler
         self._launcher = built.launcher
         self._begin_copy = begin_copy
+        self._chosen_elsewhere = chosen_elsewhere
         self._newest = NewestTokens(self._forward.device)
         self._coming: deque[tuple[ExpectedTokens, Arrival]] = deque()
         self.computing = built.computing
@@ -138,10 +149,10 @@ class GenerationRunner:
             self._pending = None
             return
         inputs = self._prepare(self._batch, step)
-        fed = self._newest.feed(inputs.unknown, inputs.unknown_rows)
+        fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
         batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs), fed)
         targets = self._batch.prompt_targets(inputs)
-        if targets:
+        if targets and self._chosen_elsewhere is None:
             logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
         else:
             logits, prompt_logprobs = self._forward.run(batch, inputs.logits_indices).logits, {}
@@ -152,6 +163,9 @@ class GenerationRunner:
         """Tokens of the step that ``execute`` ran."""
         pending, self._pending = self._pending, None
         if pending is None or self._batch is None:
+            return ModelRunnerOutput()
+        if self._chosen_elsewhere is not None:
+            self._expect(self._batch, pending, self._chosen_elsewhere())
             return ModelRunnerOutput()
         if self._launcher is not None:
             sampling_ids = [pending.inputs.request_ids[i] for i in pending.inputs.sampling_requests]
@@ -200,10 +214,20 @@ class GenerationRunner:
             self._coming.append((expected, arrival))
         return Late(partial(_read, pending.inputs, pending.prompt_logprobs, arrival))
 
+    def _expect(self, batch: InputBatch, pending: _Pending, arrival: Arrival | None) -> None:
+        """Count the tokens of a step that another worker samples. ``arrival``: None where nobody here reads them."""
+        request_ids = pending.inputs.request_ids
+        expected = batch.expect_tokens([request_ids[i] for i in pending.inputs.sampling_requests])
+        if arrival is not None:
+            self._coming.append((expected, arrival))
+
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
-        """The inputs of a step. What is embedded beside vectors must be known here."""
+        """The inputs of a step. What is embedded beside vectors must be known here, or by another worker's choice."""
         self._take_tokens(batch, wait=False)
         inputs = batch.prepare(step.num_scheduled_tokens)
+        while len(inputs.unknown) and self._chosen_elsewhere is not None and self._coming:
+            self._take_oldest(batch)
+            inputs = batch.prepare(step.num_scheduled_tokens)
         if len(inputs.unknown) and self._vectors.of(inputs) is not None:
             self._take_tokens(batch, wait=True)
             inputs = batch.prepare(step.num_scheduled_tokens)
@@ -212,8 +236,11 @@ class GenerationRunner:
     def _take_tokens(self, batch: InputBatch, *, wait: bool) -> None:
         """Take in the tokens that have arrived, or all that were chosen."""
         while self._coming and (wait or self._coming[0][1].arrived()):
-            expected, arrival = self._coming.popleft()
-            batch.take_tokens(expected, arrival.wait()[0, : len(expected.rows)])
+            self._take_oldest(batch)
+
+    def _take_oldest(self, batch: InputBatch) -> None:
+        expected, arrival = self._coming.popleft()
+        batch.take_tokens(expected, arrival.wait()[0, : len(expected.rows)])
 
     def to(self, device: torch.device) -> None:
         """Move the weights of the forward pass."""
@@ -245,6 +272,8 @@ class GenerationRunner:
             logits = probe_logits(self._forward, probe, rows)
         finally:
             self._forward.bind(self._caches)
+        if self._chosen_elsewhere is not None:
+            return
         half = np.full(len(logits), 0.5)
         self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))
 

@@ -10,13 +10,17 @@ from penstock_enginecore.executor.multiproc.failures import WorkersGone
 T = TypeVar("T")
 
 
-def agreed(what: str, answers: Sequence[T]) -> T:
-    """The answer of all workers. Raises WorkersGone, naming a worker and what differs, where they are not the same."""
+def agreed(what: str, answers: Sequence[T], first_rank: int = 0) -> T:
+    """The answer of all workers, which are those from ``first_rank`` on. Raises WorkersGone, naming a worker and what differs,
+    where they are not the same.
+    """
     first = answers[0]
-    for rank, other in enumerate(answers):
+    for rank, other in enumerate(answers, first_rank):
         if other != first:
             name, ours, theirs = _difference(msgspec.to_builtins(first), msgspec.to_builtins(other))
-            raise WorkersGone(f"worker {rank} differs from worker 0 in {what}: {name} is {theirs!r} and not {ours!r}")
+            raise WorkersGone(
+                f"worker {rank} differs from worker {first_rank} in {what}: {name} is {theirs!r} and not {ours!r}"
+            )
     return first
 
 

@@ -35,6 +35,7 @@ from penstock_enginecore.executor.multiproc.messages import (
 )
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
 from penstock_enginecore.executor.multiproc.workers import MODULE, Overdue, Workers
+from penstock_enginecore.parallel.kv_groups import largest_stage
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class MultiprocExecutor:
     def __init__(self, config: EngineCoreConfig, *, module: str = MODULE) -> None:
         """Starts the processes, without waiting for what they import. ``module``: what they run."""
         self._timeout = config.executor.step_timeout
-        self._num_workers = num_workers = config.executor.tensor_parallel_size
+        self._num_workers = num_workers = config.executor.num_workers
+        self._num_of_stage = config.executor.tensor_parallel_size
         self._calls = Calls(num_workers)
         self._progress: Progress = logger.info
         self._on_failure: Callable[[Exception], None] = lambda _: None
@@ -87,9 +89,15 @@ class MultiprocExecutor:
         return agreed("the model", models)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order."""
+        """Demand of every attention layer, by layer name in execution order; of a model in stages that of a stage which has the
+        most layers of each kind.
+        """
         specs: list[dict[str, KVCacheSpec]] = self._invoke("kv_cache_specs", dict[str, KVCacheSpec])
-        return agreed("the KV cache", specs)
+        size = self._num_of_stage
+        stages = [
+            agreed("the KV cache", specs[first : first + size], first) for first in range(0, self._num_workers, size)
+        ]
+        return largest_stage(stages) if len(stages) > 1 else stages[0]
 
     def available_kv_cache_memory(self) -> int:
         """Bytes that may become KV cache: of the worker that has the least. Waits for the profiling step."""
@@ -188,17 +196,19 @@ class MultiprocExecutor:
         self._on_failure(error)
 
     def _finish(self, step: "Future[ModelRunnerOutput]", answers: "Future[list[Any]]") -> None:
-        """Complete a step with the first worker's output, if all have sampled the same."""
+        """Complete a step with the output of the last stage's first worker, if all of that stage have sampled the same."""
         error = answers.exception()
         if error is not None:
             step.set_exception(error)
             return
         sampled: list[Sampled] = answers.result()
-        other = next((rank for rank, each in enumerate(sampled) if each.digest != sampled[0].digest), None)
-        output = sampled[0].output
+        first = self._num_workers - self._num_of_stage
+        of_stage = enumerate(sampled[first:], first)
+        other = next((rank for rank, each in of_stage if each.digest != sampled[first].digest), None)
+        output = sampled[first].output
         if other is None and output is not None:
             step.set_result(output)
             return
-        differ = WorkersGone(f"workers 0 and {other} sampled different tokens")
+        differ = WorkersGone(f"workers {first} and {other} sampled different tokens")
         self._calls.fail(differ)
         step.set_exception(differ)

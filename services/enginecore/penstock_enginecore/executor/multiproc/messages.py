@@ -84,7 +84,9 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """The end of a step. ``digest``: of its tokens. One worker sends them, the others the digest alone."""
+    """The end of a step. ``digest``: of its tokens, empty from a stage that does not sample. One worker sends them, the others of
+    its stage the digest alone.
+    """
 
     number: int
     digest: bytes

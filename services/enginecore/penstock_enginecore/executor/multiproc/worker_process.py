@@ -89,11 +89,13 @@ class WorkerLoop:
     # Steps. None follows a failed one: the requests' rows may be half written, and their blocks another's.
 
     def _execute(self, step: SchedulerOutput) -> None:
-        if self._error is None:
-            try:
+        try:
+            if self._error is None:
                 self._made().runner.execute(step)
-            except Exception as e:
-                self._error = e
+            elif self._worker is not None:
+                self._worker.skip(step)
+        except Exception as e:
+            self._error = self._error or e
 
     def _sampled(self, number: int, grammar: Mask | None) -> Answer:
         error, self._error = self._error, _FAILED_BEFORE
@@ -105,7 +107,8 @@ class WorkerLoop:
                 error = e
             else:
                 self._error = None
-                return Sampled(number, digest_of(output), output if self._config.rank == 0 else None)
+                digest = digest_of(output) if self._config.samples else b""
+                return Sampled(number, digest, output if self._config.tells_tokens else None)
         return Raised(number, Failure.of(error))
 
     # Everything else.

@@ -1,0 +1,95 @@
+"""Runs the steps of one stage of a pipeline."""
+
+import msgspec
+import torch
+
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.executor.completion import Arrival, Late
+from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.forward.build import BuiltForward
+from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.parallel.kv_groups import own_groups
+from penstock_enginecore.parallel.stage_links import StageLinks
+
+
+class StageRunner:
+    """The ``ModelRunner`` of a stage. The last one samples and tells the first, which needs the tokens as inputs of later steps;
+    the others count them. Their outputs are empty.
+    """
+
+    def __init__(self, model: LoadedModel, built: BuiltForward, links: StageLinks) -> None:
+        self._links = links
+        self._runner = GenerationRunner(model, built, chosen_elsewhere=None if links.is_last else self._learn_tokens)
+        self.computing = built.computing
+
+    @property
+    def info(self) -> ModelInfo:
+        """Of the whole model. A step is prepared while others run: each stage is at another one."""
+        return msgspec.structs.replace(self._runner.info, runs_ahead=True)
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Those of the stage's own layers."""
+        return self._runner.specs
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the stage's own layers."""
+        return self._runner.weight_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of the stage's own layers."""
+        return self._runner.kv_cache_bytes
+
+    @property
+    def graphs(self) -> GraphStats:
+        """None is replayed."""
+        return self._runner.graphs
+
+    def profile(self, num_tokens: int, num_seqs: int) -> None:
+        """Runs in all stages."""
+        self._runner.profile(num_tokens, num_seqs)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Of the stage's own layers: groups are those of ``config``, each with the layers of its kind that are here."""
+        self._runner.initialize_kv_cache(own_groups(config, self.specs))
+
+    def drop_kv_cache(self) -> None:
+        """See ``ModelRunner``."""
+        self._runner.drop_kv_cache()
+
+    def recover(self) -> None:
+        """In all stages: the token that is computed passes them."""
+        self._runner.recover()
+
+    def execute(self, step: SchedulerOutput) -> None:
+        """Waits for the stage before. Raises StageFailedError where it has failed in this step, or the last in the one before."""
+        if step.num_scheduled_tokens:
+            self._links.begin()
+        try:
+            self._runner.execute(step)
+        except BaseException:
+            self._links.fail()
+            raise
+
+    def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
+        """Empty but in the last stage."""
+        try:
+            output = self._runner.sample(grammar)
+            if self._links.is_last and isinstance(output, ModelRunnerOutput) and output.request_ids:
+                self._links.send_tokens([token for tokens in output.sampled_token_ids for token in tokens])
+        except BaseException:
+            self._links.fail()
+            raise
+        return output
+
+    def to(self, device: torch.device) -> None:
+        """Moves the stage's own weights."""
+        self._runner.to(device)
+
+    def _learn_tokens(self) -> Arrival | None:
+        return self._links.tokens() if self._links.is_first else None

@@ -1,0 +1,149 @@
+"""The forward pass of one stage of a pipeline, by the modules of its layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.attention.kv_cache import LayerCaches
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
+from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.forward.proof import TOLERANCES, distance
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.parallel.stage_links import StageLinks
+from penstock_enginecore.parallel.stage_plan import deal_layers
+from penstock_enginecore.parallel.stages import Seams, cut_model, part_bytes, trace_layers
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """The stage that ``links`` belong to. ``stage_layers``: layers of each stage, empty for a choice by bytes. ``max_tokens`` and
+    ``max_seqs``: the most that a step computes and samples.
+    """
+
+    links: StageLinks
+    stage_layers: Sequence[int]
+    max_tokens: int
+    max_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel:
+    """A model of which the layers ``own`` of ``num_layers`` are left. ``expected``: what they make of the probe with
+    ``entering``, hidden states or logits. ``width`` and ``dtype``: of hidden states.
+    """
+
+    probed: ProbedModel
+    seams: Seams
+    own: range
+    num_layers: int
+    entering: torch.Tensor | None
+    expected: torch.Tensor
+    width: int
+    dtype: torch.dtype
+
+    def run(self, forward: ModulesForward) -> torch.Tensor:
+        """What ``forward`` makes of the probe, without the other stages."""
+        self.seams.entering = self.entering
+        try:
+            logits = probe_logits(forward, Probe.prompt(self.probed.model.vocab_size))
+        finally:
+            self.seams.entering = None
+        return logits if self.seams.leaving is None else self.seams.leaving
+
+
+def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
+    """Leave of the model what the stage computes. Raises ModelLoadError, with what to change, for a model that cannot be dealt
+    out so, and for one whose stages compute something else.
+    """
+    module, links = probed.model.module, stage.links
+    reference = ModulesForward(probed, create_backend("reference", probed.device))
+    prompt = Probe.prompt(probed.model.vocab_size)
+    trace = trace_layers(module, probed.specs, lambda: probe_logits(reference, prompt))
+    parts = part_bytes(module, trace.name)
+    name = type(module).__name__
+    own = deal_layers(
+        name,
+        parts.layers,
+        before=parts.before,
+        behind=parts.behind,
+        num_stages=links.num_stages,
+        stage_layers=stage.stage_layers,
+    )[links.stage]
+    prefixes = tuple(f"{trace.name}.{i}." for i in own)
+    seams = cut_model(module, trace.name, own)
+    specs = {each: spec for each, spec in probed.specs.items() if each.startswith(prefixes)}
+    left = CutModel(
+        probed=replace(probed, calls=[], specs=specs),
+        seams=seams,
+        own=own,
+        num_layers=len(parts.layers),
+        entering=None if links.is_first else trace.entering[own.start],
+        expected=trace.logits if links.is_last else trace.leaving[own.stop - 1],
+        width=trace.leaving[0].shape[-1],
+        dtype=trace.leaving[0].dtype,
+    )
+    differs = distance(left.run(ModulesForward(left.probed, create_backend("reference", probed.device))), left.expected)
+    if not differs <= TOLERANCES[left.expected.dtype]:
+        raise ModelLoadError(
+            f"executor.pipeline_parallel_size is {links.num_stages}; {name} computes something else in stages: what comes out "
+            f"of layers {own.start} to {own.stop - 1} differs by {differs:.0%}; use 1"
+        )
+    return left
+
+
+class StageForward:
+    """A ``ForwardPass`` whose hidden states come from the stage before and go to the one behind. Of all stages but the last the
+    logits have no columns.
+    """
+
+    def __init__(self, inner: ModulesForward, seams: Seams, links: StageLinks) -> None:
+        self.device = inner.device
+        self.separate_head = inner.separate_head
+        self.specs: dict[str, KVCacheSpec] = inner.specs
+        self.memory = inner.memory
+        self._inner = inner
+        self._seams = seams
+        self._links = links
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the stage's own weights."""
+        return self._inner.weight_bytes
+
+    def bind(self, caches: LayerCaches) -> None:
+        """Those of the stage's own layers."""
+        self._inner.bind(caches)
+
+    def embed(self, token_ids: IntArray) -> torch.Tensor:
+        """See ``ForwardPass``; zeros behind the first stage."""
+        return self._inner.embed(token_ids)
+
+    def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
+        """Waits for the stage before. What leaves is on its way when this returns. Raises StageFailedError where a stage before
+        has failed.
+        """
+        links, seams = self._links, self._seams
+        if not links.is_first:
+            seams.entering = links.receive(len(batch.token_ids))
+        try:
+            output = self._inner.run(batch, rows, keep_states=keep_states)
+            if seams.leaving is not None:
+                links.send(seams.leaving)
+        finally:
+            seams.entering = seams.leaving = None
+            links.release()
+        return output
+
+    def head(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Of the last stage."""
+        return self._inner.head(states, rows)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the stage's own weights."""
+        self._inner.to(device)

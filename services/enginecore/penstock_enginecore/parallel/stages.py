@@ -1,0 +1,216 @@
+"""A loaded model cut down to the layers of one stage, with the places where hidden states come in and go out.
+
+Foreign layers become identities, so that the model's own loop runs over the others as before. Hidden states come in at the first
+layer of the stage, behind whatever a model does with its embeddings.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock_enginecore.models.errors import ModelLoadError
+
+_SETTING = "executor.pipeline_parallel_size"
+_PASSED_ON = frozenset({"hidden_states", "position_ids", "position_embeddings", "cache_position"})
+"""Tensors that a layer may take: hidden states travel, the others follow from positions in every stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """A forward pass of the whole model: ``logits`` ``[tokens, vocab]``, and what went into each layer and came out of it,
+    ``[tokens, width]``. ``name``: of the list of the layers.
+    """
+
+    name: str
+    logits: torch.Tensor
+    entering: list[torch.Tensor]
+    leaving: list[torch.Tensor]
+
+
+def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callable[[], torch.Tensor]) -> LayerTrace:
+    """Look at the layers while ``run`` gives logits ``[tokens, vocab]``. ``attention``: names of the modules that attend. Raises
+    ModelLoadError, naming the model, where more passes between layers than hidden states and what follows from positions.
+    """
+    name, layers = _layers_of(module, attention)
+    entering: list[torch.Tensor] = []
+    leaving: list[torch.Tensor] = []
+
+    def before(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's signature
+        states, *others = [*args, *([kwargs["hidden_states"]] if "hidden_states" in kwargs else [])]
+        named = {**kwargs, **{f"argument {i + 2}": value for i, value in enumerate(others)}}
+        taken = sorted(key for key, value in named.items() if key not in _PASSED_ON and _has_tensor(value))
+        if taken:
+            raise _refusal(module, f"its layers take {', '.join(taken)} beside hidden states and positions")
+        entering.append(states[0].clone())
+
+    def behind(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        if not isinstance(output, torch.Tensor):
+            raise _refusal(module, "its layers give more than hidden states")
+        leaving.append(output[0].clone())
+
+    hooks = [
+        hook
+        for layer in layers
+        for hook in (
+            layer.register_forward_pre_hook(before, with_kwargs=True),
+            layer.register_forward_hook(behind),
+        )
+    ]
+    try:
+        logits = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(entering) != len(layers) or not all(map(torch.equal, leaving, entering[1:])):
+        raise _refusal(module, "it computes something between its layers")
+    return LayerTrace(name, logits, entering, leaving)
+
+
+def _layers_of(module: PreTrainedModel, attention: Iterable[str]) -> tuple[str, torch.nn.ModuleList]:
+    """The one list of layers that has all that attends in it."""
+    attention = list(attention)
+    for name, child in module.named_modules():
+        if not isinstance(child, torch.nn.ModuleList) or len(child) != module.config.num_hidden_layers:
+            continue
+        if all(each.startswith(f"{name}.") for each in attention):
+            return name, child
+    raise _refusal(module, "its layers are not one list")
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _refusal(module: PreTrainedModel, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"{_SETTING}: {type(module).__name__} is not served in stages: {reason}; use 1")
+
+
+class Seams:
+    """Where a stage was cut. ``entering``: hidden states ``[tokens, width]`` for its next pass, set before it; of the first
+    stage None. ``leaving``: those behind its last layer, of the last pass; of the last stage None.
+    """
+
+    def __init__(self) -> None:
+        self.entering: torch.Tensor | None = None
+        self.leaving: torch.Tensor | None = None
+
+    def lead_in(self, layer: torch.nn.Module) -> None:
+        """Let ``layer`` take ``entering``."""
+
+        def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
+            if self.entering is None:
+                raise RuntimeError("a stage behind the first has no hidden states to begin with")
+            states = self.entering[None]
+            if args:
+                return (states, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": states}
+
+        layer.register_forward_pre_hook(replace, with_kwargs=True)
+
+    def lead_out(self, layer: torch.nn.Module) -> None:
+        """Keep what ``layer`` puts out as ``leaving``."""
+
+        def keep(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001 - torch's signature
+            self.leaving = output[0]
+
+        layer.register_forward_hook(keep)
+
+
+class _ForeignLayer(torch.nn.Module):
+    """Another stage's: hidden states pass through. It says of itself what models ask their layers for."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        for key, value in vars(layer).items():
+            if not key.startswith("_") and isinstance(value, (str, int, float)):
+                setattr(self, key, value)
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # noqa: ARG002 - any layer's
+        """``hidden_states``."""
+        return hidden_states
+
+
+class _ForeignEmbedding(torch.nn.Module):
+    """The first stage's. ``weight``: without rows."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Zeros, which nobody reads."""
+        return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
+
+
+class _ForeignHead(torch.nn.Module):
+    """The last stage's. ``weight``: without rows."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of no token."""
+        return states[..., :0]
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes:
+    """Bytes of a model's weights: of each of its ``layers``, of what comes ``before`` them, and ``behind``. Embedding and head
+    that are the same weights count in both: each stage has them.
+    """
+
+    layers: list[int]
+    before: int
+    behind: int
+
+
+def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
+    """``layers``: the name of their list."""
+    return PartBytes(
+        [_num_bytes(layer) for layer in _children(module, layers)],
+        _num_bytes(module.get_input_embeddings()),
+        _num_bytes(_head(module)),
+    )
+
+
+def cut_model(module: PreTrainedModel, layers: str, own: range) -> Seams:
+    """Keep of ``module`` the ``own`` layers, in place, the embedding in the first stage and the head in the last. ``layers``: the
+    name of their list.
+    """
+    listed = _children(module, layers)
+    is_first, is_last = own.start == 0, own.stop == len(listed)
+    seams = Seams()
+    for i, layer in enumerate(listed):
+        if i not in own:
+            listed[i] = _ForeignLayer(layer)
+    if not is_first:
+        seams.lead_in(listed[own.start])
+        _replace(module, module.get_input_embeddings(), _ForeignEmbedding)
+    if not is_last:
+        seams.lead_out(listed[own.stop - 1])
+        _replace(module, _head(module), _ForeignHead)
+    return seams
+
+
+def _head(module: Any) -> Any:
+    return module.get_output_embeddings()
+
+
+def _replace(module: PreTrainedModel, part: Any, by: Callable[[torch.Tensor], torch.nn.Module]) -> None:
+    name = next(name for name, child in module.named_modules() if child is part)
+    module.set_submodule(name, by(part.weight))
+
+
+def _children(module: PreTrainedModel, layers: str) -> torch.nn.ModuleList:
+    return cast("torch.nn.ModuleList", module.get_submodule(layers))
+
+
+def _num_bytes(module: Any) -> int:
+    parameters: Sequence[torch.Tensor] = list(module.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -1,0 +1,142 @@
+"""The workers of a ``MultiprocExecutor`` as threads of the test: no process to start, and the same calls, answers and errors.
+
+Stages pass their messages on in memory. Tensor parallelism is for processes.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.executor import worker as worker_module
+from penstock_enginecore.executor.loading import load_runner
+from penstock_enginecore.executor.multiproc import executor as executor_module
+from penstock_enginecore.executor.multiproc.messages import decode_answer
+from penstock_enginecore.executor.multiproc.worker_process import WorkerLoop
+from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.parallel.stage_links import StageLinks
+from tests.fakes.patience import PATIENCE
+
+
+class Streams:
+    """What stages have sent, by sender, receiver and channel."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Condition()
+        self._sent: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self._asked: dict[tuple[int, int, int], int] = {}
+
+    def send(self, stream: tuple[int, int, int], message: torch.Tensor) -> None:
+        with self._arrived:
+            self._sent.setdefault(stream, []).append(message)
+            self._arrived.notify_all()
+
+    def ask(self, stream: tuple[int, int, int]) -> int:
+        with self._arrived:
+            index = self._asked.get(stream, 0)
+            self._asked[stream] = index + 1
+            return index
+
+    def get(self, stream: tuple[int, int, int], index: int) -> torch.Tensor:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self._sent.get(stream, [])) > index, PATIENCE), stream
+            return self._sent[stream][index]
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether everything that was sent was asked for."""
+        return all(len(sent) <= self._asked.get(stream, 0) for stream, sent in self._sent.items())
+
+
+class _Sent:
+    def wait(self) -> None:
+        pass
+
+
+class _Receiving:
+    def __init__(self, streams: Streams, stream: tuple[int, int, int], buffer: torch.Tensor) -> None:
+        self._streams, self._stream, self._buffer = streams, stream, buffer
+        self._index = streams.ask(stream)
+
+    def wait(self) -> None:
+        message = self._streams.get(self._stream, self._index)
+        self._buffer[: len(message)] = message
+
+
+class ThreadTransport:
+    """A ``StageTransport``."""
+
+    def __init__(self, streams: Streams, stage: int, num_stages: int) -> None:
+        self.stage, self.num_stages = stage, num_stages
+        self._streams = streams
+
+    def send(self, message: torch.Tensor, stage: int, channel: int) -> _Sent:
+        self._streams.send((self.stage, stage, channel), message.clone())
+        return _Sent()
+
+    def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> _Receiving:
+        return _Receiving(self._streams, (stage, self.stage, channel), buffer)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read(self) -> bytes:
+        return self.queue.get()
+
+
+class _Writer:
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+
+    def write(self, data: bytes, timeout: float | None = None) -> None:
+        self._write(data)
+
+
+class WorkerThreads:
+    """Stands for ``Workers``."""
+
+    def __init__(
+        self, config: EngineCoreConfig, num_workers: int, hear: Callable[[int, Any], None], *_others: object
+    ) -> None:
+        readers = [_Reader() for _ in range(num_workers)]
+        self.calls = _Writer(lambda data: [reader.queue.put(data) for reader in readers])
+        self.pids: list[int] = []
+        self._threads = []
+        for rank, reader in enumerate(readers):
+            writer = _Writer(lambda data, rank=rank: hear(rank, decode_answer(data)))
+            loop = WorkerLoop(WorkerConfig(engine=config, rank=rank, world_size=num_workers), reader, writer)
+            self._threads.append(threading.Thread(target=loop.run, name=f"worker-{rank}", daemon=True))
+            self._threads[-1].start()
+
+    def end(self, *, told: bool) -> None:
+        """Joins threads that were told to end."""
+        for thread in self._threads if told else ():
+            thread.join(PATIENCE)
+
+
+def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Have executors of this test start threads, which load their parts one after the other."""
+    streams = Streams()
+    lock = threading.Lock()
+
+    def connect(config: WorkerConfig) -> Any:
+        executor = config.engine.executor
+        assert executor.tensor_parallel_size == 1
+        if executor.pipeline_parallel_size == 1:
+            return None, None
+        return None, StageLinks(ThreadTransport(streams, config.stage, executor.pipeline_parallel_size))
+
+    def load(*args: Any) -> Any:
+        with lock:
+            return load_runner(*args)
+
+    monkeypatch.setattr(executor_module, "Workers", WorkerThreads)
+    monkeypatch.setattr(worker_module, "_connect", connect)
+    monkeypatch.setattr(worker_module, "load_runner", load)
+    return streams
