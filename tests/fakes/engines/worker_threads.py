@@ -114,6 +114,9 @@ class WorkerThreads:
             self._threads.append(threading.Thread(target=loop.run, name=f"worker-{rank}", daemon=True))
             self._threads[-1].start()
 
+    def expect_ends(self) -> None:
+        """Threads may end at any time."""
+
     def end(self, *, told: bool) -> None:
         """Joins threads that were told to end."""
         for thread in self._threads if told else ():
