@@ -209,6 +209,10 @@ ring: setup ## A million messages over the ring between processes; then what a s
 	@$(BIN)/python -m tests.benchmarks.step_ring --messages 1000000
 	@$(BIN)/python -m tests.benchmarks.step_ring
 
+.PHONY: parallel-matrix
+parallel-matrix: setup ## Every family over 2 to 4 workers, by tensor and pipeline: its tokens, or why it is refused (15 minutes)
+	@$(BIN)/python -m tests.parallel_matrix
+
 .PHONY: bench-gpu
 bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
 	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)

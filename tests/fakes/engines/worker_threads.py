@@ -1,11 +1,15 @@
 """The workers of a ``MultiprocExecutor`` as threads of the test: no process to start, and the same calls, answers and errors.
 
-Stages pass their messages on in memory. Tensor parallelism is for processes.
+Stages pass their messages on in memory, parts of layers add up over gloo.
 """
 
+import os
 import queue
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +17,17 @@ import torch
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor import worker as worker_module
-from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.multiproc import executor as executor_module
+from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.executor.multiproc.messages import decode_answer
+from penstock_enginecore.executor.multiproc.ring import RingTimeout
 from penstock_enginecore.executor.multiproc.worker_process import WorkerLoop
 from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.models import loader as loader_module
+from penstock_enginecore.models.loader import load_weights
+from penstock_enginecore.parallel.collectives import GlooCollectives
 from penstock_enginecore.parallel.stage_links import StageLinks
+from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from tests.fakes.patience import PATIENCE
 
 
@@ -86,8 +95,11 @@ class _Reader:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def read(self) -> bytes:
-        return self.queue.get()
+    def read(self, timeout: float | None = None) -> bytes:
+        try:
+            return self.queue.get(timeout=timeout)
+        except queue.Empty:
+            raise RingTimeout("no message") from None
 
 
 class _Writer:
@@ -102,16 +114,25 @@ class WorkerThreads:
     """Stands for ``Workers``."""
 
     def __init__(
-        self, config: EngineCoreConfig, num_workers: int, hear: Callable[[int, Any], None], *_others: object
+        self,
+        config: EngineCoreConfig,
+        num_workers: int,
+        hear: Callable[[int, Any], None],
+        failed: Callable[[WorkersGone], None],
+        *_others: object,
     ) -> None:
+        store = os.memfd_create("store")
+        weakref.finalize(self, os.close, store)
         readers = [_Reader() for _ in range(num_workers)]
         self.calls = _Writer(lambda data: [reader.queue.put(data) for reader in readers])
         self.pids: list[int] = []
         self._threads = []
         for rank, reader in enumerate(readers):
             writer = _Writer(lambda data, rank=rank: hear(rank, decode_answer(data)))
-            loop = WorkerLoop(WorkerConfig(engine=config, rank=rank, world_size=num_workers), reader, writer)
-            self._threads.append(threading.Thread(target=loop.run, name=f"worker-{rank}", daemon=True))
+            own = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store)
+            loop = WorkerLoop(own, reader, writer)
+            run = partial(_run, loop, failed)
+            self._threads.append(threading.Thread(target=run, name=f"worker-{rank}", daemon=True))
             self._threads[-1].start()
 
     def expect_ends(self) -> None:
@@ -123,23 +144,36 @@ class WorkerThreads:
             thread.join(PATIENCE)
 
 
+def _run(loop: WorkerLoop, failed: Callable[[WorkersGone], None]) -> None:
+    try:
+        loop.run()
+    except Exception as e:
+        failed(WorkersGone(f"a worker's thread ended: {e!r}"))
+        raise
+
+
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Have executors of this test start threads, which load their parts one after the other."""
-    streams = Streams()
+    """Have executors of this test start threads, which read their weights one after the other. What the first workers of the
+    stages have sent.
+    """
+    streams: defaultdict[int, Streams] = defaultdict(Streams)
     lock = threading.Lock()
 
     def connect(config: WorkerConfig) -> Any:
-        executor = config.engine.executor
-        assert executor.tensor_parallel_size == 1
-        if executor.pipeline_parallel_size == 1:
-            return None, None
-        return None, StageLinks(ThreadTransport(streams, config.stage, executor.pipeline_parallel_size))
+        executor, collectives, links = config.engine.executor, None, None
+        if executor.tensor_parallel_size > 1:
+            group = f"tensor {config.stage}"
+            collectives = GlooCollectives(config.store, config.tensor_rank, executor.tensor_parallel_size, group)
+        if executor.pipeline_parallel_size > 1:
+            own = streams[config.tensor_rank]
+            links = StageLinks(ThreadTransport(own, config.stage, executor.pipeline_parallel_size))
+        return collectives and TimedCollectives(collectives), links
 
-    def load(*args: Any) -> Any:
+    def load(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            return load_runner(*args)
+            return load_weights(*args, **kwargs)
 
     monkeypatch.setattr(executor_module, "Workers", WorkerThreads)
     monkeypatch.setattr(worker_module, "_connect", connect)
-    monkeypatch.setattr(worker_module, "load_runner", load)
-    return streams
+    monkeypatch.setattr(loader_module, "load_weights", load)
+    return streams[0]

@@ -1,0 +1,101 @@
+"""One family over several workers: the tokens of transformers, or why it is refused."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from penstock_common.errors import PenstockError
+from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.core.engine_core import EngineCore
+from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.engines.worker_threads import use_threads
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
+
+NEW_TOKENS = 8
+PROMPT_LENGTHS = (1, 3, 7, 16, 34)
+NUM_LAYERS = 4
+SIZES = ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2))
+"""Tensor and pipeline parallel sizes."""
+SECTIONS: dict[str, Any] = {
+    # Prompts in pieces.
+    "scheduler": {"max_num_batched_tokens": 7},
+    "cache": {"num_blocks": 128},
+}
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """``served``: the tokens were those of transformers, and seeded ones those of one worker. ``why``: a refusal, or what was wrong
+    where ``wrong``.
+    """
+
+    tensor: int
+    pipeline: int
+    served: bool
+    wrong: bool = False
+    why: str = ""
+
+
+def layered(family: str) -> dict[str, Any]:
+    """What makes the family's tiny configuration one of ``NUM_LAYERS`` layers."""
+    config = tiny_config(family)
+    before = config.num_hidden_layers
+    changes: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list) and len(kinds) == before:
+            changes[name] = kinds * (NUM_LAYERS // before)
+    return changes
+
+
+def cells(family: str) -> list[Cell]:
+    """Of every size."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        model = save_tiny_model(family, path, **layered(family))
+        greedy = [_of_transformers(model, prompt) for prompt in _prompts()]
+        one = build_engine(path, **SECTIONS)
+        seeded = _run(one, _SEEDED)
+        one.shutdown()
+        return [_cell(path, tensor, pipeline, greedy, seeded) for tensor, pipeline in SIZES]
+
+
+def _cell(path: Path, tensor: int, pipeline: int, greedy: list[list[int]], seeded: list[list[int]]) -> Cell:
+    executor = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with pytest.MonkeyPatch.context() as patch:
+        use_threads(patch)
+        try:
+            engine = build_engine(path, executor=executor, **SECTIONS)
+        except PenstockError as e:
+            return Cell(tensor, pipeline, served=False, why=str(e))
+        found = [_run(engine, each) for each in (_GREEDY, _GREEDY, _SEEDED)]
+        engine.shutdown()
+    names = ("greedy tokens", "greedy tokens of cached prompts", "seeded tokens")
+    differ = [name for name, one, other in zip(names, found, (greedy, greedy, seeded), strict=True) if one != other]
+    return Cell(tensor, pipeline, served=not differ, wrong=bool(differ), why=", ".join(differ))
+
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+_SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=NEW_TOKENS)
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def _of_transformers(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def _run(engine: EngineCore, params: SamplingParams) -> list[list[int]]:
+    requests = [(os.urandom(4).hex(), prompt, params) for prompt in _prompts()]
+    return list(generate(engine, requests).tokens.values())
