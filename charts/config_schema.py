@@ -38,7 +38,7 @@ SET_BY_CHART = (
         "auth.api_keys",
         "auth.jwt.jwks",
     }
-    | {"scaling.pools", "executor.tensor_parallel_size"}
+    | {"scaling.pools", "executor.tensor_parallel_size", "executor.pipeline_parallel_size"}
     | _below("kubernetes", KubernetesConfig) - {"kubernetes.min_replicas", "kubernetes.max_replicas"}
     | _below("server.tls", TlsConfig)
     | _below("http.tls", TlsConfig)

@@ -250,7 +250,10 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"kind": "uniproc", "pipeline_parallel_size": 2}, "executor.pipeline_parallel_size is 2 and executor.kind is 'uniproc'"),
+        (
+            {"kind": "uniproc", "pipeline_parallel_size": 2},
+            "executor.pipeline_parallel_size is 2 and executor.kind is 'uniproc'",
+        ),
         (
             {"kind": "multiproc", "pipeline_parallel_size": 2, "stage_layers": (1, 2, 1)},
             "executor.stage_layers names 3 stages, and executor.pipeline_parallel_size is 2",

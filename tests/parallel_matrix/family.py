@@ -29,8 +29,8 @@ SECTIONS: dict[str, Any] = {
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """``served``: the tokens were those of transformers, and seeded ones those of one worker. ``why``: a refusal, or what was wrong
-    where ``wrong``.
+    """``served``: the tokens were those of transformers, and seeded ones those of one worker. ``why``: a refusal, or what was
+    wrong.
     """
 
     tensor: int

@@ -48,9 +48,9 @@
 {{- $gpu := .values.gpu -}}
 {{- $workers := include "penstock.enginecore.workers" . | int -}}
 {{- if and $gpu.count (lt $workers (int $gpu.count)) -}}
-{{- fail (printf "%s.gpu.count is %d; an engine computes on %d GPU(s), one for each of %s.tensorParallelSize workers, and the others would be taken and lie idle: for %d GPUs set replicas to %d, or tensorParallelSize to %d" .key (int $gpu.count) $workers .key (int $gpu.count) (div (int $gpu.count) $workers) (int $gpu.count)) -}}
+{{- fail (printf "%s.gpu.count is %d; an engine computes on %d GPU(s), one for each worker (tensorParallelSize x pipelineParallelSize), and the others would be taken and lie idle: for %d GPUs set replicas to %d, or the sizes so that they make %d" .key (int $gpu.count) $workers (int $gpu.count) (div (int $gpu.count) $workers) (int $gpu.count)) -}}
 {{- else if and $gpu.count (gt $workers (int $gpu.count)) -}}
-{{- fail (printf "%s.gpu.count is %d, and %s.tensorParallelSize is %d: each worker takes a GPU of its own; set gpu.count to %d" .key (int $gpu.count) .key $workers $workers) -}}
+{{- fail (printf "%s.gpu.count is %d, and tensorParallelSize x pipelineParallelSize make %d workers, each of which takes a GPU of its own; set gpu.count to %d" .key (int $gpu.count) $workers $workers) -}}
 {{- end -}}
 {{- $resources := default dict .values.resources -}}
 {{- range list "requests" "limits" -}}

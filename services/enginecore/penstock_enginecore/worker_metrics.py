@@ -37,6 +37,15 @@ def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> It
             if worker.total_memory:
                 found.add_metric(values, read(worker))
         yield found
+    idle = GaugeMetricFamily(
+        "penstock:stage_idle_ratio",
+        "Share of the last second with steps in which a stage computed nothing",
+        labels=[*_LABELS, "stage"],
+    )
+    for values, worker in ranked:
+        if worker.stage_idle is not None:
+            idle.add_metric([*values, str(worker.stage)], worker.stage_idle)
+    yield idle
     broadcast = HistogramMetricFamily(
         "penstock:step_broadcast_seconds", "From the engine to a worker that waits for a step", labels=_LABELS
     )

@@ -178,6 +178,7 @@ def _engine_config(
         "executor": {
             "num_threads": max(1, threads // options.workers_per_engine),
             "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
         },
         "coordinator": {"address": coordinator_address, "advertise": f"{LOOPBACK}:{port}"},
         "server": {"host": LOOPBACK, "port": port},

@@ -37,6 +37,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="Workers of each engine, which share every layer of the model among them.")
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Stages of each engine, which have some of the layers each, of as many workers as above.",
+        ),
+    ] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Meta(description="Where engines compute, a GPU for each worker; auto: on GPUs where there are some."),
@@ -96,7 +104,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers_per_engine(self) -> int:
         """Processes, or threads, that compute, each on a device of its own."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def admin_ports(self) -> list[int]:

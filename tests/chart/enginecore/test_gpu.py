@@ -47,17 +47,13 @@ def test_more_gpus_than_an_engine_computes_on_are_refused():
         release(HUB, "enginecore.gpu.count=8")
     with pytest.raises(ChartError, match=r"enginecore.pools.a.gpu.count is 2;"):
         release(HUB, "enginecore.pools.a.gpu.count=2")
-    with pytest.raises(
-        ChartError, match=r"one for each of enginecore.tensorParallelSize workers.*: for 8 GPUs set replicas to 4"
-    ):
+    with pytest.raises(ChartError, match=r"one for each worker .*: for 8 GPUs set replicas to 4"):
         release(HUB, "enginecore.gpu.count=8", "enginecore.tensorParallelSize=2")
 
 
 def test_fewer_gpus_than_workers_are_refused():
-    with pytest.raises(
-        ChartError, match=r"enginecore.gpu.count is 1, and enginecore.tensorParallelSize is 4: .* set gpu.count to 4"
-    ):
-        release(HUB, "enginecore.tensorParallelSize=4")
+    with pytest.raises(ChartError, match=r"enginecore.gpu.count is 1, and .* make 4 workers, .*; set gpu.count to 4"):
+        release(HUB, "enginecore.tensorParallelSize=2", "enginecore.pipelineParallelSize=2")
 
 
 def test_an_engine_of_several_gpus_has_workers_and_shared_memory_for_each():
@@ -67,6 +63,10 @@ def test_an_engine_of_several_gpus_has_workers_and_shared_memory_for_each():
     assert shared_memory(rendered) == "4Gi"
     sized = release(HUB, "enginecore.gpu.count=4", "enginecore.tensorParallelSize=4", "enginecore.shmSize=9Gi")
     assert shared_memory(sized) == "9Gi"
+    staged = release(
+        HUB, "enginecore.gpu.count=6", "enginecore.tensorParallelSize=2", "enginecore.pipelineParallelSize=3"
+    )
+    assert staged.config("enginecore")["executor"] == {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
 
 
 @pytest.mark.parametrize("settings", [(), ("enginecore.gpu.count=0", "enginecore.tensorParallelSize=2")])

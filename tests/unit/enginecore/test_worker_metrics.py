@@ -57,3 +57,9 @@ def test_times_are_histograms_by_rank_and_operation() -> None:
     assert value([stats], "penstock:step_broadcast_seconds_bucket", rank="1", le="0.1") == 1
     assert value([stats], "penstock:step_broadcast_seconds_count", rank="1") == 3
     assert value([stats], "penstock:collective_seconds_sum", rank="1", operation="all_reduce") == 1.05
+
+
+def test_stages_tell_how_idle_they_are() -> None:
+    stats = WorkerStats(rank=3, stage=1, waited_for_stages=2.0, stage_idle=0.25)
+    assert value([stats], "penstock:stage_idle_ratio", rank="3", stage="1") == 0.25
+    assert value([WorkerStats()], "penstock:stage_idle_ratio", rank="0", stage="0") is None

@@ -146,8 +146,9 @@ def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None
 
 
 def test_workers_of_an_engine_share_its_cores_and_have_a_gpu_each() -> None:
-    planned = specs(cores=8, engines=2, tensor_parallel_size=2, device="cuda", gpus=["0", "1", "2", "3"])
-    assert planned["engine-0"].config["executor"] == {"num_threads": 2, "tensor_parallel_size": 2}
+    planned = specs(cores=8, engines=2, pipeline_parallel_size=2, device="cuda", gpus=["0", "1", "2", "3"])
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    assert planned["engine-0"].config["executor"] == {"num_threads": 2, **sizes}
     assert planned["engine-0"].env["OMP_NUM_THREADS"] == "2"
     seen = [spec.own_env for name, spec in planned.items() if name.startswith("engine")]
     assert seen == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]

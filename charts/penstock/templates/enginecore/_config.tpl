@@ -21,9 +21,11 @@
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)
       "drain_timeout" $values.drainTimeoutSeconds -}}
-{{- if gt (int $values.tensorParallelSize) 1 -}}
-{{- $_ := set $own "executor" (dict "tensor_parallel_size" (int $values.tensorParallelSize)) -}}
+{{- $sizes := dict -}}
+{{- range $key, $size := dict "tensor_parallel_size" $values.tensorParallelSize "pipeline_parallel_size" $values.pipelineParallelSize -}}
+{{- if gt (int $size) 1 }}{{ $_ := set $sizes $key (int $size) }}{{ end -}}
 {{- end -}}
+{{- if $sizes }}{{ $_ := set $own "executor" $sizes }}{{ end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}
 {{- end -}}
 {{- end -}}

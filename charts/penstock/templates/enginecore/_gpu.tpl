@@ -1,6 +1,6 @@
 {{/* Processes that compute in a pod of engines. Takes values. */}}
 {{- define "penstock.enginecore.workers" -}}
-{{- int .values.tensorParallelSize -}}
+{{- mul .values.tensorParallelSize .values.pipelineParallelSize -}}
 {{- end -}}
 
 {{/* Size of /dev/shm; empty for the runtime's own. Workers on GPUs exchange through it what their GPUs cannot hand to each other. */}}

@@ -23,6 +23,8 @@ Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 MAX_DRAIN_TIMEOUT = 86_400.0
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+_TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
+"""Of workers; for metrics alone."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,9 +277,9 @@ class EngineControl:
 
 
 def _facts(worker: WorkerStats) -> dict[str, Any]:
-    """What operators are shown of a worker; times are for metrics."""
+    """What operators are shown of a worker."""
     facts: dict[str, Any] = msgspec.to_builtins(worker)
-    return {key: value for key, value in facts.items() if key not in ("step_broadcast", "collectives")}
+    return {key: value for key, value in facts.items() if key not in _TIMES}
 
 
 def _cannot_drain(_: float) -> None:

@@ -19,7 +19,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """``device``: as torch names it; empty before the model is loaded. ``total_memory`` and ``used_memory``: bytes of the device,
     all processes counted; 0 on a CPU, whose memory is the machine's. ``weight_bytes`` and ``kv_cache_bytes``: of these this
     worker's. ``step_broadcast``: seconds that steps took from the engine to the worker, None in the engine's own process.
-    ``collectives``: seconds by operation, of a worker among several.
+    ``collectives``: seconds by operation, of a worker among several. ``waited_for_stages``: seconds since the start, of a worker
+    among stages, and ``stage_idle``: the share of time, while there were steps, in which it computed nothing.
     """
 
     rank: int = 0
@@ -33,3 +34,6 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     graphs: GraphStats = GraphStats()
     step_broadcast: BucketCounts | None = None
     collectives: dict[str, BucketCounts] = {}
+    stage: int = 0
+    waited_for_stages: float | None = None
+    stage_idle: float | None = None

@@ -191,6 +191,8 @@ class Worker:
             kv_cache_bytes=runner.kv_cache_bytes if runner else 0,
             graphs=runner.graphs if runner else GraphStats(),
             collectives=self._collectives.times() if self._collectives else {},
+            stage=self._config.stage,
+            waited_for_stages=self._links.waited if self._links else None,
         )
 
     def _free_memory(self) -> None:

@@ -5,8 +5,9 @@ Its main thread does what the ring says, one call after the other. It ends with 
 
 import os
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -69,10 +70,14 @@ class WorkerLoop:
                 continue
             match decode_call(message):
                 case Execute(step, sent):
-                    self._reports.received(sent)
+                    began = self._reports.received(sent)
                     self._execute(step)
+                    self._reports.computed(began)
                 case Sample(number, grammar):
-                    self._answer(self._sampled(number, grammar))
+                    began = time.monotonic()
+                    sampled = self._sampled(number, grammar)
+                    self._reports.computed(began)
+                    self._answer(sampled)
                     if self._reports.due_in() == 0:
                         self._report()
                 case Invoke() as call:
@@ -159,21 +164,24 @@ class WorkerLoop:
             self._worker.shutdown()
 
 
-def main(descriptor: int) -> int:
-    """``descriptor``: of a file with a ``Start``. Returns the exit code."""
+def main(descriptor: int) -> NoReturn:
+    """Ends the process. ``descriptor``: of a file with a ``Start``."""
     start, calls, answers = open_channel(descriptor)
     config = start.config
     configure(config.engine.log, service=f"enginecore-worker-{config.rank}")
     name_process("worker", f"{config.engine.name} {config.rank}")
     use_few_arenas()
+    loop = WorkerLoop(config, calls, answers)
+    code = 0
     try:
-        WorkerLoop(config, calls, answers).run()
+        loop.run()
     except RingClosed:
-        return 1  # the engine has gone, or has given this worker up
-    return 0
+        code = 1  # the engine has gone, or has given this worker up
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # native libraries may have threads that do not end, and what the loop holds is not to be taken apart
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
-    sys.stderr.flush()
-    os._exit(code)  # native libraries may have threads that do not end
+    main(int(sys.argv[1]))

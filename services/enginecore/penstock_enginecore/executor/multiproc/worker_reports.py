@@ -22,15 +22,29 @@ class WorkerReports:
         self._waiting_since = clock()
         self._next = 0.0
         self._changed = False
+        self._waited = 0.0
+        self._first_began: float | None = None
+        self._last_ended = self._computed = 0.0
 
     def waits(self) -> None:
         """The worker is ready for a call."""
         self._waiting_since = self._clock()
 
-    def received(self, sent: float) -> None:
-        """A step is there that was ``sent`` at that time. What the worker still had to do before is not the step's way."""
-        self._broadcast.observe(max(self._clock() - max(sent, self._waiting_since), 0.0))
+    def received(self, sent: float) -> float:
+        """A step is there that was ``sent`` at that time. What the worker still had to do before is not the step's way. When that
+        was.
+        """
+        now = self._clock()
+        self._broadcast.observe(max(now - max(sent, self._waiting_since), 0.0))
         self.changed()
+        return now
+
+    def computed(self, began: float) -> None:
+        """A part of a step that began then is over."""
+        if self._first_began is None:
+            self._first_began = began
+        self._last_ended = self._clock()
+        self._computed += self._last_ended - began
 
     def changed(self) -> None:
         """There is something to tell."""
@@ -44,4 +58,16 @@ class WorkerReports:
         """``stats`` with what is known here. The next report is due an interval later."""
         self._next = self._clock() + _INTERVAL
         self._changed = False
-        return msgspec.structs.replace(stats, step_broadcast=self._broadcast.counts())
+        return msgspec.structs.replace(
+            stats, step_broadcast=self._broadcast.counts(), stage_idle=self._stage_idle(stats.waited_for_stages)
+        )
+
+    def _stage_idle(self, waited: float | None) -> float | None:
+        """Since the report before: of the time from the first step's begin to the last one's end."""
+        began, self._first_began = self._first_began, None
+        computed, self._computed = self._computed, 0.0
+        if waited is None:
+            return None
+        waited, self._waited = waited - self._waited, waited
+        spent = 0.0 if began is None else self._last_ended - began
+        return min(max(1 - (computed - waited) / spent, 0.0), 1.0) if spent > 0 else 0.0

@@ -49,3 +49,19 @@ def test_a_steps_way_does_not_count_what_the_worker_had_to_do_before() -> None:
     assert found.step_broadcast is not None
     assert found.step_broadcast.sum == 0.0625 + 0.0078125
     assert sum(found.step_broadcast.counts) == 2
+
+
+def test_a_stage_is_idle_while_it_waits_for_others_and_for_steps() -> None:
+    clock = Clock()
+    reports = WorkerReports(clock)
+    for _ in range(
+        2
+    ):  # each: half a second of computing, a quarter of it for another stage, and half a second of nothing
+        began = reports.received(clock.now)
+        clock.now += 0.5
+        reports.computed(began)
+        clock.now += 0.5
+    clock.now -= 0.5
+    assert reports.report(WorkerStats(stage=1, waited_for_stages=0.25)).stage_idle == 1 - (1.0 - 0.25) / 1.5
+    assert reports.report(WorkerStats(stage=1, waited_for_stages=0.25)).stage_idle == 0
+    assert reports.report(WorkerStats()).stage_idle is None
