@@ -110,6 +110,10 @@ matrix: setup ## Every failure of an engine at every step, with every kind of st
 	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=docs/failure-matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
 		status=$$?; cat docs/failure-matrix.md; exit $$status
 
+.PHONY: worker-failures
+worker-failures: setup ## Workers killed and stopped at every point, alone and under 64 streams on two engines (half an hour)
+	@PENSTOCK_WORKER_FAILURES=full $(PYTEST) tests/integration/test_worker_failures.py tests/e2e/test_worker_streams.py -n 0 -q -s
+
 .PHONY: cluster-tools
 cluster-tools: setup ## Build Kubernetes and what the test cluster has beside it, from Go modules, into build/cluster
 	@$(BIN)/python -m tests.cluster.tools.build $(COMPONENTS)

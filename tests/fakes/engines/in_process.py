@@ -38,6 +38,7 @@ def build_engine(
     profiler: Mapping[str, Any] | None = None,
     kernels: Mapping[str, Any] | None = None,
     executor: Mapping[str, Any] | None = None,
+    plugins: list[str] | None = None,
 ) -> EngineCore:
     """An engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
     config = EngineCoreConfig(
@@ -47,6 +48,7 @@ def build_engine(
         executor=ExecutorConfig(num_threads=1, **(executor or {})),
         profiler=ProfilerConfig(**(profiler or {})),
         kernels=KernelsConfig(**(kernels or {})),
+        plugins=plugins,
     )
     return app.build_engine(config, make_executor(config), make_grammar_backend, lambda line: None)
 

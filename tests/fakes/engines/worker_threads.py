@@ -135,6 +135,13 @@ class WorkerThreads:
             self._threads.append(threading.Thread(target=run, name=f"worker-{rank}", daemon=True))
             self._threads[-1].start()
 
+    def look_again(self) -> None:
+        """Nothing watches them."""
+
+    def has_ended(self, within: float) -> bool:
+        """They tell of it themselves."""
+        return False
+
     def expect_ends(self) -> None:
         """Threads may end at any time."""
 

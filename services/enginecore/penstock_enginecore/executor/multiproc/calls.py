@@ -3,18 +3,27 @@
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock_enginecore.core.scheduler.base import Clock
 
 
+class Oldest(NamedTuple):
+    """The call that workers are at. ``waited``: seconds that they have had for it. ``timed``, ``limit``: see ``Calls.begin``."""
+
+    waited: float
+    timed: bool
+    limit: float | None
+
+
 class _Call:
-    def __init__(self, num_workers: int, *, timed: bool) -> None:
+    def __init__(self, num_workers: int, *, timed: bool, limit: float | None) -> None:
         self.future: Future[list[Any]] = Future()
         self.answers: list[Any] = [None] * num_workers
         self.missing = set(range(num_workers))
         self.error: Exception | None = None
         self.timed = timed
+        self.limit = limit
 
 
 class Calls:
@@ -31,10 +40,10 @@ class Calls:
         self._oldest_since = 0.0
         self._failed: Exception | None = None
 
-    def begin(self, *, timed: bool) -> "tuple[int, Future[list[Any]]]":
+    def begin(self, *, timed: bool, limit: float | None = None) -> "tuple[int, Future[list[Any]]]":
         """The next number, and what becomes of the call: the answers by worker, or the first error that came. Raises the error
-        of ``fail``. ``timed``: it counts in ``waited``, and ends when all have answered; what is not ends with its first error,
-        since others may wait for the worker that had it.
+        of ``fail``. ``timed``: a step, which ends when all have answered; what is not ends with its first error, since others
+        may wait for the worker that had it. ``limit``: seconds for what is no step, None for as long as it takes.
         """
         with self._lock:
             if self._failed is not None:
@@ -42,7 +51,7 @@ class Calls:
             self._last += 1
             if not self._calls:
                 self._oldest_since = self._clock()
-            call = self._calls[self._last] = _Call(self._num_workers, timed=timed)
+            call = self._calls[self._last] = _Call(self._num_workers, timed=timed, limit=limit)
             return self._last, call.future
 
     def answered(self, worker: int, number: int, answer: Any) -> None:
@@ -97,11 +106,11 @@ class Calls:
                 self._failing.wait()
             return self._failed
 
-    def waited(self) -> float | None:
-        """Seconds that the workers have had for the oldest call; None when there is none, or none that is timed."""
+    def oldest(self) -> Oldest | None:
+        """The oldest call that not all have answered, None when there is none."""
         with self._lock:
-            oldest = next(iter(self._calls.values()), None)
-            return self._clock() - self._oldest_since if oldest is not None and oldest.timed else None
+            call = next(iter(self._calls.values()), None)
+            return None if call is None else Oldest(self._clock() - self._oldest_since, call.timed, call.limit)
 
     @property
     def parted(self) -> bool:

@@ -33,11 +33,15 @@ from penstock_enginecore.executor.multiproc.messages import (
 from penstock_enginecore.executor.multiproc.messages import (
     Progress as ProgressLine,
 )
+from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
-from penstock_enginecore.executor.multiproc.workers import MODULE, Overdue, Workers
+from penstock_enginecore.executor.multiproc.workers import LAST_MOMENT, MODULE, Workers
 from penstock_enginecore.parallel.kv_groups import largest_stage
 
 logger = logging.getLogger(__name__)
+
+_CONSEQUENCE = 0.1
+"""Seconds within which the end of a worker is seen whose neighbours have had an error of it."""
 
 
 class MultiprocExecutor:
@@ -63,7 +67,7 @@ class MultiprocExecutor:
             num_workers,
             self._hear,
             self._fail,
-            Overdue(self._timeout, self._calls.waited),
+            Overdue(self._timeout, self._calls.oldest),
             module,
         )
 
@@ -147,7 +151,7 @@ class MultiprocExecutor:
         try:
             if not self._calls.parted:
                 self._workers.expect_ends()
-                self._invoke("shutdown", None)
+                self._invoke("shutdown", None, limit=LAST_MOMENT)
                 told = True
         except WorkersGone as e:
             logger.debug("no worker hears that it should stop: %s", e)
@@ -155,9 +159,10 @@ class MultiprocExecutor:
             self._workers.end(told=told)
             self._calls.fail(WorkersGone("the executor is shut down"))
 
-    def _invoke(self, method: Method, kind: Any, argument: bytes = b"") -> list[Any]:
-        """The results by worker, as ``kind``."""
-        number, answers = self._calls.begin(timed=False)
+    def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
+        """The results by worker, as ``kind``. ``limit``: seconds that it may take; None: as long as no worker is stopped."""
+        number, answers = self._calls.begin(timed=False, limit=limit)
+        self._workers.look_again()
         self._send(Invoke(number, method, argument))
         values = answers.result()
         return [] if kind is None else [msgspec.msgpack.decode(value, type=kind) for value in values]
@@ -188,6 +193,8 @@ class MultiprocExecutor:
             case Sampled(number):
                 self._calls.answered(rank, number, answer)
             case Raised(number, failure):
+                if failure.kind == "other" and self._workers.has_ended(_CONSEQUENCE):
+                    return  # of the end of another, which is told of
                 worker = f"worker {rank}" if self._num_workers > 1 else ""
                 self._calls.answered(rank, number, failure.error(worker))
 

@@ -6,10 +6,12 @@ import select
 import signal
 from collections.abc import Mapping, Sequence
 
+from penstock_enginecore.executor.multiproc.overdue import is_stopped
+
 DUMP_STACKS = signal.SIGUSR1
 """Has a worker write where its threads are."""
-_QUIET = 1.0
-"""Seconds without a word after which nothing more is waited for: a worker that is stopped writes nothing."""
+_PATIENT, _QUIET = 1.0, 0.25
+"""Seconds without a word after which nothing more is waited for: until each worker that is not stopped has begun, and then."""
 _MOST = 64 * 1024
 
 
@@ -25,10 +27,12 @@ def read_stacks(pipes: Mapping[int, int], pids: Sequence[int]) -> dict[int, str]
     poll = select.poll()
     for pipe in ranks:
         poll.register(pipe, select.POLLIN)
-    while ready := poll.poll(1000 * _QUIET):
+    silent = {rank for rank, pid in enumerate(pids) if not is_stopped(pid)}
+    while ready := poll.poll(1000 * (_PATIENT if silent else _QUIET)):
         for pipe, _ in ready:
             read = os.read(pipe, _MOST)
             texts[ranks[pipe]] += read
+            silent.discard(ranks[pipe])
             if not read:
                 poll.unregister(pipe)
     return {rank: text.decode(errors="replace") or "it does not answer: it is stopped" for rank, text in texts.items()}

@@ -17,6 +17,7 @@ from penstock_enginecore.child_process import start_python
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.executor.multiproc.messages import Answer, Start, decode_answer
+from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
 from penstock_enginecore.executor.multiproc.rings import ANSWERS, CALLS
@@ -26,7 +27,7 @@ from penstock_enginecore.executor.worker_config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 MODULE = "penstock_enginecore.executor.multiproc.worker_process"
-_LAST_MOMENT = 10.0
+LAST_MOMENT = 10.0
 """Seconds that workers have to end by themselves."""
 
 Hear = Callable[[int, Answer], None]
@@ -66,10 +67,10 @@ class Workers:
         num_workers: int,
         hear: Hear,
         failed: Callable[[WorkersGone], None],
-        overdue: "Overdue",
+        overdue: Overdue,
         module: str = MODULE,
     ) -> None:
-        """``failed`` is called once, when a worker has ended that was not told to, or ``overdue`` says that a step takes too
+        """``failed`` is called once, when a worker has ended that was not told to, or ``overdue`` says that a call takes too
         long: all workers have been killed, or are about to. Raises OSError when a process cannot be started.
         """
         self._hear, self._failed, self._overdue = hear, failed, overdue
@@ -100,6 +101,17 @@ class Workers:
     def expect_ends(self) -> None:
         """Workers are about to be told to stop: the first may have ended while others still do so."""
         self._told = True
+
+    def look_again(self) -> None:
+        """A call has begun that is no step: see when it will be overdue."""
+        os.eventfd_write(self._wake, 1)
+
+    def has_ended(self, within: float) -> bool:
+        """Whether a worker has ended, or does ``within`` so many seconds."""
+        poll = select.poll()
+        for process in self._processes:
+            poll.register(process.pidfd, select.POLLIN)
+        return bool(poll.poll(1000 * within))
 
     def end(self, *, told: bool) -> None:
         """End the workers; those that have been told to stop have a moment for it. Idempotent."""
@@ -163,29 +175,31 @@ class Workers:
             ready = {descriptor for descriptor, _ in poll.poll(1000 * max(self._overdue.look_in(), 0.0))}
             if self._ending.is_set():
                 break
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
             for rank, process in enumerate(self._processes):
                 if process.pidfd in ready:
                     code = process.popen.wait()
                     if code or not self._told:
                         return WorkersGone(f"worker {rank} (pid {process.popen.pid}) {_ended(code)}")
                     poll.unregister(process.pidfd)
-            if self._overdue.look_in() <= 0:
+            if reason := self._overdue.reason(self.pids):
                 pipes = {rank: each.stacks for rank, each in enumerate(self._processes)}
                 for rank, text in read_stacks(pipes, self.pids).items():
                     logger.error("worker %d is here:\n%s", rank, text)
-                return WorkersGone(self._overdue.text)
+                return WorkersGone(reason)
         if self._told:
             self._wait_for_ends()
         return None
 
     def _wait_for_ends(self) -> None:
-        until = time.monotonic() + _LAST_MOMENT
+        until = time.monotonic() + LAST_MOMENT
         for process in self._processes:
             try:
                 process.popen.wait(max(until - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
                 logger.warning(
-                    "worker process %d did not stop within %g s and is killed", process.popen.pid, _LAST_MOMENT
+                    "worker process %d did not stop within %g s and is killed", process.popen.pid, LAST_MOMENT
                 )
 
     def _kill(self) -> None:
@@ -197,20 +211,6 @@ class Workers:
             process.popen.wait()
             self._memory.close_reader(rank)
             process.memory.close_writer()
-
-
-class Overdue:
-    """When a step has taken too long. ``waited``: seconds that the workers have had for the oldest one, None for none."""
-
-    def __init__(self, timeout: float, waited: Callable[[], float | None]) -> None:
-        self._timeout = timeout
-        self._waited = waited
-        self.text = f"a step did not end within executor.step_timeout ({timeout:g} s)"
-
-    def look_in(self) -> float:
-        """Seconds until a step may be late, 0 or less when one is."""
-        waited = self._waited()
-        return self._timeout - (waited or 0.0)
 
 
 def _ended(code: int) -> str:

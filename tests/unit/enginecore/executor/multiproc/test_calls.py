@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock_enginecore.executor.multiproc.calls import Calls
+from penstock_enginecore.executor.multiproc.calls import Calls, Oldest
 
 
 class Clock:
@@ -70,26 +70,26 @@ def test_a_failure_ends_the_calls_that_wait_and_those_to_come_with_the_first_err
     with pytest.raises(ValueError, match=r"gone$"):
         calls.begin(timed=True)
     assert str(calls.failed()) == "gone"
-    assert calls.waited() is None
+    assert calls.oldest() is None
 
 
 def test_a_step_has_its_time_from_the_end_of_the_one_before(calls: Calls, clock: Clock) -> None:
-    assert calls.waited() is None
+    assert calls.oldest() is None
     first, _ = calls.begin(timed=True)
     second, _ = calls.begin(timed=True)
     clock.now += 5
-    assert calls.waited() == 5
+    assert calls.oldest() == Oldest(5, True, None)
     for worker in (0, 1):
         calls.answered(worker, first, None)
-    assert calls.waited() == 0
+    assert calls.oldest() == Oldest(0, True, None)
     clock.now += 2
-    assert calls.waited() == 2
+    assert calls.oldest() == Oldest(2, True, None)
     for worker in (0, 1):
         calls.answered(worker, second, None)
-    assert calls.waited() is None
+    assert calls.oldest() is None
 
 
-def test_loading_a_model_has_all_the_time_it_takes(calls: Calls, clock: Clock) -> None:
-    calls.begin(timed=False)
-    clock.now += 10_000
-    assert calls.waited() is None
+def test_what_is_no_step_may_have_a_limit_of_its_own(calls: Calls, clock: Clock) -> None:
+    calls.begin(timed=False, limit=10.0)
+    clock.now += 3
+    assert calls.oldest() == Oldest(3, False, 10.0)

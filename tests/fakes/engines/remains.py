@@ -1,0 +1,74 @@
+"""What workers have while they run, and what of it is there when they have ended."""
+
+import contextlib
+import gc
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.fakes.processes import children
+
+_LISTENS = "0A"
+
+
+class Remains:
+    """Of the workers of an engine in this process. Make it before the engine, and let it ``see`` the workers while they run."""
+
+    def __init__(self) -> None:
+        gc.collect()  # what an engine before has left to it
+        self._children = children()
+        self._memory = _memory_here()
+        self._pids: set[int] = set()
+        self._sockets: set[str] = set()
+
+    def see(self, pids: Iterable[int]) -> None:
+        """Processes that run, and what they have now. AssertionError for one that has something under ``/dev/shm``."""
+        for pid in pids:
+            self._pids.add(pid)
+            self._sockets |= _sockets(pid)
+            with contextlib.suppress(OSError):  # it has ended
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                assert "/dev/shm/" not in maps, maps
+
+    def left(self) -> list[str]:
+        """Processes, memory and ports that are still there."""
+        gc.unfreeze()  # a busy loop has put its engine out of the collector's way
+        gc.collect()
+        found = [
+            f"process {pid}" for pid in self._pids | (children() - self._children) if Path(f"/proc/{pid}").exists()
+        ]
+        found += [f"listening socket {inode}" for inode in self._sockets & _listening()]
+        found += [f"{_memory_here() - self._memory} memory files"] if _memory_here() > self._memory else []
+        return found
+
+
+def _memory_here() -> int:
+    """Files of memory that this process has, mapped or open."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(str(descriptor.readlink()))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:penstock" in each for each in [*links, *maps])
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes of a process' sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                link = str(descriptor.readlink())
+                if link.startswith("socket:["):
+                    found.add(link[8:-1])
+    return found
+
+
+def _listening() -> set[str]:
+    """Inodes of the sockets of this machine that listen."""
+    rows = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        if Path(f"/proc/net/{family}").exists()
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]
+    ]
+    return {row[9] for row in rows if row[3] == _LISTENS}

@@ -1,0 +1,196 @@
+"""A plugin with which a worker is killed, is stopped, or gets a logit wrong, at a point that has a name.
+
+``installed`` puts it where engines and their workers find plugins. A ``Fault`` is armed by writing it to the file that
+``VARIABLE`` names; the worker that it means takes the file away as it comes to the point, and leaves when that was.
+"""
+
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+NAME = "worker-faults"
+VARIABLE = "PENSTOCK_WORKER_FAULT"
+
+Point = Literal[
+    "loading",
+    "loaded",
+    "idle",
+    "receiving",
+    "forward",
+    "collective",
+    "executed",
+    "sampled",
+    "writing",
+    "between steps",
+    "draining",
+    "ending",
+]
+POINTS: tuple[Point, ...] = get_args(Point)
+"""loading: its weights are read, those of the others too, and are not split yet. loaded: and there is no KV cache. idle: nothing
+runs. receiving: a step has come. forward: in a layer. collective: the others wait in a sum. executed: before sampling. sampled:
+nobody knows it yet. writing: the result lies in the ring and does not count. between steps: one is answered, the next is there.
+draining: in a step, after SIGTERM. ending: told to end.
+"""
+_FROM_OUTSIDE = ("idle", "draining")
+"""Points that a worker does not know."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What happens to the worker of ``rank`` when it comes to ``point`` next. flip: its best logit changes sign."""
+
+    rank: int
+    point: Point
+    does: Literal["kill", "stop", "flip"]
+
+    def arm(self, path: Path) -> None:
+        """For the worker to see, whole or not at all."""
+        new = path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(self))
+        new.rename(path)
+
+
+def fired(path: Path) -> float | None:
+    """When a fault of that file came true, in seconds of ``time.monotonic``; None unless it has."""
+    done = path.with_suffix(".done")
+    return float(done.read_text()) if done.exists() else None
+
+
+def installed(directory: Path) -> Mapping[str, str]:
+    """Make the plugin a distribution in ``directory``. Returns the variables with which a process finds it, and its tests."""
+    described = directory / "penstock_worker_faults-1.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock-worker-faults\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(f"[penstock.plugins]\n{NAME} = {__name__}:install\n")
+    root = Path(__file__).parents[3]
+    return {
+        "PYTHONPATH": os.pathsep.join([str(directory), str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    }
+
+
+class _Faults:
+    """Of one worker."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rank = -1
+
+    def due(self, point: Point, *does: str) -> Fault | None:
+        """The fault that is armed for here and ``does`` that. It is not any more."""
+        try:
+            fault = msgspec.json.decode(self._path.read_bytes(), type=Fault)
+        except FileNotFoundError:
+            return None
+        armed: Point = "receiving" if fault.point in _FROM_OUTSIDE else fault.point
+        if (fault.rank, armed) != (self.rank, point) or fault.does not in does:
+            return None
+        self._path.unlink()
+        done = self._path.with_suffix(".now")
+        done.write_text(str(time.monotonic()))
+        done.rename(self._path.with_suffix(".done"))
+        return fault
+
+    def at(self, point: Point) -> None:
+        """The worker is here."""
+        fault = self.due(point, "kill", "stop")
+        if fault is not None:
+            os.kill(os.getpid(), signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
+
+
+def install() -> None:
+    """What the plugin does: nothing in an engine, whose workers load it too."""
+    loop = getattr(sys.modules["__main__"], "WorkerLoop", None)
+    path = os.environ.get(VARIABLE)
+    if loop is None or path is None:
+        return
+    faults = _Faults(Path(path))
+    _watch_steps(loop, faults)
+    _watch_worker(faults)
+
+
+def _watch_steps(loop: Any, faults: _Faults) -> None:
+    import torch
+
+    from penstock_enginecore.executor.generation.runner import GenerationRunner
+    from penstock_enginecore.executor.multiproc.messages import Sampled
+    from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
+
+    _wrap(loop, "_execute", before=lambda *_: faults.at("receiving"), after=lambda *_: faults.at("executed"))
+    _wrap(loop, "_sampled", after=lambda *_: faults.at("sampled"))
+    telling: list[Any] = [None]
+
+    def tells(self: Any, answer: Any) -> None:
+        telling[0] = answer
+
+    def told(self: Any, answer: Any) -> None:
+        memory, rank = self._calls._memory, self._calls._index
+        telling[0] = None
+        if isinstance(answer, Sampled) and memory.written()[0] != memory.read(rank)[0]:
+            faults.at("between steps")
+
+    _wrap(loop, "_answer", before=tells, after=told)
+    _wrap(
+        RingMemory,
+        "add_written",
+        before=lambda *_: faults.at("writing") if isinstance(telling[0], Sampled) else None,
+    )
+
+    def flip(self: Any, *_: Any) -> None:
+        if self._pending is not None and len(self._pending.logits) and faults.due("executed", "flip") is not None:
+            row = self._pending.logits[0]
+            row[row.argmax()] *= -1
+
+    _wrap(GenerationRunner, "sample", before=torch.inference_mode()(flip))
+
+    def in_layer(module: torch.nn.Module, _: Any) -> None:
+        if type(module).__name__.endswith("MLP"):
+            faults.at("forward")
+
+    torch.nn.modules.module.register_module_forward_pre_hook(in_layer)
+
+
+def _watch_worker(faults: _Faults) -> None:
+    from penstock_enginecore.executor import loading
+    from penstock_enginecore.executor.worker import Worker
+
+    def made(self: Any, *_: Any) -> None:
+        faults.rank = self._config.rank
+        if self._collectives is not None:
+            reduce = self._collectives.all_reduce
+            self._collectives.all_reduce = lambda tensor: (faults.at("collective"), reduce(tensor))[1]
+
+    _wrap(Worker, "__init__", after=made)
+    _wrap(Worker, "load_model", after=lambda *_: faults.at("loaded"))
+    _wrap(Worker, "shutdown", before=lambda *_: faults.at("ending"))
+    split = loading.split_model
+
+    def splits(*args: Any, **kwargs: Any) -> None:
+        faults.at("loading")
+        split(*args, **kwargs)
+
+    loading.split_model = splits
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _wrap(
+    owner: Any, name: str, *, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing
+) -> None:
+    """Call ``before`` and ``after`` a method, with what it is called with."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args)
+        result = method(self, *args, **kwargs)
+        after(self, *args)
+        return result
+
+    setattr(owner, name, wrapped)
