@@ -5,6 +5,7 @@ Each family has a process of its own with a limit, so that one that hangs is tol
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ def measured(family: str) -> list[Cell]:
 def row(family: str, found: list[Cell]) -> str:
     """A line of the table."""
     marks = ["yes" if cell.served else "wrong" if cell.wrong else "-" for cell in found]
-    reasons = list(dict.fromkeys(cell.why for cell in found if cell.why))
+    reasons = list(dict.fromkeys(re.sub(r"^worker \d+: ", "", cell.why) for cell in found if cell.why))
     return f"| `{family}` | " + " | ".join(marks) + f" | {'; '.join(reasons)} |"
 
 

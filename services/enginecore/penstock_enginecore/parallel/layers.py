@@ -1,7 +1,7 @@
 """A loaded model cut down to the part of one rank, with the sums and the gathering that make it whole again."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -12,24 +12,31 @@ from penstock_enginecore.parallel.plan import Heads, Split, splits_of
 from penstock_enginecore.parallel.probe import probe_logits
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
+_OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 _TOLERANCE = 0.05
 """Difference, as a share of the logits' length, that rounding in half precision does not make."""
 
 
 class SplitEmbedding(torch.nn.Module):
-    """Vectors of some tokens each."""
+    """Vectors of some tokens each. ``inner``: an embedding of the model's own, which has the rows of this rank."""
 
-    def __init__(self, weight: torch.nn.Parameter, collectives: Collectives) -> None:
+    def __init__(self, inner: torch.nn.Embedding, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        self._first = collectives.rank * len(weight)
-        self.weight = weight
+        self._first = collectives.rank * len(inner.weight)
+        inner.padding_idx = None  # of training
+        self.inner = inner
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The rows of this rank."""
+        return cast("torch.nn.Parameter", self.inner.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` of ``token_ids`` ``[...]``."""
         own = token_ids - self._first
-        foreign = (own < 0) | (own >= len(self.weight))
-        vectors = torch.nn.functional.embedding(own.masked_fill(foreign, 0), self.weight)
+        foreign = (own < 0) | (own >= len(self.inner.weight))
+        vectors = self.inner(own.masked_fill(foreign, 0))
         return self._collectives.all_reduce(vectors.masked_fill(foreign[..., None], 0.0))
 
 
@@ -47,7 +54,8 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> None:
     heads.check(size)
     name_of_model = type(module).__name__
     plan: Any = getattr(module, "_tp_plan", None)
-    splits = splits_of(name_of_model, plan, dict(module.named_modules()))
+    names = [*dict(module.named_modules()), *dict(module.named_parameters())]
+    splits = splits_of(name_of_model, plan, names)
     expected = probe_logits(module)
     _Splitter(module, collectives, heads).split(splits)
     differs = (probe_logits(module) - expected).norm() / expected.norm()
@@ -70,25 +78,68 @@ class _Splitter:
     def split(self, splits: Mapping[str, Split]) -> None:
         """Raises ModelLoadError for what is not split yet, or does not divide."""
         modules = dict(self._module.named_modules())
+        parts_of_heads = [name for name, split in splits.items() if split == "colwise" and _attends(name)]
         for name, split in splits.items():
-            layer = modules[name]
-            if split == "embedding_rowwise" and type(layer) is torch.nn.Embedding:
-                self._module.set_submodule(name, SplitEmbedding(self._own_words(layer.weight), self._collectives))
-            elif type(layer) is not torch.nn.Linear or split == "embedding_rowwise":
-                raise ModelLoadError(
-                    f"executor.tensor_parallel_size: {name} of {type(self._module).__name__} is {type(layer).__name__}, "
-                    "which is not split yet; use 1"
-                )
-            elif split == "rowwise":
-                _split_inputs(name, layer, self._collectives)
-            elif split == "colwise_gather_output":
-                self._split_vocabulary(layer)
+            if name not in modules:
+                self._split_weight(name, split)
+            elif split in ("moe_tp_experts", "all_reduce"):
+                self._add_up(modules[name])
+            elif split == "embedding_rowwise" and isinstance(modules[name], torch.nn.Embedding):
+                self._split_embedding(name, modules[name])
+            elif type(modules[name]) is torch.nn.Linear:
+                self._split_linear(name, modules[name], split)
             else:
-                _keep_outputs(layer, self._outputs(name, layer))
-        for module in modules.values():
-            if hasattr(module, "num_key_value_groups"):
+                raise self._refusal(name, f"is {type(modules[name]).__name__}, which is not split yet")
+        owners = {name.rpartition(".")[0] for name in parts_of_heads}
+        for name, module in modules.items():
+            if name in owners and hasattr(module, "num_key_value_groups"):
                 own = len(self._heads.kv_heads(self._collectives.rank, self._collectives.size))
                 module.num_key_value_groups = self._heads.query // self._collectives.size // own
+
+    def _split_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
+        match split:
+            case "rowwise" | "rowwise_split_input":
+                _split_inputs(name, layer, self._collectives, whole=split == "rowwise_split_input")
+            case "colwise_gather_output":
+                self._split_and_gather(layer)
+            case "colwise":
+                _keep_outputs(layer, self._outputs(name, layer))
+            case _:
+                raise self._refusal(name, f"is a linear layer, and {split} in the plan, which is not served yet")
+
+    def _split_embedding(self, name: str, embedding: Any) -> None:
+        embedding.weight = self._own_words(embedding.weight)
+        self._module.set_submodule(name, SplitEmbedding(embedding, self._collectives))
+
+    def _split_weight(self, name: str, split: Split) -> None:
+        """A parameter of a name, which is no layer's own."""
+        owner_name, _, own_name = name.rpartition(".")
+        owner = self._module.get_submodule(owner_name)
+        whole, rank = getattr(owner, own_name), self._collectives.rank
+        match split:
+            case "packed_colwise" | "packed_rowwise":
+                dim, pieces = (-2 if split == "packed_colwise" else -1), 2
+            case "colwise" | "rowwise":
+                dim, pieces = (-2 if split == "colwise" else -1), 1
+            case "first_rank":
+                setattr(owner, own_name, _parameter(whole if rank == 0 else torch.zeros_like(whole)))
+                return
+            case _:
+                raise self._refusal(name, f"is a weight, and {split} in the plan, which is not served yet")
+        each = _even(name, "numbers", whole.shape[dim] // pieces, self._collectives.size)
+        parts = [piece.narrow(dim, rank * each, each) for piece in whole.chunk(pieces, dim)]
+        setattr(owner, own_name, _parameter(torch.cat(parts, dim)))
+
+    def _add_up(self, module: torch.nn.Module) -> None:
+        collectives = self._collectives
+
+        def add_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
+            return collectives.all_reduce(output.contiguous())
+
+        module.register_forward_hook(add_up)
+
+    def _refusal(self, name: str, why: str) -> ModelLoadError:
+        return ModelLoadError(f"executor.tensor_parallel_size: {name} of {type(self._module).__name__} {why}; use 1")
 
     def _outputs(self, name: str, layer: torch.nn.Linear) -> range:
         rank, size = self._collectives.rank, self._collectives.size
@@ -108,7 +159,7 @@ class _Splitter:
             self._vocabulary[id(whole)] = whole, _parameter(torch.cat([rows, missing]))
         return self._vocabulary[id(whole)][1]
 
-    def _split_vocabulary(self, layer: torch.nn.Linear) -> None:
+    def _split_and_gather(self, layer: torch.nn.Linear) -> None:
         total, collectives = layer.out_features, self._collectives
         layer.weight = self._own_words(layer.weight)
         if layer.bias is not None:
@@ -128,17 +179,29 @@ def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
     layer.out_features = len(own)
 
 
-def _split_inputs(name: str, layer: Any, collectives: Collectives) -> None:
+def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> None:
+    """``whole``: every rank has all inputs, and takes its own of them."""
     each = _even(name, "inputs", layer.in_features, collectives.size)
-    layer.weight = _parameter(layer.weight[:, collectives.rank * each : (collectives.rank + 1) * each])
+    first = collectives.rank * each
+    layer.weight = _parameter(layer.weight[:, first : first + each])
     layer.in_features = each
     bias, layer.bias = layer.bias, None
+
+    def take_own(module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - torch's signature
+        return args[0][..., first : first + each]
 
     def add_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
         total = collectives.all_reduce(output.contiguous())
         return total if bias is None else total + bias
 
+    if whole:
+        layer.register_forward_pre_hook(take_own)
     layer.register_forward_hook(add_up)
+
+
+def _attends(name: str) -> bool:
+    """Whether a layer of this name makes heads."""
+    return name.rpartition(".")[2] in _OF_HEADS
 
 
 def _even(name: str, what: str, count: int, size: int) -> int:

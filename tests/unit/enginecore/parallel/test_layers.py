@@ -22,6 +22,11 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {},
     "mistral": {},
+    "phi3": {},  # gathered outputs, whole heads
+    "gemma2": {},  # scaled embeddings
+    "mixtral": {},  # experts
+    "deepseek_v2": {},  # latent keys and values
+    "gpt_oss": {},  # a plan of ours: sinks, experts with biases
     # Words that are not alike for all ranks, with a head of the embedding's weights.
     "tied": {"vocab_size": VOCAB_SIZE + 1, "tie_word_embeddings": True},
 }
