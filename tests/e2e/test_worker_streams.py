@@ -102,7 +102,7 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
     }
     cluster = Cluster(DEMO_MODEL, engines=2, **flags)
     for engine in cluster.engines:
-        engine.environment = dict(installed(directory / engine.address))
+        engine.environment = dict(installed(directory / str(engine.port)))
     cluster.engines[1].environment[VARIABLE] = str(directory / "fault")
     async with cluster:
         yield Workers(cluster, directory / "fault", await read_all(streams(cluster)))

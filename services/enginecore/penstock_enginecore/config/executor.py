@@ -48,6 +48,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "weights as can be, embedding and head included."
         ),
     ] = ()
+    collectives: Annotated[
+        Literal["auto", "gloo", "shm"],
+        Meta(
+            description="How workers that share layers exchange what they computed: shm in memory that they share, gloo over "
+            "the loopback interface; auto: shm where the package was built with a compiler."
+        ),
+    ] = "auto"
     num_threads: Annotated[
         int,
         Meta(

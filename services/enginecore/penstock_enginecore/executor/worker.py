@@ -23,6 +23,7 @@ from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.parallel.collectives import GlooCollectives
+from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_transport import GlooTransport
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
@@ -214,6 +215,8 @@ def _connect(config: WorkerConfig) -> tuple[TimedCollectives | None, StageLinks 
     if size > 1:
         collectives = TimedCollectives(
             GlooCollectives(config.store, config.tensor_rank, size, f"tensor {config.stage}")
+            if config.exchange is None
+            else SharedMemoryCollectives(config.exchange, config.tensor_rank, size)
         )
     if num_stages > 1:
         links = StageLinks(GlooTransport(config.store, config.stage, num_stages, f"stages {config.tensor_rank}"))

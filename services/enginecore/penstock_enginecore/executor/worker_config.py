@@ -10,13 +10,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``engine``: the same for all workers of an engine. ``rank``: which of ``world_size`` workers this one is: those of a stage
     come one after the other, the stages behind one another. Of workers on one
     host each has a device of its own, the one of its rank, and its share of the cores. ``store``: a descriptor of shared memory
-    where they find each other; None for a worker that is alone.
+    where they find each other; None for a worker that is alone. ``exchange``: a descriptor of the memory in which the workers of
+    a stage exchange what they computed; None where that goes over gloo.
     """
 
     engine: EngineCoreConfig
     rank: int = 0
     world_size: int = 1
     store: int | None = None
+    exchange: int | None = None
 
     def __post_init__(self) -> None:
         check_range("worker.world_size", self.world_size, low=1)

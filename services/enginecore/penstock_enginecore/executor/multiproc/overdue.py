@@ -63,6 +63,16 @@ class Overdue:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal; False for one that has ended."""
+    return _state(pid) == "T"
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has, waited for or not."""
+    return _state(pid) in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter; empty where there is no such process."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""

@@ -6,7 +6,7 @@ import select
 import signal
 from collections.abc import Mapping, Sequence
 
-from penstock_enginecore.executor.multiproc.overdue import is_stopped
+from penstock_enginecore.executor.multiproc.overdue import has_ended, is_stopped
 
 DUMP_STACKS = signal.SIGUSR1
 """Has a worker write where its threads are."""
@@ -27,7 +27,7 @@ def read_stacks(pipes: Mapping[int, int], pids: Sequence[int]) -> dict[int, str]
     poll = select.poll()
     for pipe in ranks:
         poll.register(pipe, select.POLLIN)
-    silent = {rank for rank, pid in enumerate(pids) if not is_stopped(pid)}
+    silent = {rank for rank, pid in enumerate(pids) if not is_stopped(pid) and not has_ended(pid)}
     while ready := poll.poll(1000 * (_PATIENT if silent else _QUIET)):
         for pipe, _ in ready:
             read = os.read(pipe, _MOST)
@@ -35,4 +35,8 @@ def read_stacks(pipes: Mapping[int, int], pids: Sequence[int]) -> dict[int, str]
             silent.discard(ranks[pipe])
             if not read:
                 poll.unregister(pipe)
-    return {rank: text.decode(errors="replace") or "it does not answer: it is stopped" for rank, text in texts.items()}
+    return {rank: text.decode(errors="replace") or _silence(pids[rank]) for rank, text in texts.items()}
+
+
+def _silence(pid: int) -> str:
+    return "it has ended" if has_ended(pid) else "it does not answer: it is stopped"

@@ -23,6 +23,7 @@ from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
 from penstock_enginecore.executor.multiproc.rings import ANSWERS, CALLS
 from penstock_enginecore.executor.multiproc.stacks import read_stacks
 from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.parallel import shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class _Process:
         try:
             told = Start(config=config, calls=calls, answers=answers, engine=engine, stacks=stacks)
             os.pwrite(start, msgspec.msgpack.encode(told), 0)
-            shared = [calls] if config.store is None else [calls, config.store]
+            shared = [calls, *(each for each in (config.store, config.exchange) if each is not None)]
             self.popen = start_python(module, [str(start)], [start, answers, engine, stacks, *shared])
             self.memory = RingMemory(answers)
         finally:
@@ -129,16 +130,18 @@ class Workers:
         errors: list[BaseException],
     ) -> None:
         store = os.memfd_create("penstock-store", os.MFD_CLOEXEC) if num_workers > 1 else None
+        exchanges = _exchanges(config)
         try:
             for rank in range(num_workers):
-                worker = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store)
+                exchange = exchanges[rank // config.executor.tensor_parallel_size] if exchanges else None
+                worker = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store, exchange=exchange)
                 self._processes.append(_Process(self._module, worker, descriptor))
         except BaseException as e:
             self._kill()
             errors.append(e)
             return
         finally:
-            for shared in (descriptor, *(() if store is None else (store,))):
+            for shared in (descriptor, *exchanges, *(() if store is None else (store,))):
                 os.close(shared)
             started.set()
         hearing = [
@@ -211,6 +214,16 @@ class Workers:
             process.popen.wait()
             self._memory.close_reader(rank)
             process.memory.close_writer()
+
+
+def _exchanges(config: EngineCoreConfig) -> list[int]:
+    """Descriptors of the memory in which the workers of a stage exchange what they computed; none where that goes over gloo."""
+    executor = config.executor
+    if executor.tensor_parallel_size == 1 or executor.collectives == "gloo":
+        return []
+    if executor.collectives == "auto" and not shared_memory.available():
+        return []
+    return [shared_memory.create(executor.tensor_parallel_size) for _ in range(executor.pipeline_parallel_size)]
 
 
 def _ended(code: int) -> str:
