@@ -18,6 +18,7 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorCo
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 
 KV_CACHE_MEMORY = 512 * 1024 * 1024
@@ -35,8 +36,8 @@ def cpu_engine(model: str, threads: int) -> EngineCoreConfig:
 class InProcessEngine:
     """The busy loop on a thread of this process: no wire, no other process."""
 
-    def __init__(self, config: EngineCoreConfig) -> None:
-        self._engine = EngineCore(config, UniprocExecutor(config), progress=lambda line: None)
+    def __init__(self, config: EngineCoreConfig, executor: Executor | None = None) -> None:
+        self._engine = EngineCore(config, executor or UniprocExecutor(config), progress=lambda line: None)
         self.vocab_size = self._engine.model.vocab_size
         self._pieces: dict[str, asyncio.Queue[tuple[int, bool]]] = defaultdict(asyncio.Queue)
         self._ids = itertools.count()

@@ -1,6 +1,7 @@
 """Families of models in stages: the tokens of transformers, whatever steps are cut into, and errors that say what to change."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -295,14 +296,14 @@ def test_a_model_that_mixes_its_layers_is_refused_by_name(
 ) -> None:
     layer, rotary = type(llama.model.layers[0]), type(llama.model.rotary_emb)
     of_layer, of_rotary = layer.forward, rotary.forward
-    embedded: list[torch.Tensor] = []
+    embedded = threading.local()  # each stage is a thread
 
     def keeping(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        embedded[:] = [x]
+        embedded.states = x
         return of_rotary(module, x, *args, **kwargs)
 
     def with_a_shortcut(module: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return of_layer(module, hidden_states, *args, **kwargs) + embedded[0]
+        return of_layer(module, hidden_states, *args, **kwargs) + embedded.states
 
     monkeypatch.setattr(rotary, "forward", keeping)
     monkeypatch.setattr(layer, "forward", with_a_shortcut)

@@ -30,6 +30,9 @@ from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from tests.fakes.patience import PATIENCE
 
+_LOADING = threading.Lock()
+"""transformers loads one model at a time. Threads of an engine that was refused may still do so when the next one starts."""
+
 
 class Streams:
     """What stages have sent, by sender, receiver and channel."""
@@ -164,7 +167,6 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
     stages have sent.
     """
     streams: defaultdict[int, Streams] = defaultdict(Streams)
-    lock = threading.Lock()
 
     def connect(config: WorkerConfig) -> Any:
         executor, collectives, links = config.engine.executor, None, None
@@ -177,7 +179,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
         return collectives and TimedCollectives(collectives), links
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        with lock:
+        with _LOADING:
             return load_weights(*args, **kwargs)
 
     monkeypatch.setattr(executor_module, "Workers", WorkerThreads)

@@ -44,8 +44,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stage_layers: Annotated[
         tuple[Annotated[int, Meta(ge=1)], ...],
         Meta(
-            description="Layers of each stage, one number per stage; empty: so that the largest stage has as few bytes of "
-            "weights as can be, embedding and head included."
+            description="Layers of each stage, one number per stage; empty: so that a step reads as few bytes "
+            "of weights as can be in the largest stage, the head among them."
         ),
     ] = ()
     collectives: Annotated[

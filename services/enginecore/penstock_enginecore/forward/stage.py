@@ -70,7 +70,6 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     own = deal_layers(
         name,
         parts.layers,
-        before=parts.before,
         behind=parts.behind,
         num_stages=links.num_stages,
         stage_layers=stage.stage_layers,

@@ -161,12 +161,9 @@ class _ForeignHead(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of a model's weights: of each of its ``layers``, of what comes ``before`` them, and ``behind``. Embedding and head
-    that are the same weights count in both: each stage has them.
-    """
+    """Bytes of a model's weights: of each of its ``layers``, and of what comes ``behind``."""
 
     layers: list[int]
-    before: int
     behind: int
 
 
@@ -174,7 +171,6 @@ def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
     """``layers``: the name of their list."""
     return PartBytes(
         [_num_bytes(layer) for layer in _children(module, layers)],
-        _num_bytes(module.get_input_embeddings()),
         _num_bytes(_head(module)),
     )
 

@@ -1,0 +1,127 @@
+"""What several workers make of two cores: ``python -m tests.benchmarks.parallel_engines --model DIR``.
+
+An engine of two workers of one thread each beside one of one worker of two threads, by the same kernels: the decoder, one
+call for all layers, is for one worker alone. In this process, in turn, several rounds, medians. Stages without their decodes
+dealt out are beside those with. Each row has the largest worker's share of the weights, and the most idle stage.
+"""
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
+from penstock_enginecore.core.scheduler import dealing
+from penstock_enginecore.executor.factory import make_executor
+from tests.benchmarks import load
+from tests.benchmarks.engine_targets import KV_CACHE_MEMORY, InProcessEngine
+from tests.benchmarks.load import Load
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """``dealt``: whether stages take turns with decodes."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    linear: bool = True
+    dealt: bool = True
+
+
+TENSOR = (
+    Row(name="one worker, two threads", linear=False),
+    Row(name="TP 2", tensor=2, linear=False),
+)
+PIPELINE = (
+    Row(name="one worker, two threads"),
+    Row(name="PP 2", pipeline=2),
+    Row(name="PP 2, decodes not dealt out", pipeline=2, dealt=False),
+)
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Tokens per second, the largest worker's bytes of weights, and the largest share of time that a stage was idle."""
+
+    tokens_per_s: float
+    weight_bytes: int
+    idle: float
+
+
+def config_of(model: str, row: Row) -> EngineCoreConfig:
+    """Two threads in all."""
+    workers = row.tensor * row.pipeline
+    return EngineCoreConfig(
+        model=ModelConfig(path=model, device="cpu"),
+        cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
+        executor=ExecutorConfig(
+            num_threads=max(1, 2 // workers), tensor_parallel_size=row.tensor, pipeline_parallel_size=row.pipeline
+        ),
+        kernels=KernelsConfig(decoder=False, linear=row.linear),
+    )
+
+
+async def measure(model: str, row: Row, item: Load, seed: int) -> Found:
+    """Of a new engine, after a warm-up."""
+    with _dealing(row.dealt):
+        config = config_of(model, row)
+        executor = make_executor(config)
+        async with InProcessEngine(config, executor) as engine:
+            warm = msgspec.structs.replace(item, requests=min(item.requests, 4), output_len=4)
+            await load.run(engine.stream, warm, load.prompts(warm, engine.vocab_size, seed=seed + 1000))
+            result = await load.run(engine.stream, item, load.prompts(item, engine.vocab_size, seed=seed))
+            await asyncio.sleep(1.5)  # what workers say of themselves comes a second late
+            stats = executor.worker_stats()
+    return Found(
+        result.tokens_per_s,
+        max(worker.weight_bytes for worker in stats),
+        max(worker.stage_idle or 0.0 for worker in stats),
+    )
+
+
+@contextmanager
+def _dealing(dealt: bool) -> Iterator[None]:
+    deal = dealing.DecodeDealer.deal
+    if not dealt:
+        dealing.DecodeDealer.deal = lambda self, requests: (requests, None)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        dealing.DecodeDealer.deal = deal  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Print a table for each kind."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.parallel_engines")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output-len", type=int, default=32)
+    options = parser.parse_args()
+    console = Console()
+    for rows, streams in ((TENSOR, 16), (PIPELINE, 32)):
+        item = Load(streams=streams, requests=streams, input_len=64, output_len=options.output_len)
+        found: dict[Row, list[Found]] = {row: [] for row in rows}
+        for seed in range(options.rounds):
+            for row, each in found.items():
+                each.append(asyncio.run(measure(options.model, row, item, seed)))
+                console.log(f"{row.name}, {streams} streams: {each[-1].tokens_per_s:.1f} tokens/s")
+        table = Table(title=f"{streams} streams, {item.input_len} tokens in, {item.output_len} out; medians")
+        for column in ("engine", "tokens/s", "of the first", "weights of the largest worker", "most idle stage"):
+            table.add_column(column, justify="left" if column == "engine" else "right")
+        first = statistics.median(each.tokens_per_s for each in found[rows[0]])
+        whole = found[rows[0]][0].weight_bytes
+        for row, results in found.items():
+            speed = statistics.median(each.tokens_per_s for each in results)
+            idle = statistics.median(each.idle for each in results)
+            share = results[0].weight_bytes / whole
+            idle_text = f"{idle:.0%}" if row.pipeline > 1 else ""
+            table.add_row(row.name, f"{speed:.1f}", f"{speed / first:.0%}", f"{share:.0%}", idle_text)
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
