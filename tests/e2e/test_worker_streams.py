@@ -49,8 +49,9 @@ class Workers:
         found = []
         for task in Path(f"/proc/{self.engine.pid}/task").iterdir():
             for pid in map(int, (task / "children").read_text().split()):
-                if b"multiproc.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"penstock-worker"):
                     found.append(pid)
+        assert len(found) == 2, found
         return sorted(found)  # they are started in this order
 
     async def strike(self, fault: Fault) -> None:
