@@ -12,6 +12,7 @@ OPTIONS = [
     ("grpc.service_config", SERVICE_CONFIG),
     ("grpc.keepalive_time_ms", 30_000),  # a server that vanished is noticed after 40 s, also in a silent stream
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # and one that hangs, which is a minute otherwise
     ("grpc.http2.max_pings_without_data", 0),  # however long it is silent
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # new addresses are found sooner than after 30 s
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),  # 4 MiB are too few for long log-probabilities

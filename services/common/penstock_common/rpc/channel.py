@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import grpc
 
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.keepalive import Keepalive
+
+_KEEPALIVE = Keepalive(10.0, 10.0)
 
 
 def make_channel(
@@ -20,9 +23,7 @@ def make_channel(
         [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
+            *_KEEPALIVE.options(),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 5_000),  # in gRPC this is how long one attempt to connect may take

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import grpc
 import grpc_health.v1.health as health
@@ -20,6 +19,7 @@ from penstock_common.listening import resolve, take_both_families, warn_of_plain
 from penstock_common.rpc import connections, reflection, sockets
 from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
+from penstock_common.rpc.keepalive import Keepalive
 from penstock_common.rpc.running_calls import RunningCalls
 from penstock_common.security.certificates import Certificates
 
@@ -32,13 +32,6 @@ LIVENESS = "liveness"
 """Health name that says whether the process makes progress, whether or not it accepts requests."""
 STARTUP = "startup"
 """Health name that says whether the process has loaded what it needs."""
-
-
-class Keepalive(NamedTuple):
-    """When a silent peer is pinged, and how long it has to answer, in seconds."""
-
-    interval: float
-    timeout: float
 
 
 CLIENTS = Keepalive(30.0, 10.0)
@@ -59,9 +52,7 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
-        ("grpc.keepalive_time_ms", int(keepalive.interval * 1000)),
-        ("grpc.keepalive_timeout_ms", int(keepalive.timeout * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
+        *keepalive.options(),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", int(config.reuse_port)),
