@@ -15,7 +15,7 @@ OF_OTHERS = PROTOS / "penstock" / "keda"
 FILES = sorted(
     path.relative_to(PROTOS) for path in (PROTOS / "penstock").rglob("*.proto") if OF_OTHERS not in path.parents
 )
-PACKAGES = {"common", "enginecore", "coordinator", "inference", "admin"}
+PACKAGES = {"common", "enginecore", "coordinator", "inference", "admin", "worker"}
 
 
 def descriptor(path: Path) -> FileDescriptor:

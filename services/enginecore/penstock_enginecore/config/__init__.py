@@ -4,6 +4,7 @@ from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.engine import CoordinatorClientConfig, EngineCoreConfig, ErrorDumpConfig, ProfilerConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
+from penstock_enginecore.config.nodes import NodesConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
 
@@ -17,6 +18,7 @@ __all__ = [
     "ExecutorConfig",
     "KernelsConfig",
     "ModelConfig",
+    "NodesConfig",
     "ProfilerConfig",
     "SchedulerConfig",
     "StructuredOutputConfig",

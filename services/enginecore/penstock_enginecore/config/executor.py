@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
 from penstock_common.errors import ConfigError
+from penstock_enginecore.config.nodes import NodesConfig
 
 MAX_WORKERS = 64
 """Of one engine, all stages together."""
@@ -74,6 +75,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_concurrent_batches: Annotated[
         int, Meta(ge=1, le=16, description="Steps that are handed to the executor at once.")
     ] = 1
+    nodes: NodesConfig = NodesConfig()
     step_timeout: Annotated[
         float,
         Meta(
@@ -96,6 +98,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.pipeline_parallel_size "
                 f"{self.pipeline_parallel_size}: {self.num_workers} workers, and an engine has at most {MAX_WORKERS}"
+            )
+        if self.pipeline_parallel_size % self.nodes.size:
+            raise ConfigError(
+                f"executor.nodes.size is {self.nodes.size} and executor.pipeline_parallel_size {self.pipeline_parallel_size}: "
+                "every node has as many whole stages; make the second a multiple of the first"
             )
         if self.stage_layers and len(self.stage_layers) != self.pipeline_parallel_size:
             raise ConfigError(

@@ -1,0 +1,136 @@
+"""A node's side of its session with the engine."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+
+import grpc
+
+from penstock.worker.v1 import messages_pb2 as pb
+from penstock.worker.v1 import service_pb2_grpc
+from penstock_common.addresses import with_default_port
+from penstock_common.errors import Internal, Unavailable
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.metrics import service_version
+from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.credentials import ClientCredentials, advised
+from penstock_common.rpc.status import from_rpc_error
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.rpc.node_config import shared_config
+
+_AGAIN = 0.5
+"""Seconds between two attempts to reach the engine."""
+
+Session = grpc.aio.StreamStreamCall[pb.NodeReport, pb.NodeCommand]
+log = get_logger()
+
+
+class NodeOrders(Protocol):
+    """What the engine tells a node."""
+
+    def call(self, message: bytes) -> None:
+        """For all of its workers."""
+
+    def expect_ends(self) -> None:
+        """They are about to be told to stop."""
+
+    def dump_stacks(self) -> Mapping[int, str]:
+        """Where their threads are, by rank. May block."""
+
+
+class NodeClient:
+    """All of it belongs to one loop, but ``answer`` and ``give_up``, which any thread may call. Raises ConfigError for TLS."""
+
+    def __init__(self, config: EngineCoreConfig) -> None:
+        nodes = config.executor.nodes
+        self._nodes = nodes
+        self._address = with_default_port(nodes.leader, nodes.port)
+        self._credentials = ClientCredentials(nodes.tls, field="executor.nodes.tls")
+        self._max_message_bytes = config.server.max_message_bytes
+        self._attach = pb.Attach(version=service_version(), index=nodes.index, config=shared_config(config))
+        self._reports: asyncio.Queue[pb.NodeReport] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._channel: grpc.aio.Channel
+        self._session: Session
+
+    async def attach(self) -> pb.Attached:
+        """Reach the engine, which may be starting. Raises RequestFailed with what it has against the node, or Unavailable where
+        it was not there in time.
+        """
+        deadline = self._loop.time() + self._nodes.timeout
+        told = False
+        while True:
+            try:
+                return await self._try()
+            except grpc.aio.AioRpcError as e:
+                failed = from_rpc_error(e)
+                if e.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise failed from None
+            if self._loop.time() >= deadline:
+                raise Unavailable(
+                    f"the engine at {self._address} (executor.nodes.leader) was not reached within {self._nodes.timeout:g} s "
+                    f"(executor.nodes.timeout): {advised(failed.message)}"
+                )
+            if not told:
+                log.info("waiting for the engine", address=self._address, why=advised(failed.message))
+                told = True
+            await asyncio.sleep(_AGAIN)
+
+    async def serve(self, orders: NodeOrders) -> None:
+        """Carry out what the engine says until it ends the session. Raises RequestFailed unless the workers have stopped as they
+        were told.
+        """
+        writer = asyncio.create_task(self._write())
+        try:
+            while isinstance(command := await self._session.read(), pb.NodeCommand):
+                await self._carry_out(command, orders)
+            if await self._session.code() is not grpc.StatusCode.OK:
+                await self._session.initial_metadata()
+                raise Unavailable(await self._session.details() or "the engine cannot be reached")
+        except grpc.aio.AioRpcError as e:
+            raise from_rpc_error(e) from None
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            await self._channel.close()
+
+    def answer(self, rank: int, message: bytes) -> None:
+        """What a worker says."""
+        self._report(pb.NodeReport(answer=pb.Answer(rank=rank, message=message)))
+
+    def give_up(self, reason: str) -> None:
+        """The workers have ended."""
+        self._report(pb.NodeReport(workers_ended=pb.WorkersEnded(reason=reason)))
+
+    async def _try(self) -> pb.Attached:
+        channel = make_channel(self._address, credentials=self._credentials, max_message_bytes=self._max_message_bytes)
+        try:
+            session: Session = service_pb2_grpc.WorkerServiceStub(channel).NodeSession()
+            await session.write(pb.NodeReport(attach=self._attach))
+            first = await session.read()
+            if not isinstance(first, pb.NodeCommand) or first.WhichOneof("message") != "attached":
+                raise Internal("the engine did not answer attach with attached")
+        except BaseException:
+            await channel.close()
+            raise
+        self._channel, self._session = channel, session
+        return first.attached
+
+    async def _carry_out(self, command: pb.NodeCommand, orders: NodeOrders) -> None:
+        match command.WhichOneof("message"):
+            case "call":
+                orders.call(command.call.message)
+            case "expect_ends":
+                orders.expect_ends()
+            case "dump_stacks":
+                texts = await asyncio.to_thread(orders.dump_stacks)
+                self._reports.put_nowait(pb.NodeReport(stacks=pb.Stacks(texts=texts)))
+            case _:
+                raise Internal("the engine sent what only one of another version can read")
+
+    async def _write(self) -> None:
+        while True:
+            await self._session.write(await self._reports.get())
+
+    def _report(self, report: pb.NodeReport) -> None:
+        self._loop.call_soon_threadsafe(self._reports.put_nowait, report)

@@ -1,0 +1,219 @@
+"""The engine's side of the sessions with its other nodes."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import msgspec
+
+from penstock.worker.v1 import messages_pb2 as pb
+from penstock.worker.v1 import service_pb2_grpc
+from penstock_common.addresses import with_port
+from penstock_common.errors import AlreadyExists, FailedPrecondition, InvalidArgument, RequestFailed, Unavailable
+from penstock_common.observability.logging import get_logger
+from penstock_common.observability.metrics import service_version
+from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.server import SERVICES, RpcServer
+from penstock_common.security.certificates import Certificates
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.rpc.node_config import difference, shared_config
+
+SERVICE_NAME = "penstock.worker.v1.WorkerService"
+_STOP_TIMEOUT = 2.0
+"""Seconds that nodes have to hear that the engine stops."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+log = get_logger()
+
+
+class NodeEvents(Protocol):
+    """What an engine hears of its nodes, on the listener's thread: none of it may block."""
+
+    def attached(self, index: int) -> None:
+        """The node's workers start; it may be told something."""
+
+    def answered(self, index: int, rank: int, message: bytes) -> None:
+        """What a worker says."""
+
+    def stacks(self, index: int, texts: Mapping[int, str]) -> None:
+        """Where the threads of the node's workers are, by rank."""
+
+    def ended(self, index: int, reason: str) -> None:
+        """Its workers have ended, or it cannot be reached any more. Told once, and not when it was the listener that ended."""
+
+
+Commands = asyncio.Queue[pb.NodeCommand | None]
+
+
+class NodeListener:
+    """Owns a loop in a thread. Methods may be called from any other one. Commands go to all nodes, to each in the order in which
+    they were told.
+    """
+
+    def __init__(self, config: EngineCoreConfig, meeting: str, events: NodeEvents) -> None:
+        """``meeting``: host:port at which the workers of all nodes find each other."""
+        self._config = config
+        self._meeting = meeting
+        self._events = events
+        self._shared = shared_config(config)
+        self._nodes: dict[int, Commands] = {}
+        self._over: str | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nodes", daemon=True)
+        self._server: RpcServer
+        self.port = 0
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError when the port is taken."""
+        self._thread.start()
+        self._run(self._start())
+
+    def call(self, message: bytes) -> None:
+        """What all workers are told."""
+        self._tell(pb.NodeCommand(call=pb.Call(message=message)))
+
+    def expect_ends(self) -> None:
+        """Workers are about to be told to stop."""
+        self._tell(pb.NodeCommand(expect_ends=pb.ExpectEnds()))
+
+    def dump_stacks(self) -> None:
+        """Ask where their threads are."""
+        self._tell(pb.NodeCommand(dump_stacks=pb.DumpStacks()))
+
+    def end(self, error: str = "") -> None:
+        """End all sessions, without waiting for it. ``error``: why the workers are given up; empty: they have stopped as they
+        were told. The first reason counts.
+        """
+        self._soon(partial(self._end, error))
+
+    def stop(self) -> None:
+        """Close the port, once sessions were ended. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self._run(self._server.stop(_STOP_TIMEOUT))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def session(self, requests: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
+        """One stream of one node."""
+        index = self._admit(await anext(requests, None))
+        commands = self._nodes[index] = Commands()
+        log.info("node attached", node=index, peer=context.peer())
+        commands.put_nowait(pb.NodeCommand(attached=pb.Attached(engine_id=self._config.name, meeting=self._meeting)))
+        self._events.attached(index)
+        reader = asyncio.create_task(self._read(index, requests))
+        reader.add_done_callback(lambda _: commands.put_nowait(None))
+        reason = "the connection to it broke"
+        try:
+            while (command := await commands.get()) is not None:
+                yield command
+            if reader.done():
+                reason = reader.result() or reason
+        except RequestFailed as e:
+            reason = e.message
+            raise
+        finally:
+            reader.cancel()
+            if self._over is None:
+                self._events.ended(index, reason)
+        if self._over:
+            raise Unavailable(self._over, reason="ENGINE_DEAD")
+
+    async def _read(self, index: int, requests: AsyncIterator[pb.NodeReport]) -> str:
+        """Until the node ends. Why its workers have; empty where it did not say."""
+        async for report in requests:
+            match report.WhichOneof("message"):
+                case "answer":
+                    self._events.answered(index, report.answer.rank, report.answer.message)
+                case "stacks":
+                    self._events.stacks(index, dict(report.stacks.texts))
+                case "workers_ended":
+                    return report.workers_ended.reason
+                case _:
+                    raise InvalidArgument(
+                        "a message behind the first is answer, stacks or workers_ended", field="message"
+                    )
+        return ""
+
+    def _admit(self, first: pb.NodeReport | None) -> int:
+        """The node's index. Raises what is wrong with it."""
+        if first is None or first.WhichOneof("message") != "attach":
+            raise InvalidArgument("the first message must be attach", field="attach")
+        attach, size = first.attach, self._config.executor.nodes.size
+        if self._over is not None:
+            raise Unavailable("the engine has ended", reason="ENGINE_DEAD")
+        if attach.version != service_version():
+            raise FailedPrecondition(
+                f"node {attach.index} is version {attach.version} and the engine {service_version()}; give them one image",
+                reason="VERSIONS_DIFFER",
+            )
+        if differs := difference(self._shared, attach.config):
+            key, ours, theirs = differs
+            raise FailedPrecondition(
+                f"node {attach.index} is configured otherwise: {key} is {theirs} there and {ours} at the engine",
+                reason="CONFIGURATIONS_DIFFER",
+            )
+        if not 1 <= attach.index < size:
+            raise InvalidArgument(
+                f"executor.nodes.index is {attach.index}; beside the engine there are nodes 1 to {size - 1}",
+                field="index",
+            )
+        if attach.index in self._nodes:
+            raise AlreadyExists(
+                f"node {attach.index} has attached already; two processes have this executor.nodes.index"
+            )
+        return attach.index
+
+    async def _start(self) -> None:
+        config = msgspec.structs.replace(
+            self._config.server, port=self._config.executor.nodes.port, health_port=-1, reuse_port=False
+        )
+        allowed = {f"/{SERVICE_NAME}/NodeSession": self._config.peers.engines}
+        self._server = RpcServer(
+            config,
+            service_names=(SERVICE_NAME,),
+            interceptors=[PeerGuard(allowed)] if config.tls.ca else [],
+            keepalive=SERVICES,
+            field="server",
+            certificates=Certificates(),
+        )
+        service_pb2_grpc.add_WorkerServiceServicer_to_server(_Servicer(self), self._server.server)
+        self.port = await self._server.start()
+        log.info("listening for nodes", address=with_port(config.host, self.port))
+
+    def _tell(self, command: pb.NodeCommand) -> None:
+        self._soon(partial(self._put, command))
+
+    def _end(self, error: str) -> None:
+        if self._over is not None:
+            return
+        self._over = error
+        self._put(None)
+
+    def _put(self, command: pb.NodeCommand | None) -> None:
+        for commands in self._nodes.values():
+            commands.put_nowait(command)
+
+    def _soon(self, work: Callable[[], Any]) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(work)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class _Servicer(service_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, listener: NodeListener) -> None:
+        self._listener = listener
+
+    async def NodeSession(
+        self, request_iterator: AsyncIterator[pb.NodeReport], context: Context
+    ) -> AsyncIterator[pb.NodeCommand]:
+        """See ``NodeListener.session``."""
+        async for command in self._listener.session(request_iterator, context):
+            yield command
