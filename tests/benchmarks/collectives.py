@@ -16,6 +16,7 @@ from rich.table import Table
 
 from penstock_enginecore.parallel import shared_memory
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
+from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 
 WIDTH = 768
@@ -26,7 +27,7 @@ _WARM_UP, _CALLS = 50, 500
 def _measure(kind: str, rank: int, size: int, store: int, memory: int, tokens: int, told: Any) -> None:
     torch.set_num_threads(1)
     group: Collectives = (
-        GlooCollectives(store, rank, size) if kind == "gloo" else SharedMemoryCollectives(memory, rank, size)
+        GlooCollectives(Meeting(store), rank, size) if kind == "gloo" else SharedMemoryCollectives(memory, rank, size)
     )
     states, seconds = torch.ones(tokens, WIDTH), []
     for _ in range(_WARM_UP + _CALLS):

@@ -35,10 +35,13 @@ def children() -> set[int]:
 class Service:
     """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
 
-    def __init__(self, module: str, *, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object) -> None:
-        """``flags``: dotted config keys, written with two underscores for the dot. ``metrics_flag``: the one that says where
-        ``/metrics`` is; it gets a free port, ``metrics_port``. ``host``: an address of the loopback interface. Only warnings are
-        logged, unless there is a file (``config``), which then says what is.
+    def __init__(
+        self, module: str, *words: str, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object
+    ) -> None:
+        """``words`` come before the flags. ``flags``: dotted config keys, written with two underscores for the dot.
+        ``metrics_flag``: the one that says where ``/metrics`` is; it gets a free port, ``metrics_port``. ``host``: an
+        address of the loopback interface. Only warnings are logged, unless there is a file (``config``), which then
+        says what is.
         """
         self.host = host
         self.module = module
@@ -50,7 +53,7 @@ class Service:
             named["log.level"] = "warning"
         if metrics_flag:
             self.metrics_port = named[metrics_flag] = free_port()
-        self._arguments = [f"--{key}={value}" for key, value in named.items()]
+        self._arguments = [*words, *(f"--{key}={value}" for key, value in named.items())]
         self.environment: dict[str, str] = {}
         """Variables on top of the test's own, for the next start."""
         self._folder = tempfile.TemporaryDirectory()

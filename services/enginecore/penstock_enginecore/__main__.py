@@ -1,4 +1,4 @@
-"""``python -m penstock_enginecore --config engine.yaml``."""
+"""``python -m penstock_enginecore --config engine.yaml``; with ``worker`` in front of it a node of an engine on another host."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from functools import partial
 from penstock_common.allocator import use_few_arenas
 from penstock_common.config.command_line import from_command_line
 from penstock_common.config_file import ConfigFile
-from penstock_common.errors import ConfigError
+from penstock_common.errors import ConfigError, RequestFailed
 from penstock_enginecore.app import run
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.step_recovery import EngineDeadError
@@ -15,27 +15,54 @@ from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.structured_output.children import Children
 
+WORKER = "worker"
+"""The word with which a process is a node beside an engine."""
+_NODE = "Workers of an engine that is on another host: attaches to executor.nodes.leader, and ends with it."
+
 
 def main() -> int:
     """Exit code: 0 after a requested stop, 2 for a wrong configuration, 1 when loading or a step failed."""
     try:
-        source = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
-        config_file = ConfigFile(source)
-        children = Children(config_file.running.structured_output)
-        use_few_arenas()
-        children.start_early()  # they import what they need beside this process
-        # torch is imported here, after flags are checked
-        from penstock_enginecore.executor.factory import make_executor
-        from penstock_enginecore.structured_output.factory import make_grammar_backend
-
-        run(config_file, make_executor, partial(make_grammar_backend, children=children))
+        if sys.argv[1:2] == [WORKER]:
+            _be_a_node()
+        else:
+            _be_an_engine()
     except ConfigError as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 2
-    except (ModelLoadError, EngineDeadError, WorkersGone) as e:
+    except (ModelLoadError, EngineDeadError, WorkersGone, RequestFailed) as e:
         print(f"penstock-enginecore: {e}", file=sys.stderr)
         return 1
     return 0
+
+
+def _be_an_engine() -> None:
+    source = from_command_line(EngineCoreConfig, prog="penstock-enginecore", description=__doc__ or "")
+    config_file = ConfigFile(source)
+    if index := config_file.running.executor.nodes.index:
+        raise ConfigError(
+            f"executor.nodes.index is {index}, and an engine is node 0; `python -m penstock_enginecore worker` is another"
+        )
+    children = Children(config_file.running.structured_output)
+    use_few_arenas()
+    children.start_early()  # they import what they need beside this process
+    # torch is imported here, after flags are checked
+    from penstock_enginecore.executor.factory import make_executor
+    from penstock_enginecore.structured_output.factory import make_grammar_backend
+
+    run(config_file, make_executor, partial(make_grammar_backend, children=children))
+
+
+def _be_a_node() -> None:
+    source = from_command_line(
+        EngineCoreConfig, prog=f"penstock-enginecore {WORKER}", description=_NODE, argv=sys.argv[2:]
+    )
+    config = source.load()
+    use_few_arenas()
+    # torch is imported here, after flags are checked
+    from penstock_enginecore.executor.multiproc import node
+
+    node.run(config)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ CLIENT = "test"
 TIMEOUT = PATIENCE
 
 
-def build_engine(
+def config_of(
     path: Path,
     *,
     model: Mapping[str, Any] | None = None,
@@ -39,9 +39,9 @@ def build_engine(
     kernels: Mapping[str, Any] | None = None,
     executor: Mapping[str, Any] | None = None,
     plugins: list[str] | None = None,
-) -> EngineCore:
-    """An engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
-    config = EngineCoreConfig(
+) -> EngineCoreConfig:
+    """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
+    return EngineCoreConfig(
         model=ModelConfig(**{"path": str(path), "device": "cpu", **(model or {})}),
         cache=CacheConfig(**{"block_size": 4, "num_blocks": 512, **(cache or {})}),
         scheduler=SchedulerConfig(**(scheduler or {})),
@@ -50,6 +50,11 @@ def build_engine(
         kernels=KernelsConfig(**(kernels or {})),
         plugins=plugins,
     )
+
+
+def build_engine(path: Path, **sections: Any) -> EngineCore:
+    """An engine, as ``config_of`` says."""
+    config = config_of(path, **sections)
     return app.build_engine(config, make_executor(config), make_grammar_backend, lambda line: None)
 
 

@@ -88,7 +88,9 @@ def main(descriptor: int) -> None:
                 if does == "raise":
                     answers.write(encode(Raised(number, Failure.of(ValueError(f"step {step.step}")))))
                 else:
-                    answers.write(encode(Sampled(number, digest_of(output), output if rank == 0 else None)))
+                    answers.write(
+                        encode(Sampled(number, digest_of(output), output if start.config.tells_tokens else None))
+                    )
             case Invoke(number, method, argument):
                 does = misbehaves(method)
                 if does == "raise":

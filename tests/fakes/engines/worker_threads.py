@@ -19,13 +19,13 @@ from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.executor import worker as worker_module
 from penstock_enginecore.executor.multiproc import executor as executor_module
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.messages import decode_answer
 from penstock_enginecore.executor.multiproc.ring import RingTimeout
 from penstock_enginecore.executor.multiproc.worker_process import WorkerLoop
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.models import loader as loader_module
 from penstock_enginecore.models.loader import load_weights
 from penstock_enginecore.parallel.collectives import GlooCollectives
+from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from tests.fakes.patience import PATIENCE
@@ -119,24 +119,32 @@ class WorkerThreads:
     def __init__(
         self,
         config: EngineCoreConfig,
-        num_workers: int,
-        hear: Callable[[int, Any], None],
+        hear: Callable[[int, bytes], None],
         failed: Callable[[WorkersGone], None],
         *_others: object,
     ) -> None:
         store = os.memfd_create("store")
         weakref.finalize(self, os.close, store)
+        num_workers = config.executor.num_workers
         readers = [_Reader() for _ in range(num_workers)]
-        self.calls = _Writer(lambda data: [reader.queue.put(data) for reader in readers])
+        self._readers = readers
         self.pids: list[int] = []
         self._threads = []
         for rank, reader in enumerate(readers):
-            writer = _Writer(lambda data, rank=rank: hear(rank, decode_answer(data)))
+            writer = _Writer(partial(hear, rank))
             own = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store)
             loop = WorkerLoop(own, reader, writer)
             run = partial(_run, loop, failed)
             self._threads.append(threading.Thread(target=run, name=f"worker-{rank}", daemon=True))
             self._threads[-1].start()
+
+    def wait(self, progress: object) -> None:
+        """They are here."""
+
+    def write(self, message: bytes, timeout: float) -> None:
+        """Tell all of them."""
+        for reader in self._readers:
+            reader.queue.put(message)
 
     def look_again(self) -> None:
         """Nothing watches them."""
@@ -172,7 +180,9 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
         executor, collectives, links = config.engine.executor, None, None
         if executor.tensor_parallel_size > 1:
             group = f"tensor {config.stage}"
-            collectives = GlooCollectives(config.store, config.tensor_rank, executor.tensor_parallel_size, group)
+            collectives = GlooCollectives(
+                Meeting(config.store), config.tensor_rank, executor.tensor_parallel_size, group
+            )
         if executor.pipeline_parallel_size > 1:
             own = streams[config.tensor_rank]
             links = StageLinks(ThreadTransport(own, config.stage, executor.pipeline_parallel_size))

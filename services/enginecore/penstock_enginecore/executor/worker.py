@@ -23,6 +23,7 @@ from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.parallel.collectives import GlooCollectives
+from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_transport import GlooTransport
@@ -37,7 +38,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._engine = config.engine
-        self._device = resolve_device(self._engine.model.device, config.rank)
+        self._device = resolve_device(self._engine.model.device, config.place)
         check_kv_cache_memory(self._engine.cache, self._device)
         cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
@@ -49,9 +50,9 @@ class Worker:
 
     def _settle(self) -> int:
         """Move near the device. The worker's share of the cores."""
-        rank, world_size = self._config.rank, self._config.world_size
-        share = usable_cores() // world_size
-        home = settle(self._device, rank, world_size) if self._engine.executor.numa else None
+        place, neighbours = self._config.place, self._config.num_neighbours
+        share = usable_cores() // neighbours
+        home = settle(self._device, place, neighbours) if self._engine.executor.numa else None
         if home is None:
             return share
         logger.info("%s is at NUMA node %d: running on %d cores of it", self._device, home.node, len(home.cores))
@@ -80,7 +81,7 @@ class Worker:
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
         if self._device.type == "cpu":
-            return cpu_kv_cache_bytes() // self._config.world_size
+            return cpu_kv_cache_bytes() // self._config.num_neighbours
         torch.cuda.reset_peak_memory_stats(self._device)
         self.runner.profile(self._engine.scheduler.max_num_batched_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()
@@ -214,10 +215,12 @@ def _connect(config: WorkerConfig) -> tuple[TimedCollectives | None, StageLinks 
     collectives, links = None, None
     if size > 1:
         collectives = TimedCollectives(
-            GlooCollectives(config.store, config.tensor_rank, size, f"tensor {config.stage}")
+            GlooCollectives(Meeting(config.store), config.tensor_rank, size, f"tensor {config.stage}")
             if config.exchange is None
             else SharedMemoryCollectives(config.exchange, config.tensor_rank, size)
         )
     if num_stages > 1:
-        links = StageLinks(GlooTransport(config.store, config.stage, num_stages, f"stages {config.tensor_rank}"))
+        node = config.node
+        meeting = Meeting(config.store) if node is None else Meeting(node.meeting, node.address)
+        links = StageLinks(GlooTransport(meeting, config.stage, num_stages, f"stages {config.tensor_rank}"))
     return collectives, links

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock_enginecore.parallel.gloo import gloo_group
+from penstock_enginecore.parallel.gloo import Meeting, gloo_group
 
 
 class Collectives(Protocol):
@@ -21,12 +21,12 @@ class Collectives(Protocol):
 
 
 class GlooCollectives:
-    """Over sockets of the loopback interface."""
+    """Over sockets."""
 
-    def __init__(self, store: int, rank: int, size: int, name: str = "tensor") -> None:
+    def __init__(self, meeting: Meeting, rank: int, size: int, name: str = "tensor") -> None:
         """Waits for all ranks. See ``gloo_group``."""
         self.rank, self.size = rank, size
-        self._group: Any = gloo_group(store, name, rank, size)
+        self._group: Any = gloo_group(meeting, name, rank, size)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives``."""

@@ -1,28 +1,55 @@
-"""Gloo's groups of processes of one host, over the loopback interface.
+"""Gloo's groups of processes: of one host over the loopback interface, of several over what lies between them.
 
-Not torch's default group: nothing else gets between the calls of a step. The processes find each other in memory that they share,
-not at a port that others reach.
+Not torch's default group: nothing else gets between the calls of a step. The processes of one host find each other in memory that
+they share, not at a port that others reach.
 """
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+from penstock_common import addresses
 
 _INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)
 """A step that hangs is ended by the engine, which knows which worker it waits for."""
+_REACHED = timedelta(seconds=60)
 
 
-def gloo_group(store: int, name: str, rank: int, size: int) -> Any:
-    """Waits for all ``size`` processes that ask for the group ``name``. ``store``: a descriptor of memory that they share, empty
-    at first; several groups may use it.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where processes find each other. ``at``: a descriptor of memory that they share, empty at first; those of several hosts an
+    address, host:port, of a ``TCPStore``. ``address``: the IP address at which others reach this process, where they are on other
+    hosts. Several groups may meet there.
     """
+
+    at: int | str
+    address: str = ""
+
+    def store(self) -> Any:
+        """Torch's. RuntimeError where it is not reached within a minute."""
+        if isinstance(self.at, int):
+            return FileStore(f"/proc/{os.getpid()}/fd/{self.at}", -1)
+        host, port = addresses.split(self.at)
+        return TCPStore(host, port, is_master=False, timeout=_REACHED)
+
+    def device(self) -> Any:
+        """gloo's: what the group's sockets are bound to."""
+        if self.address:
+            return dist.ProcessGroupGloo.create_device(hostname=self.address)
+        return dist.ProcessGroupGloo.create_device(interface=_INTERFACE)
+
+
+def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
+    """Waits for all ``size`` processes that ask for the group ``name``."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=_INTERFACE)]
+    options._devices = [meeting.device()]
     options._timeout = _TIMEOUT
     options._threads = 1
-    shared = PrefixStore(name, FileStore(f"/proc/{os.getpid()}/fd/{store}", -1))
-    return dist.ProcessGroupGloo(shared, rank, size, options)
+    store = meeting.store()
+    store.set_timeout(_TIMEOUT)
+    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)

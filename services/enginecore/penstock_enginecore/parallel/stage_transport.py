@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock_enginecore.parallel.gloo import gloo_group
+from penstock_enginecore.parallel.gloo import Meeting, gloo_group
 
 
 class Pending(Protocol):
@@ -30,12 +30,12 @@ class StageTransport(Protocol):
 
 
 class GlooTransport:
-    """Over sockets of the loopback interface. One that waits for a message takes no time of a processor."""
+    """Over sockets. One that waits for a message takes no time of a processor."""
 
-    def __init__(self, store: int, stage: int, num_stages: int, name: str = "stages") -> None:
+    def __init__(self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages") -> None:
         """Waits for all stages. See ``gloo_group``."""
         self.stage, self.num_stages = stage, num_stages
-        self._group: Any = gloo_group(store, name, stage, num_stages)
+        self._group: Any = gloo_group(meeting, name, stage, num_stages)
 
     def send(self, message: torch.Tensor, stage: int, channel: int) -> Pending:
         """See ``StageTransport``."""

@@ -13,6 +13,7 @@ import torch
 
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
+from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.layers import split_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
@@ -103,7 +104,7 @@ def test_gloo_adds_up_and_gathers(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(input_ids=TOKENS, use_cache=False).logits
     with ThreadPoolExecutor(size) as threads:
-        groups = list(threads.map(lambda rank: GlooCollectives(store, rank, size), range(size)))
+        groups = list(threads.map(lambda rank: GlooCollectives(Meeting(store), rank, size), range(size)))
     first, second = in_parts(model, groups)
     assert torch.equal(first[1], second[1])
     torch.testing.assert_close(first[1], expected, atol=1e-4, rtol=1e-4)

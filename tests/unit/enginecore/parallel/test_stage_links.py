@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.stage_links import StageFailedError, StageLinks
 from penstock_enginecore.parallel.stage_transport import GlooTransport
 from tests.fakes.engines.worker_threads import Streams, ThreadTransport
@@ -124,7 +125,7 @@ def test_links_are_opened_once() -> None:
 def test_gloo_carries_messages_of_any_size_in_both_directions() -> None:
     store = os.memfd_create("store")
     with ThreadPoolExecutor(2) as threads:
-        transports = list(threads.map(lambda stage: GlooTransport(store, stage, 2), range(2)))
+        transports = list(threads.map(lambda stage: GlooTransport(Meeting(store), stage, 2), range(2)))
     first, last = (StageLinks(transport) for transport in transports)
     for each in (first, last):
         each.open(max_tokens=2000, max_seqs=8, width=WIDTH, dtype=torch.float32)

@@ -17,7 +17,6 @@ from penstock_enginecore.executor.multiproc.agreement import agreed
 from penstock_enginecore.executor.multiproc.calls import Calls
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.executor.multiproc.messages import (
-    Answer,
     Call,
     Invoke,
     Method,
@@ -26,6 +25,7 @@ from penstock_enginecore.executor.multiproc.messages import (
     Sample,
     Sampled,
     Stats,
+    decode_answer,
     encode,
     execute,
     mask_of,
@@ -35,6 +35,7 @@ from penstock_enginecore.executor.multiproc.messages import (
 )
 from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingTimeout
+from penstock_enginecore.executor.multiproc.spread_workers import SpreadWorkers
 from penstock_enginecore.executor.multiproc.workers import LAST_MOMENT, MODULE, Workers
 from penstock_enginecore.parallel.kv_groups import largest_stage
 
@@ -62,9 +63,9 @@ class MultiprocExecutor:
         self._stats = [WorkerStats(rank=rank) for rank in range(num_workers)]
         self._executing = False
         self._shut_down = False
-        self._workers = Workers(
+        make: type[Workers] | type[SpreadWorkers] = SpreadWorkers if config.executor.nodes.size > 1 else Workers
+        self._workers = make(
             msgspec.structs.replace(config, engine_id=config.name),  # a name that is made up is each process' own
-            num_workers,
             self._hear,
             self._fail,
             Overdue(self._timeout, self._calls.oldest),
@@ -73,7 +74,7 @@ class MultiprocExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """Of the worker processes, by rank."""
+        """Of the worker processes of this node, by rank."""
         return self._workers.pids
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
@@ -89,6 +90,7 @@ class MultiprocExecutor:
         WorkersGone where they have loaded different models.
         """
         self._progress = progress
+        self._workers.wait(progress)
         models: list[ModelInfo] = self._invoke("load_model", ModelInfo)
         return agreed("the model", models)
 
@@ -171,7 +173,7 @@ class MultiprocExecutor:
         """Raises WorkersGone when no worker reads any more."""
         self._calls.check()
         try:
-            self._workers.calls.write(encode(call), self._timeout)
+            self._workers.write(encode(call), self._timeout)
         except RingClosed:
             raise self._calls.failed() from None
         except RingTimeout as e:
@@ -181,8 +183,8 @@ class MultiprocExecutor:
 
     # On the workers' threads.
 
-    def _hear(self, rank: int, answer: Answer) -> None:
-        match answer:
+    def _hear(self, rank: int, message: bytes) -> None:
+        match decode_answer(message):
             case ProgressLine(text):
                 if rank == 0:
                     self._progress(text)
@@ -190,7 +192,7 @@ class MultiprocExecutor:
                 self._stats[rank] = stats
             case Returned(number, value):
                 self._calls.answered(rank, number, value)
-            case Sampled(number):
+            case Sampled(number) as answer:
                 self._calls.answered(rank, number, answer)
             case Raised(number, failure):
                 if failure.kind == "other" and self._workers.has_ended(_CONSEQUENCE):

@@ -32,8 +32,8 @@ class Overdue:
         limit = self._limit(call)
         return _LOOK if limit is None else limit - call.waited
 
-    def reason(self, pids: Sequence[int]) -> str | None:
-        """Why the workers, processes by rank, are given up; None when they are not."""
+    def reason(self, pids: Sequence[int], first_rank: int = 0) -> str | None:
+        """Why the workers, processes from ``first_rank`` on, are given up; None when they are not."""
         call = self._oldest()
         limit = None if call is None else self._limit(call)
         if call is None or limit is not None:
@@ -41,7 +41,7 @@ class Overdue:
         if call is None:
             return None
         if limit is None:
-            return self._stopped_for_long(pids)
+            return self._stopped_for_long(pids, first_rank)
         if call.waited < limit:
             return None
         if call.timed:
@@ -51,9 +51,9 @@ class Overdue:
     def _limit(self, call: Oldest) -> float | None:
         return self._timeout if call.timed else call.limit
 
-    def _stopped_for_long(self, pids: Sequence[int]) -> str | None:
+    def _stopped_for_long(self, pids: Sequence[int], first_rank: int) -> str | None:
         now = self._clock()
-        for rank, pid in enumerate(pids):
+        for rank, pid in enumerate(pids, first_rank):
             if not is_stopped(pid):
                 self._stopped.pop(rank, None)
             elif now - self._stopped.setdefault(rank, now) >= self._timeout:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from penstock_enginecore.executor.multiproc.overdue import has_ended, is_stopped
 
@@ -15,27 +15,27 @@ _PATIENT, _QUIET = 1.0, 0.25
 _MOST = 64 * 1024
 
 
-def read_stacks(pipes: Mapping[int, int], pids: Sequence[int]) -> dict[int, str]:
-    """Ask all workers, and read what they write. ``pipes``: descriptors by rank. Returns texts by rank; one says so where a
-    worker has written nothing.
+def read_stacks(pipes: Sequence[int], pids: Sequence[int]) -> list[str]:
+    """Ask all workers, and read what they write. ``pipes``: a descriptor of each. Returns a text of each; one says so where
+    a worker has written nothing.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, DUMP_STACKS)
-    texts = dict.fromkeys(pipes, b"")
-    ranks = {pipe: rank for rank, pipe in pipes.items()}
+    texts = [b""] * len(pipes)
+    places = {pipe: i for i, pipe in enumerate(pipes)}
     poll = select.poll()
-    for pipe in ranks:
+    for pipe in pipes:
         poll.register(pipe, select.POLLIN)
-    silent = {rank for rank, pid in enumerate(pids) if not is_stopped(pid) and not has_ended(pid)}
+    silent = {i for i, pid in enumerate(pids) if not is_stopped(pid) and not has_ended(pid)}
     while ready := poll.poll(1000 * (_PATIENT if silent else _QUIET)):
         for pipe, _ in ready:
             read = os.read(pipe, _MOST)
-            texts[ranks[pipe]] += read
-            silent.discard(ranks[pipe])
+            texts[places[pipe]] += read
+            silent.discard(places[pipe])
             if not read:
                 poll.unregister(pipe)
-    return {rank: text.decode(errors="replace") or _silence(pids[rank]) for rank, text in texts.items()}
+    return [text.decode(errors="replace") or _silence(pid) for text, pid in zip(texts, pids, strict=True)]
 
 
 def _silence(pid: int) -> str:

@@ -26,7 +26,7 @@ def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine decides when its workers stop
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(DUMP_STACKS, file=start.stacks, all_threads=True)
-    calls = RingReader(RingMemory(start.calls), start.config.rank)
+    calls = RingReader(RingMemory(start.calls), start.config.place)
     answers = RingWriter(RingMemory(start.answers))
     for inherited in (start.calls, start.answers):
         os.close(inherited)

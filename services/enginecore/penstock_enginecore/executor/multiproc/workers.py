@@ -8,21 +8,22 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
 
 from penstock_enginecore.child_process import start_python
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.messages import Answer, Start, decode_answer
+from penstock_enginecore.executor.multiproc.messages import Start
 from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.ring import RingClosed, RingReader, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
 from penstock_enginecore.executor.multiproc.rings import ANSWERS, CALLS
 from penstock_enginecore.executor.multiproc.stacks import read_stacks
-from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.executor.worker_config import Node, WorkerConfig
 from penstock_enginecore.parallel import shared_memory
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,14 @@ MODULE = "penstock_enginecore.executor.multiproc.worker_process"
 LAST_MOMENT = 10.0
 """Seconds that workers have to end by themselves."""
 
-Hear = Callable[[int, Answer], None]
-"""Called with a worker's rank and what it says, on a thread of that worker's."""
+Hear = Callable[[int, bytes], None]
+"""Called with a worker's rank and what it says, an ``Answer``, on a thread of that worker's."""
+Stacks = Callable[[], Mapping[int, str]]
+"""Where the threads of workers are, by rank."""
+
+
+def _nobody() -> dict[int, str]:
+    return {}
 
 
 class _Process:
@@ -60,24 +67,32 @@ class _Process:
 
 
 class Workers:
-    """Processes that all read ``calls``. A thread of theirs starts them and lives as long as they do: they die with it."""
+    """The worker processes of this node, which all read the same calls. A thread of theirs starts them and lives as long as they
+    do: they die with it.
+    """
 
     def __init__(
         self,
         config: EngineCoreConfig,
-        num_workers: int,
         hear: Hear,
         failed: Callable[[WorkersGone], None],
         overdue: Overdue,
         module: str = MODULE,
+        *,
+        node: Node | None = None,
+        elsewhere: Stacks = _nobody,
     ) -> None:
         """``failed`` is called once, when a worker has ended that was not told to, or ``overdue`` says that a call takes too
-        long: all workers have been killed, or are about to. Raises OSError when a process cannot be started.
+        long: all workers have been killed, or are about to. ``node``: this one, where there are several, whose workers say
+        ``elsewhere`` where they are. Raises OSError when a process cannot be started.
         """
-        self._hear, self._failed, self._overdue = hear, failed, overdue
+        self._hear, self._failed, self._overdue, self._elsewhere = hear, failed, overdue, elsewhere
+        self._first_rank, num_workers = (
+            (node.first_rank, node.num_workers) if node else (0, config.executor.num_workers)
+        )
         descriptor = CALLS.create(num_workers)
         self._memory = RingMemory(descriptor)
-        self.calls = RingWriter(self._memory)
+        self._calls = RingWriter(self._memory)
         self._module = module
         self._processes: list[_Process] = []
         self._ending = threading.Event()
@@ -86,7 +101,7 @@ class Workers:
         weakref.finalize(self, os.close, self._wake).atexit = False
         started = threading.Event()
         errors: list[BaseException] = []
-        watch = partial(self._run, config, num_workers, descriptor, started, errors)
+        watch = partial(self._run, config, node, descriptor, started, errors)
         self._watch = threading.Thread(target=watch, name="workers", daemon=True)
         self._watch.start()
         started.wait()
@@ -96,8 +111,15 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """By rank."""
+        """By rank, from the node's first on."""
         return [each.popen.pid for each in self._processes]
+
+    def wait(self, progress: Progress) -> None:
+        """Until the workers of all nodes can be told something."""
+
+    def write(self, message: bytes, timeout: float) -> None:
+        """Tell all of them. Raises RingTimeout where one does not read for ``timeout`` seconds, RingClosed when one has ended."""
+        self._calls.write(message, timeout)
 
     def expect_ends(self) -> None:
         """Workers are about to be told to stop: the first may have ended while others still do so."""
@@ -107,9 +129,11 @@ class Workers:
         """A call has begun that is no step: see when it will be overdue."""
         os.eventfd_write(self._wake, 1)
 
-    def has_ended(self, within: float) -> bool:
-        """Whether a worker has ended, or does ``within`` so many seconds."""
+    def has_ended(self, within: float, *others: int) -> bool:
+        """Whether a worker has ended, or does ``within`` so many seconds. ``others``: descriptors that say so of other nodes."""
         poll = select.poll()
+        for other in others:
+            poll.register(other, select.POLLIN)
         for process in self._processes:
             poll.register(process.pidfd, select.POLLIN)
         return bool(poll.poll(1000 * within))
@@ -124,17 +148,21 @@ class Workers:
     def _run(
         self,
         config: EngineCoreConfig,
-        num_workers: int,
+        node: Node | None,
         descriptor: int,
         started: threading.Event,
         errors: list[BaseException],
     ) -> None:
-        store = os.memfd_create("penstock-store", os.MFD_CLOEXEC) if num_workers > 1 else None
-        exchanges = _exchanges(config)
+        world_size, first = config.executor.num_workers, self._first_rank
+        ranks = range(first, first + (node.num_workers if node else world_size))
+        store = os.memfd_create("penstock-store", os.MFD_CLOEXEC) if world_size > 1 else None
+        exchanges = _exchanges(config, len(ranks) // config.executor.tensor_parallel_size)
         try:
-            for rank in range(num_workers):
-                exchange = exchanges[rank // config.executor.tensor_parallel_size] if exchanges else None
-                worker = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store, exchange=exchange)
+            for rank in ranks:
+                exchange = exchanges[(rank - first) // config.executor.tensor_parallel_size] if exchanges else None
+                worker = WorkerConfig(
+                    engine=config, rank=rank, world_size=world_size, node=node, store=store, exchange=exchange
+                )
                 self._processes.append(_Process(self._module, worker, descriptor))
         except BaseException as e:
             self._kill()
@@ -145,8 +173,8 @@ class Workers:
                 os.close(shared)
             started.set()
         hearing = [
-            threading.Thread(target=partial(self._listen, rank), name=f"worker-{rank}", daemon=True)
-            for rank in range(len(self._processes))
+            threading.Thread(target=partial(self._listen, rank, process), name=f"worker-{rank}", daemon=True)
+            for rank, process in enumerate(self._processes, first)
         ]
         for thread in hearing:
             thread.start()
@@ -157,11 +185,10 @@ class Workers:
         for thread in hearing:
             thread.join()
 
-    def _listen(self, rank: int) -> None:
-        process = self._processes[rank]
+    def _listen(self, rank: int, process: _Process) -> None:
         try:
             while True:
-                self._hear(rank, decode_answer(process.answers.read()))
+                self._hear(rank, bytes(process.answers.read()))
         except RingClosed:
             return
         except Exception as e:  # whoever waits for its answers must not wait on
@@ -180,20 +207,24 @@ class Workers:
                 break
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            for rank, process in enumerate(self._processes):
+            for rank, process in enumerate(self._processes, self._first_rank):
                 if process.pidfd in ready:
                     code = process.popen.wait()
                     if code or not self._told:
                         return WorkersGone(f"worker {rank} (pid {process.popen.pid}) {_ended(code)}")
                     poll.unregister(process.pidfd)
-            if reason := self._overdue.reason(self.pids):
-                pipes = {rank: each.stacks for rank, each in enumerate(self._processes)}
-                for rank, text in read_stacks(pipes, self.pids).items():
+            if reason := self._overdue.reason(self.pids, self._first_rank):
+                for rank, text in {**self.stacks(), **self._elsewhere()}.items():
                     logger.error("worker %d is here:\n%s", rank, text)
                 return WorkersGone(reason)
         if self._told:
             self._wait_for_ends()
         return None
+
+    def stacks(self) -> dict[int, str]:
+        """Where the threads of the workers are, by rank."""
+        texts = read_stacks([each.stacks for each in self._processes], self.pids)
+        return dict(enumerate(texts, self._first_rank))
 
     def _wait_for_ends(self) -> None:
         until = time.monotonic() + LAST_MOMENT
@@ -216,14 +247,14 @@ class Workers:
             process.memory.close_writer()
 
 
-def _exchanges(config: EngineCoreConfig) -> list[int]:
+def _exchanges(config: EngineCoreConfig, num_stages: int) -> list[int]:
     """Descriptors of the memory in which the workers of a stage exchange what they computed; none where that goes over gloo."""
     executor = config.executor
     if executor.tensor_parallel_size == 1 or executor.collectives == "gloo":
         return []
     if executor.collectives == "auto" and not shared_memory.available():
         return []
-    return [shared_memory.create(executor.tensor_parallel_size) for _ in range(executor.pipeline_parallel_size)]
+    return [shared_memory.create(executor.tensor_parallel_size) for _ in range(num_stages)]
 
 
 def _ended(code: int) -> str:

@@ -1,0 +1,60 @@
+"""Where the workers of several nodes find each other, and at which addresses."""
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from penstock_common import addresses
+from penstock_common.errors import ConfigError
+
+_ANYWHERE = ("", "0.0.0.0", "::")
+_TIMEOUT = timedelta(days=1)
+
+
+class MeetingPlace:
+    """A store of torch's that processes of other hosts reach, as long as this is kept. ``at``: its host:port."""
+
+    def __init__(self, address: str) -> None:
+        """Listens on a free port of that IP address. Raises ConfigError where this host has no such address."""
+        try:
+            family = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)[0][0]
+            listening = socket.create_server((address, 0), family=family)
+        except OSError as e:
+            raise ConfigError(f"executor.nodes.address is {address!r}, where nothing can listen here: {e}") from None
+        port = listening.getsockname()[1]
+        self._store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self.at = addresses.with_port(address, port)
+
+
+def own_address(configured: str, host: str) -> str:
+    """The IP address at which other nodes reach the engine's. ``host``: what its server listens on. Raises ConfigError."""
+    if configured or host not in _ANYWHERE:
+        return configured or host
+    name = socket.getfqdn()
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as e:
+        raise ConfigError(
+            f"executor.nodes.address is empty, and this host's name, {name}, stands for no address: {e}; set it to the IP "
+            "address at which the other nodes reach this one"
+        ) from None
+
+
+def address_towards(leader: str, port: int) -> str:
+    """The IP address from which this host reaches the engine's. Raises ConfigError."""
+    host, number = addresses.split(addresses.with_default_port(leader, port))
+    try:
+        family, _, _, _, there = socket.getaddrinfo(host, number, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as e:
+        raise ConfigError(f"executor.nodes.leader is {leader!r}, which cannot be reached: {e}") from None

@@ -1,0 +1,83 @@
+"""A node of an engine as a process: with the real command line, or with workers that have no model."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock_enginecore.config import EngineCoreConfig
+from tests.fakes.patience import PATIENCE
+
+
+class NodeProcess:
+    """``python -m penstock_enginecore worker`` with ``config``. ``module``: what its worker processes
+    run, if not the real thing.
+    """
+
+    def __init__(self, config: EngineCoreConfig, directory: Path, module: str = "") -> None:
+        file = directory / f"node-{config.executor.nodes.index}.yaml"
+        file.write_bytes(msgspec.json.encode(config))  # which is YAML as well
+        self._log = file.with_suffix(".log")
+        command = [__name__, str(file), module] if module else ["penstock_enginecore", "worker", "--config", str(file)]
+        with self._log.open("wb") as output:
+            self.popen = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
+
+    def log(self) -> str:
+        """Everything that it has printed."""
+        return self._log.read_text(errors="backslashreplace")
+
+    def workers(self) -> list[int]:
+        """Ids of its worker processes."""
+        found: list[int] = []
+        for task in Path(f"/proc/{self.popen.pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+        return found
+
+    def ended(self) -> int:
+        """Its exit code, once it has ended."""
+        return self.popen.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def terminate(self) -> None:
+        """As Kubernetes would."""
+        self.popen.send_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def node_process(config: EngineCoreConfig, directory: Path, module: str = "") -> Iterator[NodeProcess]:
+    """A node that does not outlive the test."""
+    node = NodeProcess(config, directory, module)
+    try:
+        yield node
+    finally:
+        node.kill()
+
+
+def main(file: str, module: str) -> int:
+    """A node whose workers run ``module``."""
+    from penstock_common.errors import PenstockError
+    from penstock_enginecore.executor.multiproc import node
+
+    config = msgspec.json.decode(Path(file).read_bytes(), type=EngineCoreConfig)
+    try:
+        node.run(config, module)
+    except PenstockError as e:
+        print(e, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
