@@ -111,8 +111,8 @@ matrix: setup ## Every failure of an engine at every step, with every kind of st
 		status=$$?; cat docs/failure-matrix.md; exit $$status
 
 .PHONY: worker-failures
-worker-failures: setup ## Workers killed and stopped at every point, alone and under 64 streams on two engines (half an hour)
-	@PENSTOCK_WORKER_FAILURES=full $(PYTEST) tests/integration/test_worker_failures.py tests/e2e/test_worker_streams.py -n 0 -q -s
+worker-failures: setup ## Workers and nodes killed and stopped at every point, alone and under 64 streams on two engines (40 minutes)
+	@PENSTOCK_WORKER_FAILURES=full $(PYTEST) tests/integration/test_worker_failures.py tests/integration/test_nodes.py tests/e2e/test_worker_streams.py tests/e2e/test_node_streams.py -n 0 -q -s
 
 .PHONY: cluster-tools
 cluster-tools: setup ## Build Kubernetes and what the test cluster has beside it, from Go modules, into build/cluster

@@ -1,0 +1,84 @@
+"""Each node of an engine killed under 64 streams on two engines: what a client gets is what it would have got.
+
+All of it belongs to ``make worker-failures``. Nodes are groups of processes, each at a loopback address of its own.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.conftest import DEMO_MODEL
+from tests.e2e.test_worker_streams import read_all, streams
+from tests.fakes.network.ports import free_port
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Answer, Cluster
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(os.environ.get("PENSTOCK_WORKER_FAILURES") != "full", reason="make worker-failures runs it"),
+]
+
+
+class Spread:
+    """Two engines, each of which has a second node."""
+
+    def __init__(self, cluster: Cluster, nodes: list[Service], expected: list[Answer]) -> None:
+        self.cluster, self.nodes, self.expected = cluster, nodes, expected
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[1, 2], ids=["TP1xPP2", "TP2xPP2"])
+async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
+    flags: dict[str, Any] = {
+        "executor__tensor_parallel_size": request.param,
+        "executor__pipeline_parallel_size": 2,
+        "executor__nodes__size": 2,
+        "executor__nodes__address": "127.0.0.1",
+        "executor__num_threads": 1,
+    }
+    cluster = Cluster(DEMO_MODEL, engines=2, **{k: v for k, v in flags.items() if k != "executor__num_threads"})
+    nodes = []
+    for number, engine in enumerate(cluster.engines):
+        port = free_port()
+        engine.add_flag("executor.nodes.port", port)
+        theirs = flags | {
+            "model__path": DEMO_MODEL,
+            "cache__kv_cache_memory": "64MiB",
+            "executor__nodes__index": 1,
+            "executor__nodes__leader": f"127.0.0.1:{port}",
+            "executor__nodes__address": f"127.0.0.{number + 2}",
+        }
+        nodes.append(Service("penstock_enginecore", "worker", **theirs))
+    for node in nodes:
+        await node.start()
+    async with cluster:
+        yield Spread(cluster, nodes, await read_all(streams(cluster)))
+    for node in nodes:
+        assert await node.ended() == 0, node.log()
+        node.remove_log()
+
+
+@pytest.mark.parametrize("killed", ["engine", "node"])
+async def test_every_stream_is_what_it_would_have_been(spread: Spread, killed: str) -> None:
+    cluster, engine, node = spread.cluster, spread.cluster.engines[1], spread.nodes[1]
+    calls = streams(cluster)
+    firsts = await asyncio.gather(*(call.read() for call in calls))
+    await (engine if killed == "engine" else node).kill()
+    answers = await read_all(calls)
+    for answer, first in zip(answers, firsts, strict=True):
+        answer.text, answer.token_ids = first.text + answer.text, [*first.token_ids, *answer.token_ids]
+    assert [(a.text, a.token_ids, a.finish_reason) for a in answers] == [
+        (a.text, a.token_ids, a.finish_reason) for a in spread.expected
+    ]
+    async with asyncio.timeout(PATIENCE):
+        code = await (node if killed == "engine" else engine).ended()
+    assert code == 1, engine.log()[-4000:] + node.log()[-4000:]
+    await node.start()
+    await engine.start()
+    await engine.serving()
+    await cluster.until_engines_are_seen(2)
+    assert (await cluster.stats())[1].num_running_reqs == 0
