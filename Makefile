@@ -175,7 +175,7 @@ rules-test: setup ## The chart's alerts on series, and with faults that are made
 
 .PHONY: chart-lint
 chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
-	@$(BIN)/python charts/lint.py
+	@$(BIN)/python -m charts.lint
 	@$(PYTEST) tests/chart -q
 
 .PHONY: images

@@ -44,6 +44,8 @@ SET_BY_CHART = (
     | _below("http.tls", TlsConfig)
     | _below("coordinator.tls", ClientTlsConfig)
     | _below("engine_tls", ClientTlsConfig)
+    | {f"executor.nodes.{name}" for name in ("size", "port", "leader", "index", "address")}
+    | _below("executor.nodes.tls", ClientTlsConfig)
 )
 """What the chart alone knows, or has a value of its own for."""
 

@@ -1,4 +1,4 @@
-"""Checks the chart: ``python charts/lint.py``. Prints what it does; the exit code is 1 when anything is wrong.
+"""Checks the chart: ``python -m charts.lint``. Prints what it does; the exit code is 1 when anything is wrong.
 
 Every value set under ``ci/`` and ``profiles/`` goes through ``helm lint --strict``, is rendered for several versions of
 Kubernetes, and the manifests are validated against that version's schemas.
@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import yaml
+
+from charts import leader_worker_set
 
 CHART = Path(__file__).resolve().parent / "penstock"
 KUBE_VERSIONS = ("1.30", "1.33", "1.36", "1.37")
@@ -88,8 +91,13 @@ def validate(manifest: dict[str, Any], kube_version: str) -> None:
     if manifest["apiVersion"].partition("/")[0] in FOREIGN:
         return
     try:
+        if manifest["apiVersion"] == leader_worker_set.API_VERSION:
+            leader_worker_set.check(manifest)
+            for pod in leader_worker_set.pods(manifest):
+                validate(pod, kube_version)
+            return
         kubernetes_validate.validate(manifest, kube_version, strict=True)
-    except kubernetes_validate.ValidationError as e:
+    except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as e:
         where = ".".join(map(str, e.path))
         name = f"{manifest['kind']} {manifest['metadata']['name']}"
         raise ChartError(f"{name}: {where}: {e.message}") from None

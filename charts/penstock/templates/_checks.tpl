@@ -32,6 +32,7 @@
 {{- $key := include "penstock.key" . -}}
 {{- include "penstock.check.grace" (dict "key" $key "values" .values) -}}
 {{- include "penstock.check.rollingUpdate" (dict "key" $key "values" .values) -}}
+{{- include "penstock.check.group" (merge (dict "key" $key) .) -}}
 {{- include "penstock.check.gpu" (merge (dict "key" $key) .) -}}
 {{- $name := printf "%s-headless" (include "penstock.name" .) -}}
 {{- if gt (len $name) 63 -}}

@@ -11,7 +11,8 @@
 {{- end -}}
 
 {{/* The templates below that take $self serve one of the components: (dict "root" $ "component" NAME "values" VALUES), where VALUES are
-     .Values.frontend or .Values.coordinator, or those of a pool of engines, which also has its "pool" there (enginecore/_pools.tpl). */}}
+     .Values.frontend or .Values.coordinator, or those of a pool of engines, which also has its "pool" there (enginecore/_pools.tpl). Pods of an engine that are none
+     themselves have the "role" worker (enginecore/_groups.tpl). */}}
 {{- define "penstock.name" -}}
 {{ include "penstock.fullname" .root }}-{{ .component }}
 {{- if not (has .pool (list nil "default")) }}-{{ .pool }}{{ end }}
@@ -21,7 +22,7 @@
 {{- define "penstock.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/component: {{ .component }}{{ with .role }}-{{ . }}{{ end }}
 {{- if not (has .pool (list nil "default")) }}
 penstock.io/pool: {{ .pool }}
 {{- end }}
@@ -166,7 +167,7 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "penstock.podSelector" . | nindent 8 }}
     matchLabelKeys:
-      - pod-template-hash
+      - {{ ternary "leaderworkerset.sigs.k8s.io/template-revision-hash" "pod-template-hash" (not (empty (include "penstock.grouped" .))) }}
 {{- end }}
 {{- end -}}
 
@@ -178,6 +179,9 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 # Why a container ended is the end of its log: kubectl describe shows it.
 terminationMessagePolicy: FallbackToLogsOnError
 args:
+  {{- with .role }}
+  - {{ . }}
+  {{- end }}
   - --config
   - /etc/penstock/config.yaml
 securityContext:

@@ -1,14 +1,22 @@
 {{/* How many pods there are, how they are replaced, and how many may be away. All take $self. */}}
 
+{{/* What makes the pods. */}}
+{{- define "penstock.workload" -}}
+{{- $grouped := include "penstock.grouped" . -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (not (empty $grouped)) }}
+kind: {{ ternary "LeaderWorkerSet" "Deployment" (not (empty $grouped)) }}
+{{- end -}}
+
 {{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". What an autoscaler has owned from the start
      has no number here. Where the release before had one it is kept as it is now, because a number that is taken out becomes 1. The
-     Deployment remembers by an annotation that there was none: a rollback then finds the same. Operators go on from the chart's number,
+     workload remembers by an annotation that there was none: a rollback then finds the same. Operators go on from the chart's number,
      where $self has "begins". */}}
 {{- define "penstock.replicas" -}}
 {{- if not .autoscaled -}}
 replicas: {{ .values.replicas }}
 {{- else -}}
-{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace (include "penstock.name" .) -}}
+{{- $workload := include "penstock.workload" . | fromYaml -}}
+{{- with lookup $workload.apiVersion $workload.kind .root.Release.Namespace (include "penstock.name" .) -}}
 {{- if eq (include "penstock.keepsReplicas" (dict "live" .)) "true" -}}
 replicas: {{ .spec.replicas }}
 {{- end -}}
@@ -20,8 +28,8 @@ replicas: {{ .values.replicas }}
 {{- end -}}
 {{- end -}}
 
-{{/* The Deployment's own metadata. */}}
-{{- define "penstock.deploymentMetadata" -}}
+{{/* The metadata of what makes the pods. */}}
+{{- define "penstock.workloadMetadata" -}}
 {{- $annotations := ternary dict (dict "penstock.io/replicas" "autoscaler") (ne (include "penstock.replicas" .) "") -}}
 {{- include "penstock.metadata" (merge (dict "annotations" $annotations) .) -}}
 {{- end -}}
@@ -43,14 +51,15 @@ maxSurge: {{ $surge }}
 maxUnavailable: {{ $unavailable }}
 {{- end -}}
 
-{{/* Pods that are not ready serve nobody, so that they never keep a node from being drained. */}}
+{{/* Pods that are not ready serve nobody, so that they never keep a node from being drained. A fraction is one of engines: of the other pods
+     that engines have, one at a time may go, and an engine with it. */}}
 {{- define "penstock.podDisruptionBudget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
   {{- include "penstock.metadata" . | nindent 2 }}
 spec:
-  maxUnavailable: {{ .values.podDisruptionBudget.maxUnavailable }}
+  maxUnavailable: {{ ternary 1 .values.podDisruptionBudget.maxUnavailable (and (not (empty .role)) (kindIs "string" .values.podDisruptionBudget.maxUnavailable)) }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:

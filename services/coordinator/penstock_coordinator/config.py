@@ -65,6 +65,12 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     deployments: Annotated[
         dict[str, str], Meta(description="By pool, the Deployment whose number of pods Scale may change.")
     ] = {}
+    leader_worker_sets: Annotated[
+        dict[str, str],
+        Meta(
+            description="By pool of engines of several pods each, the LeaderWorkerSet whose number of groups Scale may change."
+        ),
+    ] = {}
     owners: Annotated[
         dict[str, str],
         Meta(description="By pool, what the number of its engines belongs to, so that Scale is refused."),
@@ -79,8 +85,13 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_fields("kubernetes", self)
+        if twice := self.deployments.keys() & self.leader_worker_sets.keys():
+            raise ConfigError(
+                f"kubernetes.deployments and kubernetes.leader_worker_sets both have pool {min(twice)!r}; an engine is one "
+                "pod or several"
+            )
         for pool, fewest in self.min_replicas.items():
-            if self.deployments and pool not in self.pools:
+            if (self.deployments or self.leader_worker_sets) and pool not in self.pools:
                 known = ", ".join(sorted(self.pools))
                 raise ConfigError(
                     f"kubernetes.min_replicas has pool {pool!r}; pools: {known}{nearest(pool, self.pools)}"
@@ -93,12 +104,12 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def enabled(self) -> bool:
         """Whether there is anything to change."""
-        return self.deletion_costs or bool(self.deployments)
+        return self.deletion_costs or bool(self.deployments) or bool(self.leader_worker_sets)
 
     @property
     def pools(self) -> Set[str]:
         """Those whose number of engines belongs to anybody."""
-        return self.deployments.keys() | self.owners.keys()
+        return self.deployments.keys() | self.leader_worker_sets.keys() | self.owners.keys()
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

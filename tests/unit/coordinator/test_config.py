@@ -86,3 +86,13 @@ def test_the_fewest_engines_are_those_of_a_pool_that_somebody_scales():
     with pytest.raises(ConfigError, match=r"min_replicas\.default is 9; it must not exceed max_replicas = 8"):
         KubernetesConfig(**pools, min_replicas={"default": 9}, max_replicas=8)
     assert KubernetesConfig(min_replicas={"default": 1}).pools == set()
+
+
+def test_the_engines_of_a_pool_are_one_pod_each_or_several():
+    config = KubernetesConfig(deployments={"default": "engines"}, leader_worker_sets={"wide": "engines-wide"})
+    assert config.pools == {"default", "wide"}
+    assert KubernetesConfig(leader_worker_sets={"wide": "engines-wide"}).enabled
+    with pytest.raises(ConfigError, match=r"deployments and kubernetes\.leader_worker_sets both have pool 'wide'"):
+        KubernetesConfig(deployments={"wide": "a"}, leader_worker_sets={"wide": "b"})
+    with pytest.raises(ConfigError, match=r"min_replicas has pool 'wdie'"):
+        KubernetesConfig(leader_worker_sets={"wide": "b"}, min_replicas={"wdie": 1})

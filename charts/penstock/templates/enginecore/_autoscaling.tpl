@@ -87,7 +87,7 @@ scaleDown:
 {{- fail (printf "%s.%s is required: an autoscaler needs a target for each of its metrics" $key .) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq $self.pool "default") (gt (len $self.root.Values.enginecore.pools) 1) -}}
+{{- if and (eq $self.pool "default") (gt (len $self.root.Values.enginecore.pools) 1) (not (include "penstock.grouped" $self)) -}}
 {{- fail (printf "%s: the Deployment of the pool default selects the engines of the other pools too, which an autoscaler would count; give the pool another name (README.md, Pools)" $key) -}}
 {{- end -}}
 {{- end -}}

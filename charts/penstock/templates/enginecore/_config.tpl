@@ -21,11 +21,12 @@
       "log" .Values.log
       "tracing" (include "penstock.tracing" (dict "root" . "component" "enginecore") | fromYaml)
       "drain_timeout" $values.drainTimeoutSeconds -}}
-{{- $sizes := dict -}}
+{{- $executor := dict -}}
 {{- range $key, $size := dict "tensor_parallel_size" $values.tensorParallelSize "pipeline_parallel_size" $values.pipelineParallelSize -}}
-{{- if gt (int $size) 1 }}{{ $_ := set $sizes $key (int $size) }}{{ end -}}
+{{- if gt (int $size) 1 }}{{ $_ := set $executor $key (int $size) }}{{ end -}}
 {{- end -}}
-{{- if $sizes }}{{ $_ := set $own "executor" $sizes }}{{ end -}}
+{{- with include "penstock.group.config" $ | fromYaml }}{{ $_ := set $executor "nodes" . }}{{ end -}}
+{{- if $executor }}{{ $_ := set $own "executor" $executor }}{{ end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}
 {{- end -}}
 {{- end -}}

@@ -1,6 +1,6 @@
-{{/* Processes that compute in a pod of engines. Takes values. */}}
+{{/* Processes that compute in one pod of an engine. Takes values. */}}
 {{- define "penstock.enginecore.workers" -}}
-{{- mul .values.tensorParallelSize .values.pipelineParallelSize -}}
+{{- div (mul .values.tensorParallelSize .values.pipelineParallelSize) .values.multiNode.size -}}
 {{- end -}}
 
 {{/* Size of /dev/shm; empty for the runtime's own. Workers on GPUs exchange through it what their GPUs cannot hand to each other. */}}

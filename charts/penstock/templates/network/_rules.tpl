@@ -7,6 +7,18 @@ podSelector:
     {{- include "penstock.selectorLabels" . | nindent 4 }}
 {{- end -}}
 
+{{/* All pods of the engines of a pool, as a peer. Takes $self. */}}
+{{- define "penstock.network.group" -}}
+{{- $labels := include "penstock.selectorLabels" . | fromYaml -}}
+podSelector:
+  matchLabels:
+    {{- merge (dict "penstock.io/pool" .pool) (omit $labels "app.kubernetes.io/component") | toYaml | nindent 4 }}
+  matchExpressions:
+    - key: app.kubernetes.io/component
+      operator: In
+      values: [enginecore, enginecore-worker]
+{{- end -}}
+
 {{/* Whom the policy is for: nothing else than what it lists comes in or goes out. Takes root and component. */}}
 {{- define "penstock.network.selector" -}}
 {{ include "penstock.network.pods" . }}

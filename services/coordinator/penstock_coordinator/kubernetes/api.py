@@ -11,18 +11,26 @@ import lightkube
 from lightkube.config.kubeconfig import KubeConfig
 from lightkube.core.exceptions import ApiError
 from lightkube.core.exceptions import ConfigError as LightkubeConfigError
-from lightkube.resources.apps_v1 import Deployment
+from lightkube.generic_resource import GenericNamespacedScale, create_namespaced_resource
+from lightkube.resources.apps_v1 import Deployment, DeploymentScale
 from lightkube.resources.core_v1 import Pod
 from lightkube.types import PatchType
 
 from penstock_common.errors import ConfigError
 from penstock_coordinator.kubernetes.errors import KubernetesError
-from penstock_coordinator.kubernetes.rights import Right
+from penstock_coordinator.kubernetes.rights import SCALING, Right
+from penstock_coordinator.kubernetes.workload import Workload, WorkloadKind
 
 TIMEOUT = 5.0
 """Seconds for an answer."""
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 """Lower ones go first when a ReplicaSet gets smaller."""
+_SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale]] = {
+    WorkloadKind.DEPLOYMENT: Deployment.Scale,
+    WorkloadKind.LEADER_WORKER_SET: create_namespaced_resource(
+        "leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets"
+    ).Scale,
+}
 
 
 class KubernetesApi:
@@ -55,18 +63,17 @@ class KubernetesApi:
         async with _failures(Right.PATCH_PODS):
             await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)
 
-    async def replicas(self, deployment: str) -> int:
-        """The number of pods that a Deployment is to have. Raises KubernetesError."""
-        async with _failures(Right.GET_SCALE):
-            scale = await self._client.get(Deployment.Scale, deployment)
+    async def replicas(self, workload: Workload) -> int:
+        """The number of engines that ``workload`` is to have. Raises KubernetesError."""
+        async with _failures(SCALING[workload.kind].get):
+            scale = await self._client.get(_SCALES[workload.kind], workload.name)
         return (scale.spec.replicas if scale.spec else None) or 0
 
-    async def set_replicas(self, deployment: str, replicas: int) -> None:
+    async def set_replicas(self, workload: Workload, replicas: int) -> None:
         """Change it. Raises KubernetesError."""
-        async with _failures(Right.PATCH_SCALE):
-            await self._client.patch(
-                Deployment.Scale, deployment, {"spec": {"replicas": replicas}}, patch_type=PatchType.MERGE
-            )
+        patch = {"spec": {"replicas": replicas}}
+        async with _failures(SCALING[workload.kind].patch):
+            await self._client.patch(_SCALES[workload.kind], workload.name, patch, patch_type=PatchType.MERGE)
 
 
 @contextlib.asynccontextmanager

@@ -9,19 +9,20 @@ from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes.errors import KubernetesError
 from penstock_coordinator.kubernetes.failures import Failures
-from penstock_coordinator.kubernetes.rights import Right
+from penstock_coordinator.kubernetes.rights import SCALING
+from penstock_coordinator.kubernetes.workload import Workload, WorkloadKind
 
 _NOT_WITHOUT_HELP = frozenset({"Forbidden", "NotFound", "Unauthorized"})
 """Reasons that do not go away by themselves."""
 
 
 class ScaleApi(Protocol):
-    """What reads and changes the number of pods of a Deployment. Both raise KubernetesError."""
+    """What reads and changes the number of engines of a workload. Both raise KubernetesError."""
 
-    async def replicas(self, deployment: str) -> int:
+    async def replicas(self, workload: Workload) -> int:
         """The number it is to have."""
 
-    async def set_replicas(self, deployment: str, replicas: int) -> None:
+    async def set_replicas(self, workload: Workload, replicas: int) -> None:
         """Change it."""
 
 
@@ -50,17 +51,26 @@ class Replicas:
                 field="pool",
                 reason="REPLICAS_OWNED",
             )
-        deployment = self._config.deployments.get(pool)
-        if self._api is None or deployment is None:
+        workload = self._workload(pool)
+        if self._api is None or workload is None:
             raise FailedPrecondition(
-                "this coordinator changes no number of engines: its kubernetes.deployments is empty",
+                "this coordinator changes no number of engines: its kubernetes.deployments is empty, and so is "
+                "kubernetes.leader_worker_sets",
                 reason="NOT_IN_KUBERNETES",
             )
         self._check_number(pool, replicas)
         async with self._changing:
-            previous = await self._change(self._api, deployment, replicas)
-        get_logger().info("scaled", pool=pool, deployment=deployment, replicas=replicas, previous=previous)
+            previous = await self._change(self._api, workload, replicas)
+        changed = {workload.kind.value: workload.name}
+        get_logger().info("scaled", pool=pool, replicas=replicas, previous=previous, **changed)
         return previous
+
+    def _workload(self, pool: str) -> Workload | None:
+        if name := self._config.deployments.get(pool):
+            return Workload(WorkloadKind.DEPLOYMENT, name)
+        if name := self._config.leader_worker_sets.get(pool):
+            return Workload(WorkloadKind.LEADER_WORKER_SET, name)
+        return None
 
     def _check_pool(self, pool: str) -> None:
         known = self._config.pools
@@ -76,12 +86,13 @@ class Replicas:
                 f"replicas is {replicas}; it must be from {fewest} to {most} in pool {pool!r}", field="replicas"
             )
 
-    async def _change(self, api: ScaleApi, deployment: str, replicas: int) -> int:
+    async def _change(self, api: ScaleApi, workload: Workload, replicas: int) -> int:
+        rights = SCALING[workload.kind]
         try:
-            previous = await api.replicas(deployment)
-            self._failures.worked(Right.GET_SCALE)
-            await api.set_replicas(deployment, replicas)
-            self._failures.worked(Right.PATCH_SCALE)
+            previous = await api.replicas(workload)
+            self._failures.worked(rights.get)
+            await api.set_replicas(workload, replicas)
+            self._failures.worked(rights.patch)
         except KubernetesError as e:
             self._failures.failed(e)
             if e.reason in _NOT_WITHOUT_HELP:

@@ -1,8 +1,11 @@
 """What the coordinator may do in Kubernetes, and how it goes on when that fails."""
 
 import enum
+from typing import NamedTuple
 
 import msgspec
+
+from penstock_coordinator.kubernetes.workload import WorkloadKind
 
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 60.0
@@ -15,6 +18,21 @@ class Right(enum.Enum):
     PATCH_PODS = "patch pods"
     GET_SCALE = "get deployments/scale"
     PATCH_SCALE = "patch deployments/scale"
+    GET_GROUPS_SCALE = "get leaderworkersets/scale"
+    PATCH_GROUPS_SCALE = "patch leaderworkersets/scale"
+
+
+class ScalingRights(NamedTuple):
+    """What changing the number of a workload's engines takes."""
+
+    get: Right
+    patch: Right
+
+
+SCALING = {
+    WorkloadKind.DEPLOYMENT: ScalingRights(Right.GET_SCALE, Right.PATCH_SCALE),
+    WorkloadKind.LEADER_WORKER_SET: ScalingRights(Right.GET_GROUPS_SCALE, Right.PATCH_GROUPS_SCALE),
+}
 
 
 class _Failing(msgspec.Struct):

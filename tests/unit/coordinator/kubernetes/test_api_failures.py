@@ -149,6 +149,20 @@ async def test_scale_changes_the_number_and_tells_the_one_before(
     assert server.requests == [("GET", path, None), ("PATCH", path, {"spec": {"replicas": 5}})]
 
 
+async def test_engines_of_several_pods_are_scaled_by_their_groups(
+    api: KubernetesApi, server: Server, failures: Failures, registry: CollectorRegistry
+) -> None:
+    scaled = replicas(api, failures, leader_worker_sets={"wide": "engines-wide"})
+    assert await scaled.scale("wide", 5) == 2
+    path = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/serving/leaderworkersets/engines-wide/scale"
+    assert server.requests == [("GET", path, None), ("PATCH", path, {"spec": {"replicas": 5}})]
+    server.status = 403
+    with pytest.raises(FailedPrecondition, match="get leaderworkersets/scale: it is Forbidden"):
+        await scaled.scale("wide", 4)
+    assert count(registry, "get leaderworkersets/scale", "Forbidden") == 1
+    assert count(registry, "get deployments/scale", "Forbidden") is None
+
+
 async def test_scale_takes_a_pool_to_zero_and_back(api: KubernetesApi, server: Server, failures: Failures) -> None:
     scaled = replicas(api, failures)
     assert await scaled.scale("default", 0) == 2

@@ -1,0 +1,69 @@
+"""LeaderWorkerSets, of which no version of Kubernetes has a schema: ``python -m charts.leader_worker_set CRD`` makes ours anew.
+
+Their definition is mostly two templates of pods, which each version of Kubernetes knows better. So the schema here is the rest of
+it, and the templates are validated as pods.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+API_VERSION = "leaderworkerset.x-k8s.io/v1"
+SCHEMA = Path(__file__).resolve().parent / "schemas" / "leaderworkerset.json"
+TEMPLATES = ("leaderTemplate", "workerTemplate")
+_KEPT = ("type", "enum", "required", "anyOf", "minimum", "maximum")
+
+
+def made_from(definition: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a LeaderWorkerSet from its definition: closed, without descriptions, status and what pods are."""
+    (version,) = [
+        version for version in definition["spec"]["versions"] if version["name"] == API_VERSION.partition("/")[2]
+    ]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    pods = spec["properties"]["leaderWorkerTemplate"]["properties"]
+    for template in (*TEMPLATES, "volumeClaimTemplates"):
+        pods[template] = {"type": pods[template]["type"]}
+    return {
+        "type": "object",
+        "required": ["spec"],
+        "additionalProperties": False,
+        "properties": {name: {} for name in ("apiVersion", "kind", "metadata")} | {"spec": _trimmed(spec)},
+    }
+
+
+def _trimmed(part: dict[str, Any]) -> dict[str, Any]:
+    kept = {word: part[word] for word in _KEPT if word in part}
+    if "properties" in part:
+        kept["properties"] = {name: _trimmed(child) for name, child in part["properties"].items()}
+        kept["additionalProperties"] = False
+    return kept
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """Raise jsonschema.ValidationError where a LeaderWorkerSet is none, whatever its pods are."""
+    jsonschema.validate(manifest, json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+def pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pods as the templates of a LeaderWorkerSet make them."""
+    name = manifest["metadata"]["name"]
+    templates = manifest["spec"]["leaderWorkerTemplate"]
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"{name} {template}", **templates[template].get("metadata", {})},
+            **{key: part for key, part in templates[template].items() if key != "metadata"},
+        }
+        for template in TEMPLATES
+        if template in templates
+    ]
+
+
+if __name__ == "__main__":
+    definition = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    SCHEMA.write_text(json.dumps(made_from(definition), indent=2) + "\n", encoding="utf-8")
