@@ -20,6 +20,11 @@ EXPOSED = "exposed"
 CLAIMED = "claimed-gpu"
 OCI = "oci"
 FETCHED = "fetched"
+MULTINODE = "multinode"
+WORKER = "/worker"
+"""Behind a pool's name: the pods of an engine that are none themselves."""
+LWS = {"LWS_LEADER_ADDRESS": "engine-0.engine.serving", "LWS_WORKER_INDEX": "1"}
+"""What the controller of LeaderWorkerSets adds to the environment of the second pod of a group."""
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 
@@ -34,18 +39,40 @@ class Release:
         return [m for m in self.manifests if m["kind"] == kind]
 
     def one(self, kind: str, component: str, *, suffix: str = "") -> dict[str, Any]:
-        found = [m for m in self.all(kind) if m["metadata"]["name"].endswith(f"-{component}{suffix}")]
+        name = f"-{component.removesuffix(WORKER)}{suffix}"
+        found = [m for m in self.all(kind) if m["metadata"]["name"].endswith(name)]
         assert len(found) == 1, (kind, component, found)
         return found[0]
 
     def components(self) -> list[str]:
-        """By the ends of the Deployments' names: the services, and the pools of engines as ``enginecore-NAME``."""
-        labels = [deployment["metadata"]["labels"] for deployment in self.all("Deployment")]
-        pools = [(label["app.kubernetes.io/component"], label.get("penstock.io/pool", "default")) for label in labels]
-        return [component if pool == "default" else f"{component}-{pool}" for component, pool in pools]
+        """By the ends of the workloads' names: the services, and the pools of engines as ``enginecore-NAME``. Where
+        an engine is several pods, the others are one more, ``enginecore-NAME/worker``.
+        """
+        found = []
+        for workload in (*self.all("Deployment"), *self.all("LeaderWorkerSet")):
+            labels = workload["metadata"]["labels"]
+            component, pool = labels["app.kubernetes.io/component"], labels.get("penstock.io/pool", "default")
+            found.append(component if pool == "default" else f"{component}-{pool}")
+            if workload["kind"] == "LeaderWorkerSet":
+                found.append(found[-1] + WORKER)
+        return found
+
+    def workload(self, component: str) -> dict[str, Any]:
+        """What makes the pods."""
+        groups = [
+            m
+            for m in self.all("LeaderWorkerSet")
+            if m["metadata"]["name"].endswith(f"-{component.removesuffix(WORKER)}")
+        ]
+        return groups[0] if groups else self.one("Deployment", component)
 
     def pod(self, component: str) -> dict[str, Any]:
-        return self.one("Deployment", component)["spec"]["template"]
+        workload = self.workload(component)
+        if workload["kind"] == "Deployment":
+            return workload["spec"]["template"]
+        return workload["spec"]["leaderWorkerTemplate"][
+            "workerTemplate" if component.endswith(WORKER) else "leaderTemplate"
+        ]
 
     def pod_spec(self, component: str) -> dict[str, Any]:
         return self.pod(component)["spec"]
@@ -86,7 +113,14 @@ def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
     file = folder / "config.yaml"
     file.write_text(rendered.config_text(component), encoding="utf-8")
     environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
-    return loader.load(STRUCTS[component.partition("-")[0]], file=file, environ=environ)
+    for name, value in LWS.items():
+        environ = {own: text.replace(f"$({name})", value) for own, text in environ.items()}
+    return loader.load(STRUCTS[service_of(component)], file=file, environ=environ)
+
+
+def service_of(component: str) -> str:
+    """The service whose pods those of a component are."""
+    return component.removesuffix(WORKER).partition("-")[0]
 
 
 def notes(tmp_path: Path, name: str, *settings: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from charts.lint import ChartError
-from tests.chart.rendering import HUB, POOLS, release
+from tests.chart.rendering import HUB, MULTINODE, POOLS, release
 
 
 def test_a_grace_period_that_would_cut_the_drain_short_is_refused():
@@ -52,3 +52,5 @@ def test_an_autoscaler_that_would_count_the_engines_of_other_pools_is_refused():
     assert [hpa["metadata"]["name"] for hpa in scaled.all("HorizontalPodAutoscaler")] == [
         "demo-penstock-enginecore-spot"
     ]
+    # A LeaderWorkerSet selects nothing but its own.
+    assert release(MULTINODE).one("HorizontalPodAutoscaler", "enginecore")["spec"]["maxReplicas"] == 4

@@ -17,14 +17,14 @@ from penstock_common.config.settings import settings_of
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
-from tests.chart.rendering import DEMO, HUB, SERVICES, VALUE_SETS, load, release
+from tests.chart.rendering import DEMO, HUB, SERVICES, VALUE_SETS, load, release, service_of
 
 
 @pytest.mark.parametrize("name", sorted(VALUE_SETS))
 def test_every_rendered_config_loads(name: str, tmp_path: Path):
     rendered = release(name)
     for component in rendered.components():
-        assert isinstance(load(rendered, component, tmp_path), STRUCTS[component.partition("-")[0]])
+        assert isinstance(load(rendered, component, tmp_path), STRUCTS[service_of(component)])
 
 
 @pytest.mark.parametrize("component", SERVICES)

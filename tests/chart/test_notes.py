@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.inference.v1 import messages_pb2, service_pb2
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POOLS, notes, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, MULTINODE, POOLS, notes, release
 
 
 def test_the_notes_show_a_first_call(tmp_path: Path):
@@ -23,6 +23,19 @@ def test_every_pool_is_waited_for(tmp_path: Path):
     waited = [line.rpartition("/")[2] for line in text.splitlines() if "rollout status" in line]
     assert waited == [
         d["metadata"]["name"] for d in release(POOLS).all("Deployment") if "enginecore" in str(d["metadata"])
+    ]
+
+
+def test_engines_of_several_pods_are_waited_for_by_their_groups(tmp_path: Path):
+    text = notes(tmp_path, MULTINODE)
+    assert "2 to 4 engine(s) of 2 pods of 4 GPU(s) each in the pool default" in text
+    assert "1 engine(s) of 4 GPU(s) each in the pool one" in text
+    waited = [line.split()[3:] for line in text.splitlines() if " wait " in line or "rollout status" in line]
+    condition = ["--for=condition=Available", "--timeout=1800s"]
+    assert waited == [
+        ["wait", "leaderworkerset/demo-penstock-enginecore", *condition],
+        ["rollout", "status", "deployment/demo-penstock-enginecore-one"],
+        ["wait", "leaderworkerset/demo-penstock-enginecore-wide", *condition],
     ]
 
 

@@ -67,6 +67,8 @@ def test_services_select_the_pods_of_their_component_or_pool_alone(name: str):
 def test_deployments_select_the_pods_that_they_make(name: str):
     rendered = release(name)
     for component in rendered.components():
+        if rendered.workload(component)["kind"] == "LeaderWorkerSet":
+            continue  # whose controller selects by labels of its own
         selector = rendered.one("Deployment", component)["spec"]["selector"]["matchLabels"]
         assert selector.items() <= rendered.pod(component)["metadata"]["labels"].items()
 

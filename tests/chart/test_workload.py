@@ -11,7 +11,7 @@ import yaml
 
 from charts import lint
 from charts.lint import ChartError
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POOLS, VALUE_SETS, Release, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, MULTINODE, POOLS, VALUE_SETS, Release, release
 
 RUNNING = {
     "demo-penstock-frontend": (7, "somebody"),
@@ -25,7 +25,21 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
     "/apis": {
         "kind": "APIGroupList",
-        "groups": [{"name": "apps", "versions": [{"groupVersion": "apps/v1", "version": "v1"}]}],
+        "groups": [
+            {"name": group, "versions": [{"groupVersion": f"{group}/v1", "version": "v1"}]}
+            for group in ("apps", "leaderworkerset.x-k8s.io")
+        ],
+    },
+    "/apis/leaderworkerset.x-k8s.io/v1": {
+        "kind": "APIResourceList",
+        "groupVersion": "leaderworkerset.x-k8s.io/v1",
+        "resources": [{"name": "leaderworkersets", "kind": "LeaderWorkerSet", "namespaced": True, "verbs": ["get"]}],
+    },
+    "/apis/leaderworkerset.x-k8s.io/v1/namespaces/serving/leaderworkersets/demo-penstock-enginecore": {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": "demo-penstock-enginecore"},
+        "spec": {"replicas": 3},
     },
     "/apis/apps/v1": {
         "kind": "APIResourceList",
@@ -104,6 +118,10 @@ def test_a_number_that_was_an_autoscalers_from_the_start_is_left_to_it(api_serve
     assert not remembered(in_cluster(api_server, AUTOSCALED), "frontend")
     assert remembered(release(AUTOSCALED), "frontend")
     assert not remembered(release(HUB), "frontend")
+
+
+def test_an_autoscaler_keeps_the_number_of_groups_that_there_is(api_server: str):
+    assert in_cluster(api_server, MULTINODE).workload("enginecore")["spec"]["replicas"] == 3
 
 
 def test_without_a_cluster_to_look_at_an_autoscaled_deployment_has_no_number():

@@ -48,6 +48,9 @@
 {{- define "penstock.check.gpu" -}}
 {{- $gpu := .values.gpu -}}
 {{- $workers := include "penstock.enginecore.workers" . | int -}}
+{{- if and $gpu.count (include "penstock.grouped" .) (ne $workers (int $gpu.count)) -}}
+{{- fail (printf "%s.gpu.count is %d; each of the %d pods of an engine has %d worker(s) (tensorParallelSize x pipelineParallelSize / multiNode.size), and each of these takes a GPU of its own: set gpu.count to %d" .key (int $gpu.count) (int .values.multiNode.size) $workers $workers) -}}
+{{- end -}}
 {{- if and $gpu.count (lt $workers (int $gpu.count)) -}}
 {{- fail (printf "%s.gpu.count is %d; an engine computes on %d GPU(s), one for each worker (tensorParallelSize x pipelineParallelSize), and the others would be taken and lie idle: for %d GPUs set replicas to %d, or the sizes so that they make %d" .key (int $gpu.count) $workers (int $gpu.count) (div (int $gpu.count) $workers) (int $gpu.count)) -}}
 {{- else if and $gpu.count (gt $workers (int $gpu.count)) -}}

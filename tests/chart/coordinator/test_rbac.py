@@ -1,6 +1,6 @@
 """coordinator/rbac.yaml: rights where something is changed, and no others."""
 
-from tests.chart.rendering import AUTOSCALED, HUB, POOLS, release
+from tests.chart.rendering import AUTOSCALED, HUB, MULTINODE, POOLS, release
 
 KINDS = ("ServiceAccount", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 SCALE = "coordinator.kubernetes.scale=true"
@@ -43,6 +43,29 @@ def test_operators_scale_the_deployments_of_the_release_and_no_others():
         rendered
     )[1].items()
     assert rules(rendered)[1]["resourceNames"] == sorted(deployments.values())
+
+
+def test_operators_scale_engines_of_several_pods_by_their_groups():
+    rendered = release(MULTINODE, SCALE, "enginecore.pools.default.autoscaling.mode=none")
+    config = rendered.config("coordinator")["kubernetes"]
+    groups = {"default": "demo-penstock-enginecore", "wide": "demo-penstock-enginecore-wide"}
+    assert config["leader_worker_sets"] == groups
+    assert config["deployments"] == {"one": "demo-penstock-enginecore-one"}
+    assert rules(rendered)[2] == {
+        "apiGroups": ["leaderworkerset.x-k8s.io"],
+        "resources": ["leaderworkersets/scale"],
+        "resourceNames": sorted(groups.values()),
+        "verbs": ["get", "patch"],
+    }
+
+
+def test_what_engines_of_several_pods_cost_to_remove_is_nothing_to_anybody():
+    """Of a LeaderWorkerSet the last groups go first."""
+    autoscaled = release(MULTINODE)
+    assert autoscaled.config("coordinator")["kubernetes"]["deletion_costs"] is False
+    assert autoscaled.all("Role") == autoscaled.all("ValidatingAdmissionPolicy") == []
+    by_hand = release(HUB, SCALE, "enginecore.multiNode.size=2", "enginecore.pipelineParallelSize=2")
+    assert [rule["resources"] for rule in rules(by_hand)] == [["leaderworkersets/scale"]]
 
 
 def test_operators_have_bounds():

@@ -3,7 +3,7 @@
 import pytest
 
 from charts.lint import ChartError
-from tests.chart.rendering import AUTOSCALED, BARE, HUB, POOLS, release
+from tests.chart.rendering import AUTOSCALED, BARE, HUB, MULTINODE, POOLS, release
 
 HPA = "enginecore.autoscaling.mode=hpa"
 
@@ -97,3 +97,15 @@ def test_a_wait_that_the_user_has_set_stays():
     )
     assert rendered.config("frontend")["engine_wait_timeout"] == 60
     assert "engine_wait_timeout" not in release(AUTOSCALED).config("frontend")
+
+
+def test_engines_of_several_pods_are_counted_by_their_group():
+    rendered = release(MULTINODE)
+    spec = rendered.one("HorizontalPodAutoscaler", "enginecore")["spec"]
+    workload = rendered.workload("enginecore")
+    assert spec["scaleTargetRef"] == {
+        "apiVersion": workload["apiVersion"],
+        "kind": "LeaderWorkerSet",
+        "name": workload["metadata"]["name"],
+    }
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 4)

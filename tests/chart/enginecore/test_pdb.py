@@ -1,6 +1,6 @@
 """enginecore/pdb.yaml: how many engines of a pool a drain of nodes may take at once."""
 
-from tests.chart.rendering import AUTOSCALED, BARE, HUB, POOLS, release
+from tests.chart.rendering import AUTOSCALED, BARE, HUB, MULTINODE, POOLS, WORKER, release
 
 
 def test_one_engine_of_a_pool_at_a_time_may_be_evicted():
@@ -24,3 +24,24 @@ def test_it_can_be_left_out_of_one_pool():
     rendered = release(POOLS, "enginecore.pools.spot.podDisruptionBudget.enabled=false")
     names = [pdb["metadata"]["name"] for pdb in rendered.all("PodDisruptionBudget")]
     assert sorted(names) == ["demo-penstock-enginecore", "demo-penstock-enginecore-h200", "demo-penstock-frontend"]
+
+
+def test_of_the_pods_of_groups_one_engines_may_be_evicted_at_a_time():
+    rendered = release(MULTINODE)
+    budgets = {pdb["metadata"]["name"]: pdb["spec"] for pdb in rendered.all("PodDisruptionBudget")}
+    leaders, workers = (budgets[f"demo-penstock-enginecore-wide{end}"] for end in ("", "-workers"))
+    assert (leaders["maxUnavailable"], workers["maxUnavailable"]) == (
+        "50%",
+        1,
+    )  # a fraction of pods would be more engines
+    for budget, component in ((leaders, "enginecore-wide"), (workers, f"enginecore-wide{WORKER}")):
+        selector = budget["selector"]["matchLabels"]
+        selected = [
+            c for c in rendered.components() if selector.items() <= rendered.pod(c)["metadata"]["labels"].items()
+        ]
+        assert selected == [component]
+    assert "demo-penstock-enginecore-one-workers" not in budgets
+    two = release(MULTINODE, "enginecore.pools.wide.podDisruptionBudget.maxUnavailable=2").one(
+        "PodDisruptionBudget", "enginecore-wide", suffix="-workers"
+    )
+    assert two["spec"]["maxUnavailable"] == 2

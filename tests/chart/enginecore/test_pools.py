@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from charts import config_schema, lint, values_table
-from tests.chart.rendering import BARE, HUB, POOLS, load, release
+from tests.chart.rendering import BARE, HUB, MULTINODE, POOLS, WORKER, load, release
 
 ENGINES = ("enginecore", "enginecore-spot", "enginecore-h200")
 KINDS = {"Deployment": "", "ConfigMap": "", "Service": "-headless"}
@@ -86,6 +86,13 @@ def test_a_release_without_pools_keeps_the_name_and_the_selector_that_it_had_bef
     assert (
         "penstock.io/pool" not in service["spec"]["selector"]
     )  # engines without that label stay until they are replaced
+
+
+def test_pools_of_engines_of_one_pod_and_of_several_stand_beside_each_other():
+    rendered = release(MULTINODE)
+    kinds = {c: rendered.workload(c)["kind"] for c in ("enginecore", "enginecore-one", "enginecore-wide")}
+    assert list(kinds.values()) == ["LeaderWorkerSet", "Deployment", "LeaderWorkerSet"]
+    assert {pool_of(rendered.pod(f"{c}{WORKER}")) for c in ("enginecore", "enginecore-wide")} == {"default", "wide"}
 
 
 def test_frontends_wait_for_the_slowest_pool():

@@ -6,7 +6,7 @@ from charts.lint import ChartError
 from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.scaling.metadata import scaler_metadata
 from penstock_coordinator.scaling.wanted import Targets
-from tests.chart.rendering import AUTOSCALED, HUB, POOLS, release
+from tests.chart.rendering import AUTOSCALED, HUB, MULTINODE, POOLS, release
 
 KEDA = "enginecore.autoscaling.mode=keda"
 TLS = tuple(f"{component}.tls.secretName=of-{component}" for component in ("frontend", "enginecore", "coordinator"))
@@ -61,3 +61,11 @@ def test_under_tls_keda_shows_a_certificate():
 
 def test_without_keda_there_is_none_of_it():
     assert release(AUTOSCALED).all("ScaledObject") == release(HUB).all("ScaledObject") == []
+
+
+def test_keda_counts_engines_of_several_pods_by_their_group():
+    rendered = release(MULTINODE, "enginecore.pools.wide.autoscaling.mode=keda")
+    target = rendered.one("ScaledObject", "enginecore-wide")["spec"]["scaleTargetRef"]
+    workload = rendered.workload("enginecore-wide")
+    assert target == {key: workload[key] for key in ("apiVersion", "kind")} | {"name": workload["metadata"]["name"]}
+    assert target["kind"] == "LeaderWorkerSet"

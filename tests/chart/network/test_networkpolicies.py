@@ -7,7 +7,7 @@ import yaml
 
 from charts import lint
 from charts.lint import ChartError
-from tests.chart.rendering import BARE, DEMO, EXPOSED, HUB, POOLS, SERVICES, Release, release
+from tests.chart.rendering import BARE, DEMO, EXPOSED, HUB, MULTINODE, POOLS, SERVICES, WORKER, Release, release
 
 ON = "networkPolicy.enabled=true"
 RELEASE = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": "demo"}
@@ -195,3 +195,42 @@ def test_the_coordinator_reaches_the_api_server_where_it_has_rights():
 
     assert {443, 6443} <= set(ports("coordinator.kubernetes.scale=true"))
     assert not {443, 6443} & set(ports())
+
+
+def policies_of(rendered: Release, component: str) -> list[dict[str, Any]]:
+    """Those that select the pods of a component."""
+    labels = rendered.pod(component)["metadata"]["labels"]
+    return [policy for policy in rendered.all("NetworkPolicy") if selects(policy["spec"]["podSelector"], labels)]
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    among = all(labels.get(e["key"]) in e["values"] for e in selector.get("matchExpressions", []))
+    return among and selector["matchLabels"].items() <= labels.items()
+
+
+def test_the_pods_of_a_pools_engines_reach_each_other_on_every_port_and_no_other_pod_does():
+    rendered = release(MULTINODE)
+    (policy,) = policies_of(rendered, f"enginecore-wide{WORKER}")
+    assert policy in policies_of(rendered, "enginecore-wide")
+    (ingress,) = policy["spec"]["ingress"]
+    assert ingress.keys() == {"from"}  # on any port
+    (peer,) = ingress["from"]
+    assert policy["spec"]["egress"][0] == {"to": [peer]}
+    reached = [c for c in rendered.components() if selects(peer["podSelector"], rendered.pod(c)["metadata"]["labels"])]
+    assert reached == ["enginecore-wide", f"enginecore-wide{WORKER}"]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_workers_reach_names_and_what_models_are_downloaded_from():
+    collector = ("tracing.endpoint=collector:4317", "networkPolicy.extra.enginecore.egress[0].ports[0].port=8443")
+    (policy,) = policies_of(release(MULTINODE, *collector), f"enginecore{WORKER}")
+    ports = [[port["port"] for port in rule["ports"]] for rule in policy["spec"]["egress"] if "ports" in rule]
+    assert ports == [[53, 53], [443], [4317], [8443]]
+
+
+def test_engines_of_one_pod_have_no_policy_for_groups():
+    assert len(policies_of(release(MULTINODE), "enginecore-one")) == 1
+    assert len(policies_of(release(MULTINODE), "enginecore")) == 2
+    names = [policy["metadata"]["name"] for policy in release(MULTINODE).all("NetworkPolicy")]
+    assert len(names) == len(set(names)) == 6
+    assert not release(MULTINODE, "networkPolicy.enabled=false").all("NetworkPolicy")
