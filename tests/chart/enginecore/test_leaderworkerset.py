@@ -42,6 +42,15 @@ def test_a_group_starts_and_ends_as_one():
     assert spec["networkConfig"] == {"subdomainPolicy": "Shared"}
 
 
+def test_a_group_lies_in_one_domain_of_its_own_where_that_is_asked_for():
+    asked = groups("enginecore", "enginecore.multiNode.topologyKey=example.com/rack")
+    key = "leaderworkerset.sigs.k8s.io/exclusive-topology"
+    assert asked["metadata"]["annotations"] == {"penstock.io/replicas": "autoscaler", key: "example.com/rack"}
+    assert key not in groups("enginecore")["metadata"]["annotations"]
+    pods = asked["spec"]["leaderWorkerTemplate"]
+    assert key not in str([pods["leaderTemplate"], pods["workerTemplate"]])  # where the controller puts it itself
+
+
 @pytest.mark.parametrize(
     ("replicas", "given", "expected"),
     [
@@ -56,7 +65,7 @@ def test_engines_are_replaced_as_those_of_one_pod_are(replicas: int, given: tupl
         f"enginecore.pools.wide.{setting}" for setting in (f"replicas={replicas}", "rollingUpdate.maxSurge=", *given)
     ]
     strategy = groups("enginecore-wide", *settings)["spec"]["rolloutStrategy"]
-    assert strategy == {"type": "RollingUpdate", "rollingUpdateConfiguration": {**expected, "partition": 0}}
+    assert strategy == {"type": "RollingUpdate", "rollingUpdateConfiguration": expected}
 
 
 @pytest.mark.parametrize(

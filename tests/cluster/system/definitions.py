@@ -17,6 +17,7 @@ PUBLISHED = [
         "example/prometheus-operator-crd",
         "*_podmonitors.yaml *_prometheusrules.yaml",
     ),
+    ("sigs.k8s.io/lws", "config/crd/bases", "leaderworkerset.x-k8s.io_*.yaml"),
     (COMPONENTS["keda"].module, "config/crd/bases", "keda.sh_*.yaml"),
 ]
 """Module, directory and the names of files in it."""

@@ -92,6 +92,7 @@ READ = {
     "sigs.k8s.io/gateway-api": "v1.6.0",
     "github.com/cert-manager/cert-manager": "v1.19.1",
     "github.com/prometheus-operator/prometheus-operator": "v0.92.1",
+    "sigs.k8s.io/lws": "v0.9.0",
 }
 """Modules of which nothing is built, and their versions: tests read files of theirs, where no network is."""
 
