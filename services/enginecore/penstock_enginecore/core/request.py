@@ -63,7 +63,7 @@ class Request:
     ``number`` stands for it in columns of tokens, 0 where its client numbers nothing.
     ``outlives``: another engine had taken it.
     ``num_charged_tokens``: those that count for the tenant's share of the engine already.
-    ``dealt_step``: the last step that gave it a token of output to compute, where decodes are dealt out to stages.
+    ``sampled_step``: the last step that gives it a token of output.
     ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
     """
 
@@ -74,7 +74,6 @@ class Request:
         "block_hashes",
         "client_id",
         "context",
-        "dealt_step",
         "events",
         "grammar",
         "hold",
@@ -97,6 +96,7 @@ class Request:
         "reasoning_ended",
         "reasoning_parser_kwargs",
         "request_id",
+        "sampled_step",
         "sampling_params",
         "second_text_start",
         "skip_reading_prefix_cache",
@@ -141,7 +141,7 @@ class Request:
         self.num_processed_tokens = 0
         self.num_placeholders = 0
         self.valid_from_step = 0
-        self.dealt_step = -1
+        self.sampled_step = -1
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = -1
         self.num_charged_tokens = 0

@@ -4,6 +4,9 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.config import SchedulerConfig
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 
+_PIECES = 4
+_SMALLEST_PIECE = 256
+
 
 class StepBudget:
     """The limits of every step: tokens to compute, and running requests.
@@ -13,12 +16,18 @@ class StepBudget:
     back.
     """
 
-    def __init__(self, config: SchedulerConfig, *, supports_chunked_prefill: bool, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, supports_chunked_prefill: bool, max_model_len: int, num_stages: int = 1
+    ) -> None:
         """``max_model_len`` in tokens. Raises ConfigError when a prompt that must be computed at once may be too long for it."""
-        self.max_num_tokens = config.max_num_batched_tokens
         # Each running request needs a token of every step.
         self.max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.chunked_prefill = config.enable_chunked_prefill and supports_chunked_prefill
+        self.max_num_tokens = config.max_num_batched_tokens
+        if num_stages > 1 and self.chunked_prefill:
+            # What fills a step comes to the stages in pieces, so that all of them soon compute some of it.
+            piece = max(self.max_num_tokens // (_PIECES * num_stages), _SMALLEST_PIECE, self.max_num_running)
+            self.max_num_tokens = min(self.max_num_tokens, piece)
         self._max_prompt_tokens = config.long_prefill_token_threshold if self.chunked_prefill else 0
         if not self.chunked_prefill and self.max_num_tokens < max_model_len:
             raise ConfigError(

@@ -32,5 +32,7 @@ def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], 
     for key, num_tokens in output.num_scheduled_tokens.items():
         request = requests[key]
         request.num_computed_tokens += num_tokens
-        if expect_tokens and request.num_computed_tokens == request.num_tokens + request.num_placeholders:
-            request.num_placeholders += num_rows(request)
+        if request.num_computed_tokens == request.num_tokens + request.num_placeholders:
+            request.sampled_step = output.step
+            if expect_tokens:
+                request.num_placeholders += num_rows(request)

@@ -21,10 +21,12 @@ class RunningScheduler:
         self._lifecycle = lifecycle
         self._dealer = dealer
 
-    def schedule(self, output: SchedulerOutput, requests: list[Request]) -> None:
-        """Add to the step what is due of each. What goes wrong with one ends that one alone. Hot: once per request and step."""
-        budget, max_num_tokens = self._budget, self._budget.max_num_tokens
-        requests, decodes_left = self._dealer.deal(requests)
+    def schedule(self, output: SchedulerOutput, requests: list[Request], *, early: bool = False) -> None:
+        """Add to the step what is due of each, also of those that are ``early`` for it, if that is said. What goes wrong with one
+        ends that one alone. Hot: once per request and step.
+        """
+        budget, max_num_tokens, dealer = self._budget, self._budget.max_num_tokens, self._dealer
+        requests, decodes_left = dealer.deal(requests)
         for request in requests:
             if output.total_num_scheduled_tokens >= max_num_tokens:
                 break
@@ -36,10 +38,9 @@ class RunningScheduler:
                 if num_new_tokens > 1:
                     num_new_tokens = budget.tokens_for(num_new_tokens, output)
                 elif decodes_left is not None and decodes(request):
-                    if decodes_left == 0:
+                    if decodes_left == 0 or (not early and dealer.is_early(request, output.step)):
                         continue
                     decodes_left -= 1
-                    request.dealt_step = output.step
                 new_block_ids = self._preemption.make_room(request, num_new_tokens, output)
                 if new_block_ids is None:  # it gave up its own blocks, or ended
                     continue

@@ -50,6 +50,7 @@ class DefaultScheduler(Scheduler):
             config,
             supports_chunked_prefill=context.supports_chunked_prefill,
             max_model_len=context.kv_cache.max_model_len,
+            num_stages=context.num_stages,
         )
         self.kv_cache = kv_cache = KVCacheManager(
             context.kv_cache,
@@ -161,6 +162,8 @@ class DefaultScheduler(Scheduler):
         self._continue_running.schedule(output, running)
         if self._preemption.num_preemptions == had_preempted:
             start_waiting(output)
+        if not output.num_scheduled_tokens:
+            self._continue_running.schedule(output, running, early=True)
 
     def _schedule_in_turns(self, output: SchedulerOutput) -> None:
         """While a step's failure is looked into: a step of the suspects that are tried, then one of all others."""
