@@ -14,7 +14,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
-from penstock_enginecore.forward.native import KNOWN
+from penstock_enginecore.forward.native_models import KNOWN
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 
@@ -150,7 +150,7 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
 ) -> None:
     torch.set_num_threads(1)
     expected = expected_tokens(save_tiny_model("granite", tmp_path, hidden_size=64, residual_multiplier=0.5))
-    monkeypatch.setattr("penstock_enginecore.forward.native.KNOWN", KNOWN | {"GraniteForCausalLM"})
+    monkeypatch.setattr("penstock_enginecore.forward.native_models.KNOWN", KNOWN | {"GraniteForCausalLM"})
     engine = build_engine(tmp_path, cache=CACHE)
     assert "; decoder not used: its results differ by" in caplog.text
     assert "linear" in computing(engine)

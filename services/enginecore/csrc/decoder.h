@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "buffer.h"
+#include "exchange.h"
 #include "gemm.h"
 #include "pool.h"
 
@@ -109,8 +110,10 @@ class Decoder {
 
   bool layer(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
+    // Of several ranks one adds to what was there, and the others put their parts in its place.
+    const Epilogue put = model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
     const auto residual = [&](const float* bias) {
-      return [this, bias] { return Output{step_.x, model_.hidden, bias, model_.hidden, Epilogue::kAdd}; };
+      return [this, bias, put] { return Output{step_.x, model_.hidden, bias, model_.hidden, put}; };
     };
     if (!norm(cursor, l.input_norm)) return false;
     if (!product(cursor, normed_, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
@@ -118,11 +121,24 @@ class Decoder {
     if (!each_token(cursor, [&](int64_t t) { keep(index, t); })) return false;
     if (!cursor(num_attentions_, [&](int64_t task) { attend(attention(index), plan_[task]); })) return false;
     if (!product(cursor, attended_, l.output, residual(l.output.bias))) return false;
+    if (!add_up(cursor, 2 * index)) return false;
     if (!norm(cursor, l.post_norm)) return false;
     if (!product(cursor, normed_, l.gate_up,
                  [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}; }))
       return false;
-    return product(cursor, gated_, l.down, residual(l.down.bias));
+    if (!product(cursor, gated_, l.down, residual(l.down.bias))) return false;
+    return add_up(cursor, 2 * index + 1);
+  }
+
+  // The sum of the ranks' parts of the hidden states, by one thread.
+  bool add_up(Cursor& cursor, size_t index) {
+    if (model_.exchange.base == nullptr) return true;
+    return cursor(1, [&](int64_t) {
+      const Exchange& e = model_.exchange;
+      const int64_t began = nanoseconds();
+      penstock_all_reduce(e.base, e.rank, e.size, e.piece, step_.x, step_.num_tokens * model_.hidden, 0);
+      step_.sum_nanoseconds[index] = nanoseconds() - began;
+    });
   }
 
   // Norms and rotates a token's queries and keys, and puts its keys and values into the cache.
@@ -146,6 +162,7 @@ class Decoder {
 
   void logits(Cursor& cursor) {
     const int64_t rows = num_rows_;
+    if (rows == 0 || model_.head.n == 0) return;  // of a pipeline the last stage alone has a head
     if (!cursor(rows, [&](int64_t row) {
           rms_norm(step_.x + step_.rows[row] * model_.hidden, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
         }))
@@ -157,7 +174,7 @@ class Decoder {
     });
   }
 
-  static constexpr int kPhases = 8;       // of a layer
+  static constexpr int kPhases = 10;      // of a layer, sums over ranks among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};

@@ -4,6 +4,8 @@
 // reads all slots, in the order of their processes, so that everybody gets the same bits. A slot is written again two pieces later: a
 // counter that has come to the piece between says that its process has read the one before.
 
+#include "exchange.h"
+
 #ifdef __linux__
 
 #include <linux/futex.h>
@@ -12,7 +14,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <ctime>
 
 namespace {
 
@@ -30,12 +31,6 @@ struct Exchange {
   }
 };
 
-int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-}
-
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -51,7 +46,7 @@ bool reached(const uint32_t* counter, uint32_t number) {
 // Until the counter of another process has reached `number`.
 void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   uint32_t* counter = exchange.counter(of);
-  for (int64_t until = now() + kSpin; now() < until;) {
+  for (int64_t until = penstock::nanoseconds() + kSpin; penstock::nanoseconds() < until;) {
     for (int i = 0; i < 64; ++i) {
       if (reached(counter, number)) return;
       relax();
@@ -120,11 +115,7 @@ void sum_bfloat16(const Exchange& exchange, uint32_t number, uint16_t* out, int6
 
 }  // namespace
 
-#define PENSTOCK_API extern "C" __attribute__((visibility("default")))
-
-// `base`: a line for each of `size` processes, then two slots of `piece` bytes for each; zeros at first. `kind`: 0 for float32, 1 for
-// bfloat16. Sums `data` of all processes, in place. All call the same in the same order.
-PENSTOCK_API void penstock_all_reduce(
+void penstock_all_reduce(
     void* base, int64_t rank, int64_t size, int64_t piece, void* data, int64_t count, int64_t kind) {
   const Exchange exchange{static_cast<char*>(base), rank, size, piece};
   const int64_t width = kind == 0 ? 4 : 2, most = piece / width;
@@ -141,8 +132,7 @@ PENSTOCK_API void penstock_all_reduce(
   }
 }
 
-// `out`: the `bytes` of each process, one behind the other.
-PENSTOCK_API void penstock_all_gather(
+void penstock_all_gather(
     void* base, int64_t rank, int64_t size, int64_t piece, const void* data, void* out, int64_t bytes) {
   const Exchange exchange{static_cast<char*>(base), rank, size, piece};
   for (int64_t done = 0; done < bytes; done += piece) {

@@ -47,6 +47,16 @@ struct Layer {
   Params params;
 };
 
+// Memory in which `size` ranks exchange, see exchange.h, a piece of so many bytes at a time. `base` is null for a rank alone.
+struct Exchange {
+  void* base;
+  int64_t rank;
+  int64_t size;
+  int64_t piece;
+};
+
+// A rank among others has some of the heads, of the intermediate features and of the vocabulary; a stage of a pipeline some of the
+// layers, and no head unless it is the last.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -58,6 +68,7 @@ struct Model {
   const Layer* layers;
   const float* final_norm;
   Linear head;
+  Exchange exchange;
 };
 
 // Where the requests of a step lie, in one group of the KV cache.
@@ -70,6 +81,7 @@ struct Group {
 
 // `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm.
 // `cosines` and `sines` [tokens, head size]. `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
+// `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -84,6 +96,7 @@ struct Step {
   int64_t num_rows;
   const int64_t* rows;
   float* logits;
+  int64_t* sum_nanoseconds;
 };
 
 // Attention alone. `query` [tokens, heads, head size], `output` [tokens, heads, value size]; the strides are those of tokens.

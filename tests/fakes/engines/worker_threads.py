@@ -1,6 +1,6 @@
 """The workers of a ``MultiprocExecutor`` as threads of the test: no process to start, and the same calls, answers and errors.
 
-Stages pass their messages on in memory, parts of layers add up over gloo.
+Stages pass their messages on in memory; parts of layers add up as those of processes do.
 """
 
 import os
@@ -24,8 +24,8 @@ from penstock_enginecore.executor.multiproc.worker_process import WorkerLoop
 from penstock_enginecore.executor.worker_config import WorkerConfig
 from penstock_enginecore.models import loader as loader_module
 from penstock_enginecore.models.loader import load_weights
-from penstock_enginecore.parallel.collectives import GlooCollectives
-from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel import shared_memory
+from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from tests.fakes.patience import PATIENCE
@@ -125,14 +125,18 @@ class WorkerThreads:
     ) -> None:
         store = os.memfd_create("store")
         weakref.finalize(self, os.close, store)
-        num_workers = config.executor.num_workers
+        num_workers, size = config.executor.num_workers, config.executor.tensor_parallel_size
+        exchanges = [shared_memory.create(size) for _ in range(config.executor.pipeline_parallel_size)]
+        for exchange in exchanges:
+            weakref.finalize(self, os.close, exchange)
         readers = [_Reader() for _ in range(num_workers)]
         self._readers = readers
         self.pids: list[int] = []
         self._threads = []
         for rank, reader in enumerate(readers):
             writer = _Writer(partial(hear, rank))
-            own = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store)
+            exchange = exchanges[rank // size] if size > 1 else None
+            own = WorkerConfig(engine=config, rank=rank, world_size=num_workers, store=store, exchange=exchange)
             loop = WorkerLoop(own, reader, writer)
             run = partial(_run, loop, failed)
             self._threads.append(threading.Thread(target=run, name=f"worker-{rank}", daemon=True))
@@ -178,11 +182,8 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     def connect(config: WorkerConfig) -> Any:
         executor, collectives, links = config.engine.executor, None, None
-        if executor.tensor_parallel_size > 1:
-            group = f"tensor {config.stage}"
-            collectives = GlooCollectives(
-                Meeting(config.store), config.tensor_rank, executor.tensor_parallel_size, group
-            )
+        if config.exchange is not None:
+            collectives = SharedMemoryCollectives(config.exchange, config.tensor_rank, executor.tensor_parallel_size)
         if executor.pipeline_parallel_size > 1:
             own = streams[config.tensor_rank]
             links = StageLinks(ThreadTransport(own, config.stage, executor.pipeline_parallel_size))

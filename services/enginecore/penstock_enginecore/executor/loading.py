@@ -1,9 +1,7 @@
 """Loads a model and makes the runner for what it is used for."""
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
-import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -20,9 +18,10 @@ from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
-from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.layers import split_model
+from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
+from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
 
 
@@ -30,28 +29,28 @@ def load_runner(
     config: EngineCoreConfig,
     device: torch.device,
     progress: Progress,
-    collectives: Collectives | None = None,
+    collectives: TimedCollectives | None = None,
     links: StageLinks | None = None,
 ) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over; its modules compute it then, since the kernels for one device know nothing of them.
-    ``links``: of the stage that this worker computes.
+    ranks that the model is split over. ``links``: of the stage that this worker computes.
     """
     task = resolve_task(config.model)
-    kernels = config.kernels
-    split: Callable[[PreTrainedModel], None] | None = None
-    if collectives is not None:
-        kernels = msgspec.structs.replace(kernels, decoder=False, linear=False)
-        _check_served("tensor_parallel_size", device, task)
-        split = partial(split_model, collectives=collectives)
+    split = None if collectives is None else _Split(collectives)
+    if split is not None:
+        _check_device("tensor_parallel_size", device)
     if links is not None:
-        _check_served("pipeline_parallel_size", device, task)
+        _check_device("pipeline_parallel_size", device)
+        if task != "generate":
+            raise ModelLoadError(
+                f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1"
+            )
     check_cache_dtype(config, device)
     forward = ForwardConfig(
         device=device,
         attention_backend=config.model.attention_backend,
-        kernels=kernels,
+        kernels=config.kernels,
         num_threads=torch.get_num_threads(),
         block_size=config.cache.block_size,
         cache_dtype=FLOAT8 if config.cache.dtype == "fp8" else None,
@@ -60,21 +59,33 @@ def load_runner(
         keep = kept_weights(device, config.kernels, config.model.attention_backend)
         model = load_model(config.model, device, progress, keep, split)
         if links is None:
-            return GenerationRunner(model, build_forward(model, forward))
+            return GenerationRunner(model, build_forward(model, _with_part(forward, split)))
         stage = StageConfig(
             links=links,
             stage_layers=config.executor.stage_layers,
             max_tokens=config.scheduler.max_num_batched_tokens,
             max_seqs=config.scheduler.max_num_seqs,
         )
-        return StageRunner(model, build_stage(model, forward, stage), links)
-    pooled = load_pooling_model(config.model, task, device, progress)
-    return PoolingRunner(pooled, build_backbone(pooled, forward))
+        return StageRunner(model, build_stage(model, _with_part(forward, split), stage), links)
+    pooled = load_pooling_model(config.model, task, device, progress, split)
+    return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
 
 
-def _check_served(setting: str, device: torch.device, task: str) -> None:
-    """Raise ModelLoadError for what is not served by several workers."""
-    if task != "generate":
-        raise ModelLoadError(f"executor.{setting}: models that {task} are not served by several workers yet; use 1")
+class _Split:
+    """Splits a model, and keeps what is known of the ``part`` that is left."""
+
+    def __init__(self, collectives: TimedCollectives) -> None:
+        self._collectives = collectives
+        self.part: Part | None = None
+
+    def __call__(self, module: PreTrainedModel) -> None:
+        self.part = Part(self._collectives, split_model(module, self._collectives))
+
+
+def _with_part(forward: ForwardConfig, split: _Split | None) -> ForwardConfig:
+    return forward if split is None else replace(forward, part=split.part)
+
+
+def _check_device(setting: str, device: torch.device) -> None:
     if device.type != "cpu":
         raise ModelLoadError(f"executor.{setting}: {device.type} is not served by several workers yet; use 1")

@@ -19,15 +19,18 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
-from penstock_enginecore.forward.proof import Proven, first_proven
+from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.linear import dequantize_linears
 from penstock_enginecore.native.backend import NativeBackend, open_backend
+from penstock_enginecore.parallel.part import Part
+from penstock_enginecore.parallel.vocabulary import SplitVocabulary
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.sample.base import Sampler, TokenLauncher
-from penstock_enginecore.sample.sampler import TorchSampler
+from penstock_enginecore.sample.sampler import SamplingKernels, TorchSampler
+from penstock_enginecore.sample.split import SplitSampler
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
     """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache.
-    ``cache_dtype``: of the numbers in it, None for that of the model.
+    ``cache_dtype``: of the numbers in it, None for that of the model. ``part``: what a rank that shares the model has of it.
     """
 
     device: torch.device
@@ -44,12 +47,23 @@ class ForwardConfig:
     num_threads: int
     block_size: int
     cache_dtype: torch.dtype | None = None
+    part: Part | None = None
+
+    @property
+    def vocabulary(self) -> SplitVocabulary | None:
+        """Of logits that may be left in parts."""
+        return None if self.part is None else self.part.vocabulary
+
+    def agree(self, ok: bool) -> bool:
+        """Whether it is so on all ranks that share the model."""
+        return ok if self.part is None else self.part.agree(ok)
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltForward:
     """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
-    choose tokens, where it can. ``graphs``: of the steps that are replayed; any thread may ask.
+    choose tokens, where it can. ``graphs``: of the steps that are replayed; any thread may ask. ``vocabulary``: of logits that
+    the pass leaves in parts where it is asked to, and the sampler takes so.
     """
 
     forward: ForwardPass
@@ -57,6 +71,7 @@ class BuiltForward:
     computing: str
     launcher: TokenLauncher | None = None
     graphs: Callable[[], GraphStats] = GraphStats
+    vocabulary: SplitVocabulary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +91,11 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
     reference = ModulesForward(probed, create_backend("reference", config.device))
 
+    def run_prompt(forward: ForwardPass) -> torch.Tensor:
+        return probe_logits(forward, Probe.prompt(model.vocab_size))
+
     def run() -> torch.Tensor:
-        return probe_logits(reference, Probe.prompt(model.vocab_size))
+        return run_prompt(reference)
 
     def run_parts(forward: ForwardPass) -> torch.Tensor:
         return probe_parts(forward, Probe.prompt(model.vocab_size), CUTS)
@@ -92,24 +110,24 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     candidates = fused_candidates(probed, config.kernels, config.attention_backend)
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends:
-        candidates.append(decoder_candidate(native.library, probed))
+        candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
-    proven = first_proven(candidates, run)
+    proven = first_proven(candidates, run, config.agree)
     if not isinstance(proven.serves, FusedForward):
         _dequantize(model)
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
         computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
-    sampler = TorchSampler(sampling)
+    sampler = _sampler(sampling, config.vocabulary)
     launcher = device_launcher(config.device, config.kernels, sampler, model.vocab_size, model.dtype)
     if launcher is not None:
         computing += ", Triton sampler"
     _log(computing, proven)
     forward = serve() if proven.serves is None else proven.serves
     graphs = forward.graph_stats if isinstance(forward, FusedForward) else GraphStats
-    return BuiltForward(forward, sampler, computing, launcher, graphs)
+    return BuiltForward(forward, sampler, computing, launcher, graphs, config.vocabulary)
 
 
 @torch.inference_mode()
@@ -120,13 +138,15 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     native, attends, backend = _open(config)
     left = cut(probe_model(model, config.device, config.block_size), stage)
 
-    def serve(packed_bytes: int = 0) -> ModulesForward:
+    def serve(packed_bytes: int = 0) -> ForwardPass:
         return ModulesForward(left.probed, backend, packed_bytes)
 
-    candidates = []
+    candidates: list[Candidate[ForwardPass]] = []
+    if native is not None and native.uses.decoder and attends:
+        candidates.append(decoder_candidate(native.library, left.probed, left.run, config.part, left.seams))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, lambda: left.run(serve()), serve))
-    proven = first_proven(candidates, lambda: left.expected)
+    proven = first_proven(candidates, lambda: left.expected, config.agree)
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
@@ -140,7 +160,8 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
         dtype=left.dtype,
     )
     forward = StageForward(serve() if proven.serves is None else proven.serves, left.seams, stage.links)
-    return BuiltForward(forward, TorchSampler(sampling), computing)
+    vocabulary = config.vocabulary if stage.links.is_last else None
+    return BuiltForward(forward, _sampler(sampling, vocabulary), computing, vocabulary=vocabulary)
 
 
 @torch.inference_mode()
@@ -167,12 +188,17 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
-    proven = first_proven(candidates, run)
+    proven = first_proven(candidates, run, config.agree)
     computing = proven.name or "torch"
     if native is not None:
         computing = native.describe(proven.name, attends and not model.is_encoder and "attention")
     _log(computing, proven)
     return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
+
+
+def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None) -> Sampler:
+    sampler = TorchSampler(kernels)
+    return sampler if vocabulary is None else SplitSampler(sampler, vocabulary)
 
 
 def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:

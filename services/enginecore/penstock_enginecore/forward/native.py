@@ -6,42 +6,46 @@ activations and the KV cache are float32. What is taken over is read from transf
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import AttentionParams, IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
-from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
-from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.forward.native_models import own_layers, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
-from penstock_enginecore.models.attention_hook import AttentionCall
-from penstock_enginecore.models.query_scale import query_scale
-from penstock_enginecore.native.attention import TILE, TILES, cache_struct, group_struct, params_struct
+from penstock_enginecore.native.attention import TILES, cache_struct, group_struct, params_struct
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import PackedLinears
-from penstock_enginecore.native.structs import Cache, Group, Layer, Model, Step
+from penstock_enginecore.native.structs import Cache, Exchange, Group, Layer, Linear, Model, Step
 from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.parallel.part import Part
+from penstock_enginecore.parallel.shared_memory import PIECE
+from penstock_enginecore.parallel.stages import Seams
 
 T = TypeVar("T")
 
-KNOWN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Classes whose layers are: norm, attention with rotary halves, add, norm, gated MLP, add."""
-_MAX_LAYERS = 1000
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
 """Cosines and sines of all positions are kept up to this size."""
 
 
-def decoder_candidate(library: NativeLibrary, probed: ProbedModel) -> Candidate[ForwardPass]:
-    """The whole model in the kernels."""
-    return Candidate("decoder", lambda: NativeForward(library, probed))
+def decoder_candidate(
+    library: NativeLibrary,
+    probed: ProbedModel,
+    run: Callable[[ForwardPass], torch.Tensor],
+    part: Part | None = None,
+    seams: Seams | None = None,
+) -> Candidate[ForwardPass]:
+    """All layers in the kernels: of the model, or of a rank's ``part`` of it, or of a stage that was cut at ``seams``. ``run``:
+    what a pass makes of a probe.
+    """
+    return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams))
 
 
 def linear_candidate(
@@ -54,14 +58,26 @@ def linear_candidate(
 
 
 class NativeForward:
-    """A ``ForwardPass`` of layers and head, built beside the modules, whose weights it packs. Raises UnsuitableError."""
+    """A ``ForwardPass`` of layers and head, built beside the modules, whose weights it packs. Raises UnsuitableError. See
+    ``decoder_candidate``.
+    """
 
     device = torch.device("cpu")
     separate_head = True
 
-    def __init__(self, library: NativeLibrary, probed: ProbedModel) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        probed: ProbedModel,
+        run: Callable[[ForwardPass], torch.Tensor],
+        part: Part | None = None,
+        seams: Seams | None = None,
+    ) -> None:
         module, calls = probed.model.module, probed.calls
-        if reason := _unsuitable(library, module, calls, probed.specs):
+        reason = unsuitable(library, module, calls, probed.specs) or unsuitable_part(probed.model, part)
+        if seams is not None and probed.model.dtype != torch.float32:
+            reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
+        if reason:
             raise UnsuitableError(reason)
         self.specs = {
             name: msgspec.structs.replace(spec, dtype_size=torch.float32.itemsize)
@@ -70,12 +86,14 @@ class NativeForward:
         self.memory = KVMemory(self.specs, lambda *_: TILES, torch.float32, self.device)
         self._library = library
         self._module: Any = module
-        self._vocab_size = probed.model.vocab_size
+        self._part, self._seams = part, seams
+        self._probe = run
         self._packed: list[PackedWeight] = []
         self._keep: list[torch.Tensor | None] = []
         self._handle = self._build([call.params for call in calls])
         library.free_with(self, self._handle, "decoder")
-        self._embedding = cast("torch.Tensor", module.get_input_embeddings().weight)
+        self._embedding: Any = module.get_input_embeddings()
+        self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
         self._rotary = _Rotary(self._module.model.rotary_emb, self._model.head_size, probed.model.max_len)
 
     @property
@@ -93,11 +111,11 @@ class NativeForward:
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Rows of the embedding in float32."""
-        return torch.nn.functional.embedding(torch.from_numpy(token_ids), self._embedding).float()
+        return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """One call of the kernels, head included. States are what the layers put out, ``[tokens, hidden size]``."""
-        x = self.embed(batch.token_ids) if batch.embedded is None else batch.embedded
+        x = self._entering(batch)
         for i, metadata in enumerate(batch.attention):
             self._groups[i] = group_struct(metadata)
         cosines, sines = self._rotary.of(batch.positions, x)
@@ -117,24 +135,41 @@ class NativeForward:
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
+            self._sum_nanoseconds.ctypes.data,
         )
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
-        return ForwardOutput(logits, x if keep_states else None)
+        if self._seams is not None and not self._model.head.n:
+            self._seams.leaving = x
+        if self._part is not None:
+            self._part.collectives.have_reduced((self._sum_nanoseconds * 1e-9).tolist())
+        return ForwardOutput(self._finish(logits), x if keep_states else None)
 
     def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The last norm and the head alone."""
         logits = torch.empty(len(rows), self._model.head.n)
         x, count = states.data_ptr(), len(rows)
         self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
-        return logits
+        return self._finish(logits)
+
+    def _entering(self, batch: ForwardBatch) -> torch.Tensor:
+        """What the first layer gets, which the kernels overwrite."""
+        if self._seams is not None and self._seams.entering is not None:
+            return self._seams.entering.clone()
+        return self.embed(batch.token_ids) if batch.embedded is None else batch.embedded
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Whole, where this rank has some of the columns."""
+        if self._part is None or self._part.vocabulary is None:
+            return logits
+        return self._part.vocabulary.finish(logits)
 
     def to(self, device: torch.device) -> None:
         """Moves what the modules still hold. Packed weights stay where the kernels read them."""
         self._module.to(device)
 
     def probe(self) -> torch.Tensor:
-        """Logits of a few tokens."""
-        return probe_logits(self, Probe.prompt(self._vocab_size))
+        """As the modules run it."""
+        return self._probe(self)
 
     def where(self) -> str:
         """The kernels do not stop between layers."""
@@ -144,11 +179,11 @@ class NativeForward:
         """Frees the weights of all projections. q, k and v are rows one after the other of one packed product, gate and up rows
         in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
         """
-        for layer in self._module.model.layers:
+        for layer in own_layers(self._module.model):
             for linear in (*_projections(layer), layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
                 _empty(linear)
             _empty(layer.mlp.down_proj)
-        if self._module.lm_head.weight is not self._embedding:
+        if self._module.lm_head.weight is not self._embedding.weight:
             _empty(self._module.lm_head)
         return self
 
@@ -157,8 +192,9 @@ class NativeForward:
 
     def _build(self, params: Sequence[AttentionParams]) -> ctypes.c_void_p:
         model, config = self._module.model, self._module.config
-        layers = (Layer * len(model.layers))(*map(self._layer, model.layers, params))
-        first = model.layers[0].self_attn
+        own = own_layers(model)
+        layers = (Layer * len(own))(*map(self._layer, own, params))
+        first = own[0].self_attn
         head_size = int(first.head_dim)
         self._model = Model(
             len(layers),
@@ -166,11 +202,12 @@ class NativeForward:
             first.q_proj.weight.shape[0] // head_size,
             first.k_proj.weight.shape[0] // head_size,
             head_size,
-            model.layers[0].mlp.gate_proj.weight.shape[0],
+            own[0].mlp.gate_proj.weight.shape[0],
             model.norm.variance_epsilon,
             layers,
             self._vector(model.norm.weight),
-            self._pack(self._module.lm_head.weight, None),
+            self._pack(head, None) if len(head := self._module.lm_head.weight) else Linear(),
+            _exchange(self._part),
         )
         handle = ctypes.c_void_p()
         self._library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(handle))
@@ -260,34 +297,9 @@ class _Rotary:
         return cosines[0].float().contiguous(), sines[0].float().contiguous()
 
 
-def _unsuitable(
-    library: NativeLibrary,
-    module: PreTrainedModel,
-    calls: Sequence[AttentionCall],
-    specs: Mapping[str, KVCacheSpec],
-) -> str | None:
-    name = type(module).__name__
-    if name not in KNOWN:
-        return f"{name} is not one of {', '.join(sorted(KNOWN))}"
-    model, config = cast("Any", module).model, module.config
-    if (dtype := module.get_input_embeddings().weight.dtype) not in (torch.float32, torch.bfloat16):
-        return f"its weights are {str(dtype).removeprefix('torch.')}"
-    if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
-        return f"cache.block_size {odd[0]} is no multiple of {TILE}"
-    if [call.module for call in calls] != [layer.self_attn for layer in model.layers] or len(calls) > _MAX_LAYERS:
-        return "its layers are not called one after the other"
-    head_size = calls[0].query.shape[2]
-    if head_size % library.lanes or any(call.value.shape[2] != head_size for call in calls):
-        return f"a head size of {head_size} is no multiple of {library.lanes}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}"
-    if config.intermediate_size % library.lanes:
-        return f"intermediate_size {config.intermediate_size} is no multiple of {library.lanes}"
-    if any(layer.mlp.gate_proj.bias is not None or layer.mlp.up_proj.bias is not None for layer in model.layers):
-        return "its gate has a bias"
-    if any(query_scale(call.module) is not None for call in calls):
-        return "it scales queries by position"
-    return None
+def _exchange(part: Part | None) -> Exchange:
+    memory = None if part is None else part.shared_memory
+    return Exchange() if memory is None else Exchange(memory.base, memory.rank, memory.size, PIECE)
 
 
 def _projections(layer: Any) -> tuple[Any, Any, Any]:

@@ -17,6 +17,8 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 in which the model's own modules compute.
 """
 
+_ELSEWHERE = "another worker cannot use it"
+
 
 class UnsuitableError(Exception):
     """A candidate does not compute this model; the message says why."""
@@ -67,24 +69,40 @@ class Proven(Generic[T_co]):
         return "".join(f"; {name} not used: {reason}" for name, reason in {**self.unsuitable, **self.refuted}.items())
 
 
-def first_proven(candidates: Sequence[Candidate[T_co]], run: Callable[[], torch.Tensor]) -> Proven[T_co]:
+def alone(ok: bool) -> bool:
+    """What a rank that shares its model with no others agrees to."""
+    return ok
+
+
+def first_proven(
+    candidates: Sequence[Candidate[T_co]], run: Callable[[], torch.Tensor], agree: Callable[[bool], bool] = alone
+) -> Proven[T_co]:
     """Try ``candidates`` in order until one makes of the probe what ``run``, the model's own modules, makes of it, and let that
-    one take over.
+    one take over. ``agree``: whether it is so on all ranks of the model, which take the same one.
     """
     unsuitable: dict[str, str] = {}
     refuted: dict[str, str] = {}
     expected = run() if candidates else torch.empty(0)
     for candidate in candidates:
-        try:
-            replacement = candidate.build()
-        except UnsuitableError as e:
-            unsuitable[candidate.name] = str(e)
-            continue
-        if (reason := _difference(replacement, expected)) is None:
-            return Proven(candidate.name, replacement.take_over(), unsuitable, refuted)
-        replacement.undo()
-        refuted[candidate.name] = reason
+        replacement, why = _built(candidate)
+        if not agree(replacement is not None) or replacement is None:
+            unsuitable[candidate.name] = why or _ELSEWHERE
+        else:
+            difference = _difference(replacement, expected)
+            if agree(difference is None):
+                return Proven(candidate.name, replacement.take_over(), unsuitable, refuted)
+            refuted[candidate.name] = difference or _ELSEWHERE
+        if replacement is not None:
+            replacement.undo()
     return Proven(None, None, unsuitable, refuted)
+
+
+def _built(candidate: Candidate[T_co]) -> tuple[Replacement[T_co] | None, str]:
+    """The replacement, or why there is none."""
+    try:
+        return candidate.build(), ""
+    except UnsuitableError as e:
+        return None, str(e)
 
 
 def _difference(replacement: Replacement[object], expected: torch.Tensor) -> str | None:

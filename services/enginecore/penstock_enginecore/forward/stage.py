@@ -1,4 +1,4 @@
-"""The forward pass of one stage of a pipeline, by the modules of its layers."""
+"""The forward pass of one stage of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import TOLERANCES, distance
@@ -47,7 +47,7 @@ class CutModel:
     width: int
     dtype: torch.dtype
 
-    def run(self, forward: ModulesForward) -> torch.Tensor:
+    def run(self, forward: ForwardPass) -> torch.Tensor:
         """What ``forward`` makes of the probe, without the other stages."""
         self.seams.entering = self.entering
         try:
@@ -77,8 +77,10 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     prefixes = tuple(f"{trace.name}.{i}." for i in own)
     seams = cut_model(module, trace.name, own)
     specs = {each: spec for each, spec in probed.specs.items() if each.startswith(prefixes)}
+    kept = set(module.modules())
+    calls = [call for call in probed.calls if call.module in kept]
     left = CutModel(
-        probed=replace(probed, calls=[], specs=specs),
+        probed=replace(probed, calls=calls, specs=specs),
         seams=seams,
         own=own,
         num_layers=len(parts.layers),
@@ -101,7 +103,7 @@ class StageForward:
     logits have no columns.
     """
 
-    def __init__(self, inner: ModulesForward, seams: Seams, links: StageLinks) -> None:
+    def __init__(self, inner: ForwardPass, seams: Seams, links: StageLinks) -> None:
         self.device = inner.device
         self.separate_head = inner.separate_head
         self.specs: dict[str, KVCacheSpec] = inner.specs

@@ -7,13 +7,16 @@ from penstock_enginecore.native.weights import PackedWeight
 
 
 class PackedLinear(torch.nn.Linear):
-    """Stands for ``linear``, whose weight it has packed. Its own ``weight`` is empty: who needs that cannot be packed."""
+    """Stands for ``linear``, whose weight it has packed, with its hooks. Its own ``weight`` is empty: who needs that cannot be
+    packed.
+    """
 
     def __init__(self, library: NativeLibrary, linear: torch.nn.Linear) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         self.register_parameter("bias", None)
+        self._forward_pre_hooks, self._forward_hooks = linear._forward_pre_hooks, linear._forward_hooks
         self._library = library
         self.packed = PackedWeight(library, linear.weight, linear.bias)
 

@@ -47,6 +47,12 @@ class Layer(ctypes.Structure):
     ]
 
 
+class Exchange(ctypes.Structure):
+    """Memory that ``size`` ranks share, exchanged in pieces of so many bytes; null for one rank alone."""
+
+    _fields_ = [("base", _Pointer), ("rank", _Int), ("size", _Int), ("piece", _Int)]
+
+
 class Model(ctypes.Structure):
     """A decoder."""
 
@@ -61,6 +67,7 @@ class Model(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("final_norm", _Pointer),
         ("head", Linear),
+        ("exchange", Exchange),
     ]
 
 
@@ -87,6 +94,7 @@ class Step(ctypes.Structure):
         ("num_rows", _Int),
         ("rows", _Pointer),
         ("logits", _Pointer),
+        ("sum_nanoseconds", _Pointer),
     ]
 
 

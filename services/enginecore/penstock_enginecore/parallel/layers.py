@@ -10,6 +10,7 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.plan import Heads, Split, splits_of
 from penstock_enginecore.parallel.probe import probe_logits
+from penstock_enginecore.parallel.vocabulary import SplitVocabulary
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
@@ -40,11 +41,12 @@ class SplitEmbedding(torch.nn.Module):
         return self._collectives.all_reduce(vectors.masked_fill(foreign[..., None], 0.0))
 
 
-def split_model(module: PreTrainedModel, collectives: Collectives) -> None:
+def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitVocabulary | None:
     """Keep of each layer what this rank computes, in place. Raises ModelLoadError for models that cannot be split so, and for
     those that compute something else then.
 
-    Logits and hidden states are whole on every rank, and the same to the last bit.
+    Logits and hidden states are whole on every rank, and the same to the last bit. Where the model can leave its logits in parts,
+    returns what they are parts of.
     """
     size = collectives.size
     config: Any = module.config
@@ -57,23 +59,40 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> None:
     names = [*dict(module.named_modules()), *dict(module.named_parameters())]
     splits = splits_of(name_of_model, plan, names)
     expected = probe_logits(module)
-    _Splitter(module, collectives, heads).split(splits)
-    differs = (probe_logits(module) - expected).norm() / expected.norm()
+    splitter = _Splitter(module, collectives, heads)
+    splitter.split(splits)
+    whole = probe_logits(module)
+    differs = (whole - expected).norm() / expected.norm()
     if not differs <= _TOLERANCE:
+        what = "logits" if whole.shape[-1] == getattr(config, "vocab_size", None) else "hidden states"
         raise ModelLoadError(
-            f"executor.tensor_parallel_size is {size}; {name_of_model} computes something else in parts: its logits differ by "
+            f"executor.tensor_parallel_size is {size}; {name_of_model} computes something else in parts: its {what} differ by "
             f"{differs:.0%}; use 1"
         )
+    return _usable(module, splitter.vocabulary, whole)
+
+
+def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
+    """``vocabulary``, unless the model does something to its logits, ``whole``, for which it needs all of them."""
+    if vocabulary is None:
+        return None
+    with vocabulary.apart():
+        parts = probe_logits(module)
+    together = vocabulary.is_apart(parts) and torch.equal(vocabulary.whole(parts), whole)
+    return vocabulary if together else None
 
 
 class _Splitter:
-    """Splits the layers of one model. A weight that several layers share is split once."""
+    """Splits the layers of one model. A weight that several layers share is split once. ``vocabulary``: of its head, where the
+    ranks' logits are put together.
+    """
 
     def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Heads) -> None:
         self._module = module
         self._collectives = collectives
         self._heads = heads
-        self._vocabulary: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+        self._own_rows: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+        self.vocabulary: SplitVocabulary | None = None
 
     def split(self, splits: Mapping[str, Split]) -> None:
         """Raises ModelLoadError for what is not split yet, or does not divide."""
@@ -151,23 +170,27 @@ class _Splitter:
 
     def _own_words(self, whole: torch.Tensor) -> torch.nn.Parameter:
         """As many rows for every rank: zeros behind the last."""
-        if id(whole) not in self._vocabulary:
+        if id(whole) not in self._own_rows:
             count = -(-len(whole) // self._collectives.size)
             first = self._collectives.rank * count
             rows = whole[first : first + count]
             missing = rows.new_zeros(count - len(rows), *rows.shape[1:])
-            self._vocabulary[id(whole)] = whole, _parameter(torch.cat([rows, missing]))
-        return self._vocabulary[id(whole)][1]
+            self._own_rows[id(whole)] = whole, _parameter(torch.cat([rows, missing]))
+        return self._own_rows[id(whole)][1]
 
     def _split_and_gather(self, layer: torch.nn.Linear) -> None:
-        total, collectives = layer.out_features, self._collectives
+        total = layer.out_features
         layer.weight = self._own_words(layer.weight)
         if layer.bias is not None:
             layer.bias = self._own_words(layer.bias)
         layer.out_features = len(layer.weight)
+        vocabulary = SplitVocabulary(self._collectives, total, layer.out_features)
+        head: Any = self._module
+        if layer is head.get_output_embeddings():
+            self.vocabulary = vocabulary
 
         def gather(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
-            return torch.cat(collectives.all_gather(output.contiguous()), dim=-1)[..., :total]
+            return vocabulary.finish(output)
 
         layer.register_forward_hook(gather)
 

@@ -24,10 +24,13 @@ class _Causal:
 
 @torch.inference_mode()
 def probe_logits(module: PreTrainedModel) -> torch.Tensor:
-    """Logits float32 ``[tokens, vocab]`` of tokens from all over the vocabulary, at the positions from 0 on."""
+    """Logits float32 ``[tokens, vocab]`` of tokens from all over the vocabulary, at the positions from 0 on; of a model without a
+    head its hidden states.
+    """
     positions = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (positions + 1) * 7919 % module.config.vocab_size
     model: Any = module.train(mode=False)
     with use_context(_Causal()):
         output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-    return cast("torch.Tensor", output.logits[0].float())
+    found = output.logits if "logits" in output else output.last_hidden_state
+    return cast("torch.Tensor", found[0].float())

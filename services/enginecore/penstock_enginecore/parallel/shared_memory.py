@@ -37,7 +37,7 @@ def available() -> bool:
 
 class SharedMemoryCollectives:
     """``Collectives`` of float32 and bfloat16 sums, in rank order; bfloat16 ones are rounded once. A rank that waits looks for 50
-    microseconds and then sleeps. One whose neighbour has ended waits until it is killed.
+    microseconds and then sleeps. One whose neighbour has ended waits until it is killed. ``base``: the address of the memory.
     """
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
@@ -54,14 +54,14 @@ class SharedMemoryCollectives:
         self.rank, self.size = rank, size
         self._map = mmap.mmap(memory, _num_bytes(size))
         self._pinned = ctypes.c_char.from_buffer(self._map)  # the mapping stays as long as this
-        self._base = ctypes.addressof(self._pinned)
+        self.base = ctypes.addressof(self._pinned)
         self._sum, self._gather = _functions()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives``. TypeError for other dtypes; the tensor is contiguous."""
         if tensor.dtype not in _KINDS or not tensor.is_contiguous():
             raise TypeError(f"sums are of contiguous {', '.join(map(str, _KINDS))}, and not of {tensor.dtype}")
-        own = self._base, self.rank, self.size, PIECE
+        own = self.base, self.rank, self.size, PIECE
         self._sum(*own, tensor.data_ptr(), tensor.numel(), _KINDS[tensor.dtype])
         return tensor
 
@@ -69,7 +69,7 @@ class SharedMemoryCollectives:
         """See ``Collectives``."""
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._gather(self._base, self.rank, self.size, PIECE, tensor.data_ptr(), gathered.data_ptr(), tensor.nbytes)
+        self._gather(self.base, self.rank, self.size, PIECE, tensor.data_ptr(), gathered.data_ptr(), tensor.nbytes)
         return list(gathered.unbind())
 
 

@@ -1,6 +1,7 @@
 """How long the ranks' exchanges take."""
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -11,26 +12,31 @@ _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e
 
 
 class TimedCollectives:
-    """``Collectives`` that keep the seconds of each operation: those of waiting for the other ranks among them."""
+    """``Collectives``, ``inner``, that keep the seconds of each operation: those of waiting for the other ranks among them."""
 
     def __init__(self, inner: Collectives) -> None:
         self.rank, self.size = inner.rank, inner.size
-        self._inner = inner
+        self.inner = inner
         self._all_reduce, self._all_gather = Buckets(_SECONDS), Buckets(_SECONDS)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives``."""
         began = time.perf_counter()
-        reduced = self._inner.all_reduce(tensor)
+        reduced = self.inner.all_reduce(tensor)
         self._all_reduce.observe(time.perf_counter() - began)
         return reduced
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See ``Collectives``."""
         began = time.perf_counter()
-        gathered = self._inner.all_gather(tensor)
+        gathered = self.inner.all_gather(tensor)
         self._all_gather.observe(time.perf_counter() - began)
         return gathered
+
+    def have_reduced(self, seconds: Iterable[float]) -> None:
+        """Sums of the same ranks that kernels have made, without this object."""
+        for each in seconds:
+            self._all_reduce.observe(each)
 
     def times(self) -> dict[str, BucketCounts]:
         """Seconds by operation. Any thread may ask."""

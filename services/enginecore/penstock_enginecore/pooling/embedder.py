@@ -70,9 +70,15 @@ def resolve_task(config: ModelConfig) -> ResolvedTask:
 
 
 def load_pooling_model(
-    config: ModelConfig, task: ResolvedTask, device: torch.device, progress: Callable[[str], None]
+    config: ModelConfig,
+    task: ResolvedTask,
+    device: torch.device,
+    progress: Callable[[str], None],
+    split: Callable[[PreTrainedModel], None] | None = None,
 ) -> PoolingModel:
-    """Read configuration and weights of ``config.path`` and move the model to ``device``. Raises ModelLoadError."""
+    """Read configuration and weights of ``config.path`` and move the model to ``device``; where ``split`` leaves a part of its
+    layers, by way of the host. Raises ModelLoadError.
+    """
     hf_config = loader.read_config(config)
     auto_class = AutoModel if task == "embed" else _classifier(hf_config)
     if auto_class is None:
@@ -88,7 +94,10 @@ def load_pooling_model(
     attention_hook.register()
     # Embedding takes hidden states: what BERT's pooler makes of them is not used.
     unused = ("pooler.",) if task == "embed" else ()
-    loaded: Any = loader.load_weights(config, dtype, device, progress, auto_class, unused)
+    first = device if split is None else torch.device("cpu")
+    loaded: Any = loader.load_weights(config, dtype, first, progress, auto_class, unused)
+    if split is not None:
+        split(loaded if task == "embed" else loaded.base_model)
     place(loaded, config.path, device)
     module, head = (loaded, None) if task == "embed" else split_head(loaded)
     max_len = _max_len(hf_config, config, pooling if head is None else None)

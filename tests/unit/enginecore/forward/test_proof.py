@@ -83,3 +83,32 @@ def test_results_in_a_narrow_dtype_are_allowed_its_rounding(dtype: torch.dtype, 
 
 def test_without_candidates_the_model_does_not_run() -> None:
     assert first_proven([], failing).serves is None
+
+
+def test_ranks_of_one_model_take_the_same_candidate() -> None:
+    answers = iter([False, True, False, True, True])
+    asked: list[bool] = []
+
+    def agree(ok: bool) -> bool:
+        asked.append(ok)
+        return ok and next(answers)
+
+    unbuilt, other, right = (Replacement(lambda: EXPECTED) for _ in range(3))
+    candidates = [Candidate("built here alone", lambda: unbuilt), Candidate("right here alone", lambda: other)]
+    proven = first_proven([*candidates, Candidate("right", lambda: right)], lambda: EXPECTED, agree)
+    assert proven.serves is right
+    assert (unbuilt.fate, other.fate) == (["undone"], ["undone"])
+    assert asked == [True] * 5
+    assert proven.unsuitable == {"built here alone": "another worker cannot use it"}
+    assert proven.refuted == {"right here alone": "another worker cannot use it"}
+
+
+def test_a_rank_that_cannot_build_a_candidate_says_so_to_the_others() -> None:
+    asked: list[bool] = []
+
+    def agree(ok: bool) -> bool:
+        asked.append(ok)
+        return ok
+
+    assert first_proven([Candidate("decoder", unsuitable)], lambda: EXPECTED, agree).serves is None
+    assert asked == [False]

@@ -2,8 +2,7 @@
 
 import copy
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
 from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.layers import split_model
+from tests.fakes.engines.thread_collectives import thread_ranks
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.fakes.patience import PATIENCE
 
 FAMILIES = {
     "llama": {},
@@ -34,24 +33,6 @@ FAMILIES = {
 TOKENS = torch.arange(1, 25)[None] * 7 % VOCAB_SIZE
 
 
-class ThreadCollectives:
-    """Ranks that are threads."""
-
-    def __init__(self, rank: int, size: int, given: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
-        self._given, self._barrier = given, barrier
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._given[self.rank] = tensor.clone()
-        self._barrier.wait(PATIENCE)
-        gathered = list(self._given)
-        self._barrier.wait(PATIENCE)
-        return gathered
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(torch.stack(self.all_gather(tensor)).sum(0))
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -64,7 +45,7 @@ def whole_model(family: str, path: Path) -> Any:
     return save_tiny_model("llama" if family == "tied" else family, path, **FAMILIES[family]).eval()
 
 
-def in_parts(model: Any, groups: list[Collectives]) -> list[Any]:
+def in_parts(model: Any, groups: Sequence[Collectives]) -> list[Any]:
     """Each rank's part and its logits."""
     parts = [copy.deepcopy(model) for _ in groups]
 
@@ -84,8 +65,7 @@ def test_the_parts_give_the_logits_of_the_whole(family: str, size: int, tmp_path
     model = whole_model(family, tmp_path)
     with torch.inference_mode():
         expected = model(input_ids=TOKENS, use_cache=False).logits
-    given, barrier = [None] * size, threading.Barrier(size)
-    parts = in_parts(model, [ThreadCollectives(rank, size, given, barrier) for rank in range(size)])
+    parts = in_parts(model, thread_ranks(size))
     for _, logits in parts:
         assert torch.equal(logits, parts[0][1])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -116,8 +96,7 @@ def test_a_model_that_computes_something_else_in_parts_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = whole_model("llama", tmp_path)
-    given, barrier = [None] * 2, threading.Barrier(2)
-    groups = [ThreadCollectives(rank, 2, given, barrier) for rank in range(2)]
+    groups = thread_ranks(2)
     for group in groups:
         monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor)  # as if a sum were forgotten
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM computes something else in parts: its logits differ by"):
@@ -131,14 +110,14 @@ def test_what_is_not_a_linear_layer_is_refused_by_name(tmp_path: Path) -> None:
         pass
 
     model.model.layers[1].mlp.down_proj = Quantized(64, 48)
-    group = ThreadCollectives(0, 2, [None] * 2, threading.Barrier(2))
+    group = thread_ranks(2)[0]
     with pytest.raises(ModelLoadError, match=r"model.layers.1.mlp.down_proj of LlamaForCausalLM is Quantized"):
         split_model(model, group)
 
 
 def test_layers_that_do_not_divide_are_refused_with_their_size(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path, intermediate_size=66)
-    group = ThreadCollectives(0, 4, [None] * 4, threading.Barrier(4))
+    group = thread_ranks(4)[0]
     with pytest.raises(
         ModelLoadError, match=r"is 4; the 66 (out|in)puts of model.layers.0.mlp.\w+ do not divide by it"
     ):

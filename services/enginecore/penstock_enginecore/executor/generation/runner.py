@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +35,9 @@ ChosenElsewhere = Callable[[], Arrival | None]
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A forward pass whose tokens are not sampled yet. ``logits`` ``[sampling requests, vocab]``."""
+    """A forward pass whose tokens are not sampled yet. ``logits`` ``[sampling requests, vocab]``, or of the vocabulary what this
+    rank has.
+    """
 
     inputs: StepInputs
     logits: torch.Tensor
@@ -61,6 +64,7 @@ class GenerationRunner:
         self._forward = built.forward
         self._sampler = built.sampler
         self._launcher = built.launcher
+        self._vocabulary = built.vocabulary
         self._begin_copy = begin_copy
         self._chosen_elsewhere = chosen_elsewhere
         self._newest = NewestTokens(self._forward.device)
@@ -155,7 +159,8 @@ class GenerationRunner:
         if targets and self._chosen_elsewhere is None:
             logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
         else:
-            logits, prompt_logprobs = self._forward.run(batch, inputs.logits_indices).logits, {}
+            with nullcontext() if self._vocabulary is None else self._vocabulary.apart():
+                logits, prompt_logprobs = self._forward.run(batch, inputs.logits_indices).logits, {}
         self._pending = _Pending(inputs, logits, prompt_logprobs)
 
     @torch.inference_mode()
@@ -187,8 +192,11 @@ class GenerationRunner:
         if len(sampling):
             sampling_ids = [request_ids[i] for i in sampling]
             inputs = batch.sampling_inputs(sampling_ids, grammar)
-            scores = OutputScores.of(pending.logits, batch.logprobs(sampling_ids), overwritten=bool(inputs.rules))
-            sampled = self._sampler.sample(pending.logits, inputs)
+            logits, wanted = pending.logits, batch.logprobs(sampling_ids)
+            if wanted and self._vocabulary is not None and self._vocabulary.is_apart(logits):
+                logits = self._vocabulary.whole(logits)
+            scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
+            sampled = self._sampler.sample(logits, inputs)
             batch.append_tokens(sampling_ids, sampled.token_ids)
             for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
                 tokens[i].append(token)
