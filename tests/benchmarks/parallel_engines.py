@@ -1,8 +1,8 @@
 """What several workers make of two cores: ``python -m tests.benchmarks.parallel_engines --model DIR``.
 
-An engine of two workers of one thread each beside one of one worker of two threads, by the same kernels: the decoder, one
-call for all layers, is for one worker alone. In this process, in turn, several rounds, medians. Stages without their decodes
-dealt out are beside those with. Each row has the largest worker's share of the weights, and the most idle stage.
+An engine of two workers of one thread each beside one of one worker of two threads, by the same kernels. In this process, in
+turn, several rounds, medians. Stages whose layers are dealt out by hand are beside those that are not, and stages without their
+decodes dealt out. Each row has the largest worker's share of the weights, and the most idle stage.
 """
 
 import argparse
@@ -24,24 +24,29 @@ from tests.benchmarks.load import Load
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """``dealt``: whether stages take turns with decodes."""
+    """``layers``: of each stage, empty for the engine's choice. ``dealt``: whether stages take turns with decodes."""
 
     name: str
     tensor: int = 1
     pipeline: int = 1
-    linear: bool = True
+    layers: tuple[int, ...] = ()
+    decoder: bool = True
     dealt: bool = True
 
 
 TENSOR = (
-    Row(name="one worker, two threads", linear=False),
-    Row(name="TP 2", tensor=2, linear=False),
+    Row(name="one worker, two threads"),
+    Row(name="TP 2", tensor=2),
+    Row(name="one worker, packed layers", decoder=False),
+    Row(name="TP 2, packed layers", tensor=2, decoder=False),
 )
 PIPELINE = (
     Row(name="one worker, two threads"),
     Row(name="PP 2", pipeline=2),
+    Row(name="PP 2, 7 and 5 layers", pipeline=2, layers=(7, 5)),
     Row(name="PP 2, decodes not dealt out", pipeline=2, dealt=False),
 )
+"""Of a model of 12 layers."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -59,9 +64,12 @@ def config_of(model: str, row: Row) -> EngineCoreConfig:
         model=ModelConfig(path=model, device="cpu"),
         cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
         executor=ExecutorConfig(
-            num_threads=max(1, 2 // workers), tensor_parallel_size=row.tensor, pipeline_parallel_size=row.pipeline
+            num_threads=max(1, 2 // workers),
+            tensor_parallel_size=row.tensor,
+            pipeline_parallel_size=row.pipeline,
+            stage_layers=row.layers,
         ),
-        kernels=KernelsConfig(decoder=False, linear=row.linear),
+        kernels=KernelsConfig(decoder=row.decoder),
     )
 
 
@@ -103,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     for rows, streams in ((TENSOR, 16), (PIPELINE, 32)):
-        item = Load(streams=streams, requests=streams, input_len=64, output_len=options.output_len)
+        item = Load(streams=streams, requests=3 * streams, input_len=64, output_len=options.output_len)
         found: dict[Row, list[Found]] = {row: [] for row in rows}
         for seed in range(options.rounds):
             for row, each in found.items():

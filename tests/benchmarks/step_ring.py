@@ -93,7 +93,9 @@ def read(ring: int, index: int) -> None:
 
 
 def measure(step: SchedulerOutput, readers: int) -> dict[str, float]:
-    """Microseconds until the last reader has the step, and the share of a core that a reader takes, less its decoding."""
+    """Microseconds until the last reader has the step, and the share of a core that a reader takes: ``busy`` with it all, and
+    ``waiting`` less its decoding.
+    """
     ring = RingMemory.create(CALLS.num_slots, CALLS.slot_bytes, readers)
     command = [sys.executable, "-m", "tests.benchmarks.step_ring", "--ring", str(ring), "--reader"]
     peers = [
@@ -119,6 +121,7 @@ def measure(step: SchedulerOutput, readers: int) -> dict[str, float]:
         "p50": statistics.median(delays),
         "p99": delays[len(delays) * 99 // 100],
         "waiting": 100 * max(waiting),
+        "busy": 100 * max(each["processor"] / each["wall"] for each in told),
         "bytes": len(encode(execute(step))),
     }
 
