@@ -89,7 +89,7 @@ def _decode(tiles: Decode, size: int) -> Kernel:
 
 
 def _prefill(tiles: Prefill, size: int) -> Kernel:
-    own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "FEWEST": 2}
     return Kernel(
         f"prefill, {size}, {_cache(tiles.bytes)}", prefill_tiles, _arguments(tiles.bytes), {**_constants(size), **own},
         ALIGNED, tiles.warps, tiles.stages, ("wgmma.mma_async",),

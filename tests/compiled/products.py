@@ -19,9 +19,9 @@ def kernels() -> Iterator[Kernel]:
     """8-bit floats with scales by row and by blocks of 128 columns, and 4 bits by groups of 32 and of 128."""
     for tiles in load_tuned().products:
         if tiles.bits == 8:
-            yield from (_float8(tiles, width) for width in (0, 128))
+            yield from (float8(tiles, width) for width in (0, 128))
         else:
-            yield from (_int4(tiles, width) for width in (32, 128))
+            yield from (int4(tiles, width) for width in (32, 128))
 
 
 def gate() -> Iterator[Kernel]:
@@ -29,14 +29,16 @@ def gate() -> Iterator[Kernel]:
     return (kernel for kernel in kernels() if kernel.constants["WIDTH"] == 128)
 
 
-def _float8(tiles: Product, width: int) -> Kernel:
+def float8(tiles: Product, width: int) -> Kernel:
+    """By blocks of ``width`` columns, 0 for rows."""
     arguments = {**_ARGUMENTS, "numbers": "*fp8e4nv", "scales": "*fp32"}
     constants = {"WIDTH": width, "EVEN": True, "BLOCK_K": tiles.block_k}
     by = f"{width} columns" if width else "row"
     return _kernel(f"fp8 product, {tiles.rows} rows, by {by}", float8_tiles, tiles, arguments, constants)
 
 
-def _int4(tiles: Product, width: int) -> Kernel:
+def int4(tiles: Product, width: int) -> Kernel:
+    """By groups of ``width`` columns."""
     arguments = {**_ARGUMENTS, "numbers": "*u8", "scales": "*fp16"}
     constants = {"WIDTH": width, "HALF": width // 2}
     return _kernel(f"int4 product, {tiles.rows} rows, by {width} columns", int4_tiles, tiles, arguments, constants)

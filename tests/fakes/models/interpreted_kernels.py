@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 _ROOM = "penstock_enginecore.forward.cuda.kernels"
@@ -23,6 +24,23 @@ def interpreted(name: str) -> ModuleType:
     pytest.importorskip("triton", reason=NO_TRITON)
     _patch_functions_once()
     return importlib.import_module(f"{_ROOM}.{name}")
+
+
+def sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in the interpreter sum column by column, each row as it would alone. numpy's go by a library whose order of sums
+    depends on where in a tile a row stands, which that of a GPU's instruction does not.
+    """
+    interpreted("attention")
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        left, right = (tensor.data.astype(d.data.dtype) for tensor in (a, b))
+        total = np.zeros_like(d.data)
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[k]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 @functools.cache

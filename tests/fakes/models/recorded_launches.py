@@ -16,6 +16,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
 COPIES = ("_to_copy", "copy_")
 WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,), "quantized_product": (4,)}
+WRITTEN |= {"product": (4,), "grouped_product": (4,), "weighted_sum": (4,)}
 """By launch, which of its arguments it writes to."""
 
 
@@ -97,14 +98,14 @@ class RecordedKernels(TorchKernels):
             return found
 
         @functools.wraps(found)
-        def launch(*args: Any) -> None:
+        def launch(*args: Any, **options: Any) -> None:
             for index in WRITTEN[name]:
                 recorder.check_write(name, args[index])
             tensors = [tensor for arg in args for tensor in tensors_of(arg)]
-            rest = [arg for arg in args if isinstance(arg, str | float | int)]
-            recorder.note(name, tensors, rest, functools.partial(found, *args))
+            rest = [arg for arg in (*args, *options.values()) if isinstance(arg, str | float | int)]
+            recorder.note(name, tensors, rest, functools.partial(found, *args, **options))
             with _disable_current_modes():
-                found(*args)
+                found(*args, **options)
 
         return launch
 

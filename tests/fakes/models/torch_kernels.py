@@ -21,7 +21,12 @@ _ACTIVATIONS = {
 
 
 class TorchKernels:
-    """A ``Kernels`` and an ``AttentionKernels``. Reads lengths and slots on the host, as no real one may."""
+    """A ``Kernels`` and an ``AttentionKernels``. Reads lengths and slots on the host, as no real one may. Batch-invariant
+    products go row by row.
+    """
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
 
     def prologue(
         self,
@@ -109,6 +114,47 @@ class TorchKernels:
         dense = levels * weight.scales.t()[:, of].double()
         total = x.double() @ dense.t() + (0.0 if bias is None else bias.double())
         out.copy_(total * scale)
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        _multiply(x, weight, bias, scale, out)
+
+    def grouped_product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ends: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        transposed: bool,
+    ) -> None:
+        begin = 0
+        for expert, end in enumerate(ends.tolist()):
+            own = weight[expert].t() if transposed else weight[expert]
+            _multiply(x[begin:end], own, None if bias is None else bias[expert], 1.0, out[begin:end])
+            begin = end
+
+    def weighted_sum(
+        self,
+        x: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        *,
+        renormalize: bool,
+    ) -> None:
+        factors = (weights / weights.sum(1, keepdim=True) if renormalize else weights).double() * scale
+        out.copy_((x[places].double() * factors[:, :, None]).sum(1))
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+) -> None:
+    for row, target in zip(x, out, strict=True):
+        target.copy_((weight.double() @ row.double() + (0.0 if bias is None else bias.double())) * scale)
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -169,7 +169,11 @@ class AttentionKernels(Protocol):
 class Kernels(Protocol):
     """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
     depends on a number on the device. So a sequence of calls can be captured and replayed.
+
+    ``batch_invariant``: a row's results have the same bits whatever is computed beside it, in steps of whatever size.
     """
+
+    batch_invariant: bool
 
     def prologue(
         self,
@@ -219,4 +223,39 @@ class Kernels(Protocol):
     ) -> None:
         """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
         ``[rows, out_features]``.
+        """
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        """As ``quantized_product``, with ``weight`` ``[out_features, in_features]`` as it is; batch-invariant."""
+
+    def grouped_product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ends: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        transposed: bool,
+    ) -> None:
+        """Each expert's rows of ``x`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part
+        of ``weight`` ``[experts, out_features, in_features]``, of ``transposed`` ones ``[experts, in_features, out_features]``,
+        with its part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``; rows behind stay as they
+        are. Batch-invariant.
+        """
+
+    def weighted_sum(
+        self,
+        x: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        *,
+        renormalize: bool,
+    ) -> None:
+        """Rows ``places`` int64 ``[tokens, top_k]`` of ``x``, each times its ``weights`` float32 ``[tokens, top_k]`` and
+        ``scale``, summed in their order into ``out`` ``[tokens, width]``. Weights are divided by their sum if ``renormalize``.
         """

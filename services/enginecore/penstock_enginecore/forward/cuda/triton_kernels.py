@@ -10,6 +10,11 @@ from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.kernels.cache import write_cache
 from penstock_enginecore.forward.cuda.kernels.float8 import float8_product
 from penstock_enginecore.forward.cuda.kernels.int4 import int4_product
+from penstock_enginecore.forward.cuda.kernels.invariant import (
+    invariant_grouped_product,
+    invariant_product,
+    weighted_sum,
+)
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
 from penstock_enginecore.forward.cuda.launches import (
@@ -24,10 +29,11 @@ from penstock_enginecore.forward.cuda.launches import (
 
 class TritonKernels:
     """A ``Kernels`` and an ``AttentionKernels``. What decodes leave between two kernels has memory of its own: layers and steps
-    run one after the other.
+    run one after the other. ``batch_invariant``: see ``Kernels``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
         self._scratch: dict[tuple[int, int, int, bool], Scratch] = {}
 
     def prologue(
@@ -68,9 +74,9 @@ class TritonKernels:
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
     ) -> None:
-        """Decodes in pieces of the keys, their merge, and tiles of the requests with several new tokens."""
+        """Decodes in pieces of the keys, their merge, and tiles of the requests with several new tokens, or all in tiles."""
         scratch = self._scratch_for(len(group.seq_lens), query.shape[1], keys.shape[1], out)
-        attend(query, keys, values, out, group, params, scratch, scales)
+        attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         """One kernel."""
@@ -85,9 +91,41 @@ class TritonKernels:
     ) -> None:
         """One kernel."""
         if isinstance(weight, Int4Weight):
-            int4_product(x, weight, bias, scale, out)
+            int4_product(x, weight, bias, scale, out, invariant=self.batch_invariant)
         else:
-            float8_product(x, weight, bias, scale, out)
+            float8_product(x, weight, bias, scale, out, invariant=self.batch_invariant)
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        """One kernel."""
+        invariant_product(x, weight, bias, scale, out)
+
+    def grouped_product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ends: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        transposed: bool,
+    ) -> None:
+        """One kernel."""
+        invariant_grouped_product(x, weight, bias, ends, out, transposed=transposed)
+
+    def weighted_sum(
+        self,
+        x: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        *,
+        renormalize: bool,
+    ) -> None:
+        """One kernel."""
+        weighted_sum(x, places, weights, scale, out, renormalize=renormalize)
 
     def _scratch_for(self, requests: int, heads: int, kv_heads: int, out: torch.Tensor) -> Scratch:
         """Of captured steps all have the same, which never moves; larger ones share another, which grows."""

@@ -60,19 +60,24 @@ def attend(
     scales: KVScales = UNSCALED,
     *,
     decodes_only: bool = False,
+    invariant: bool = False,
 ) -> None:
     """Causal attention of ``query`` ``[tokens, heads, head size]`` over ``keys`` and ``values`` ``[blocks, kv_heads, block_size,
     head size]`` into ``out`` ``[tokens, heads, head_size_v]``; rows of padding stay as they are. ``decodes_only``: no request has
-    more than one new token, which saves a launch. ``scales``: of an fp8 cache. ValueError for tensors that are not laid out, or
-    aligned, as kernels read them.
+    more than one new token, which saves a launch. ``invariant``: decodes, too, are tiles of queries, so that a row has the bits
+    that it would have in a prompt. ``scales``: of an fp8 cache. ValueError for tensors that are not laid out, or aligned, as
+    kernels read them.
     """
     _check(query, keys, values, out, group, scratch)
     tiles = attention_tiles(
         max(triton.next_power_of_2(query.shape[2]), triton.next_power_of_2(out.shape[2])), keys.element_size()
     )
+    if invariant:
+        _prefill(query, keys, values, out, group, params, scales, tiles, fewest=1)
+        return
     _decode(query, keys, values, out, group, params, scratch, scales, tiles)
     if not decodes_only:
-        _prefill(query, keys, values, out, group, params, scales, tiles)
+        _prefill(query, keys, values, out, group, params, scales, tiles, fewest=2)
 
 
 def _decode(
@@ -116,7 +121,10 @@ def _prefill(
     params: AttentionParams,
     scales: KVScales,
     tiles: AttentionTiles,
+    *,
+    fewest: int,
 ) -> None:
+    """Requests of ``fewest`` new tokens or more."""
     kv_heads, requests = keys.shape[1], len(group.seq_lens)
     group_size = query.shape[1] // kv_heads
     block_m = max(tiles.prefill.block_m, triton.next_power_of_2(group_size))
@@ -125,7 +133,7 @@ def _prefill(
         query, keys, values, group.block_table, group.query_start_loc, group.seq_lens, params.sinks, out,
         requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling * scales.key, scales.value,
         **_constants(query, keys, out, params), REQUESTS=max(16, triton.next_power_of_2(requests)),
-        BLOCK_M=block_m, BLOCK_N=tiles.prefill.block_n,
+        BLOCK_M=block_m, BLOCK_N=tiles.prefill.block_n, FEWEST=fewest,
         num_warps=tiles.prefill.warps, num_stages=tiles.prefill.stages,
     )  # fmt: skip
 

@@ -13,16 +13,18 @@ def prefill_tiles(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ``BLOCK_M`` rows, of which row i is query ``i // group`` and head ``i % group``; the last may be padding."""
+    """Tiles of ``BLOCK_M`` rows, of which row i is query ``i // group`` and head ``i % group``; the last may be padding. Of
+    requests with ``FEWEST`` new tokens or more.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     requests = tl.arange(0, REQUESTS)
     there = requests < num_requests
     begins = tl.load(query_start_loc + requests, mask=there, other=0)
     ends = tl.load(query_start_loc + requests + 1, mask=there, other=0)
-    counts = tl.where(ends - begins > 1, tl.cdiv(ends - begins, QUERIES), 0)
+    counts = tl.where(ends - begins >= FEWEST, tl.cdiv(ends - begins, QUERIES), 0)
     upto = tl.cumsum(counts, 0)
     num_items = tl.sum(counts, 0) * KV_HEADS
     rows = tl.arange(0, BLOCK_M)

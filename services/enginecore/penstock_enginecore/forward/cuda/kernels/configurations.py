@@ -11,6 +11,12 @@ import msgspec
 _TUNED = Path(__file__).with_name("tuned")
 MIN_BLOCK_SIZE = 16
 """Tokens of a block of the KV cache: of smaller ones tables are long and copies short."""
+INVARIANT_ROWS = 64
+INVARIANT_WARPS = 4
+"""So many rows are multiplied by so many warps where a row must have the same bits whatever is computed beside it: the fewest
+that ``wgmma`` takes. Tiles of 16 rows are multiplied by another instruction, which may round in another way.
+"""
+_FLOAT32 = 4
 _ANY = "nvidia_h200"
 """What other devices use as well, until they have a file."""
 
@@ -53,6 +59,17 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: int
 
 
+class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Batch-invariant products with weights of up to ``features`` output features: what a row's sums depend on, and ``stages``.
+    How many rows a program takes is not tuned, since no sum may depend on it.
+    """
+
+    features: int
+    block_n: int
+    block_k: int
+    stages: int
+
+
 class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file. ``measured``: whether its numbers come from runs on the ``device``, or are estimates."""
 
@@ -61,6 +78,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: list[Decode]
     prefill: list[Prefill]
     products: list[Product]
+    invariant: list[Invariant]
 
 
 _Tiles = TypeVar("_Tiles", Decode, Prefill)
@@ -72,6 +90,19 @@ class AttentionTiles:
 
     decode: Decode
     prefill: Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantTiles:
+    """Of a batch-invariant product. ``block_m`` and ``warps`` go by the number of rows, 64 rows to each four warps; ``block_n``
+    and ``block_k``, and with them the order of every sum, by the weight alone.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
 
 
 @cache
@@ -90,10 +121,31 @@ def attention_tiles(head_size: int, itemsize: int, device: str = "") -> Attentio
 
 
 @cache
-def product_tiles(rows: int, bits: int, device: str = "") -> Product:
-    """For ``rows`` rows and weights of ``bits`` per number: the first that is made for so many, or the largest."""
+def product_tiles(rows: int, bits: int, device: str = "", *, invariant: bool = False) -> Product:
+    """For ``rows`` rows and weights of ``bits`` per number: the first that is made for so many, or the largest. ``invariant``:
+    those whose sums have one order for any number of rows, see ``INVARIANT_ROWS``.
+    """
     fit = [one for one in load_tuned(device).products if one.bits == bits]
+    if invariant:
+        one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
+        return msgspec.structs.replace(one, **_rows_and_warps(rows))
     return next((one for one in fit if rows <= one.rows), fit[-1])
+
+
+@cache
+def invariant_tiles(rows: int, out_features: int, itemsize: int, device: str = "") -> InvariantTiles:
+    """For ``rows`` rows of numbers of ``itemsize`` bytes times a weight of ``out_features``, see ``kernels/invariant.py``."""
+    fit = load_tuned(device).invariant
+    one = next((one for one in fit if out_features <= one.features), fit[-1])
+    if itemsize == _FLOAT32:
+        return InvariantTiles(INVARIANT_ROWS, one.block_n, one.block_k, INVARIANT_WARPS, 2)
+    return InvariantTiles(**_rows_and_warps(rows), block_n=one.block_n, block_k=one.block_k, stages=one.stages)
+
+
+def _rows_and_warps(rows: int) -> dict[str, int]:
+    """``block_m`` and ``warps``: each four warps multiply 64 rows, by the same instruction in both cases."""
+    times = 1 if rows <= INVARIANT_ROWS else 2
+    return {"block_m": times * INVARIANT_ROWS, "warps": times * INVARIANT_WARPS}
 
 
 def _fitting(kinds: Sequence[_Tiles], head_size: int, itemsize: int) -> _Tiles:

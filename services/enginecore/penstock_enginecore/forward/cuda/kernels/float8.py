@@ -15,11 +15,17 @@ MIN_WIDTH = 16
 
 
 def float8_product(
-    x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    x: torch.Tensor,
+    weight: Float8Weight,
+    bias: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    invariant: bool = False,
 ) -> None:
     """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
-    ``[rows, out_features]``. All contiguous. Summed in float32, block of columns by block. ValueError for other shapes, strides,
-    and for blocks whose width is no power of two from 16 on.
+    ``[rows, out_features]``. All contiguous. Summed in float32, block of columns by block; if ``invariant`` in one order for any
+    number of rows. ValueError for other shapes, strides, and for blocks whose width is no power of two from 16 on.
     """
     numbers, width = weight.numbers, weight.width
     (rows, in_features), out_features = x.shape, numbers.shape[0]
@@ -36,7 +42,7 @@ def float8_product(
         raise ValueError(f"blocks of {width} columns: their width must be a power of two from {MIN_WIDTH} on")
     if not rows:
         return
-    tiles = product_tiles(rows, _BITS)
+    tiles = product_tiles(rows, _BITS, invariant=invariant)
     block_k = tiles.block_k if blocks == 1 else min(tiles.block_k, width)
     grid = triton.cdiv(out_features, tiles.block_n), triton.cdiv(rows, tiles.block_m)
     float8_tiles[grid](

@@ -15,11 +15,18 @@ MIN_HALF = 16
 
 
 def int4_product(
-    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    x: torch.Tensor,
+    weight: Int4Weight,
+    bias: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    invariant: bool = False,
 ) -> None:
     """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
-    ``[rows, out_features]``. All contiguous. Summed in float32, ``2 * half`` columns by as many. ValueError for other shapes,
-    strides, and for halves that are no power of two from 16 on or do not divide blocks.
+    ``[rows, out_features]``. All contiguous. Summed in float32, ``2 * half`` columns by as many; if ``invariant`` in one order
+    for any number of rows. ValueError for other shapes, strides, and for halves that are no power of two from 16 on or do not
+    divide blocks.
     """
     numbers, half = weight.numbers, weight.half
     (rows, in_features), out_features = x.shape, numbers.shape[0]
@@ -36,7 +43,7 @@ def int4_product(
         raise ValueError(f"halves of {half} columns in blocks of {weight.width} of {in_features}")
     if not rows:
         return
-    tiles = product_tiles(rows, _BITS)
+    tiles = product_tiles(rows, _BITS, invariant=invariant)
     grid = triton.cdiv(out_features, tiles.block_n), triton.cdiv(rows, tiles.block_m)
     int4_tiles[grid](
         x,

@@ -47,7 +47,9 @@ class Paged:
         arena[1:, 1] = pages[1:]
         return arena[:, 1]
 
-    def attend(self, params: AttentionParams, tokens: int = 0, scales: KVScales = UNSCALED) -> torch.Tensor:
+    def attend(
+        self, params: AttentionParams, tokens: int = 0, scales: KVScales = UNSCALED, *, invariant: bool = False
+    ) -> torch.Tensor:
         """Into NaN, with scratch of NaN. ``tokens``: to which the step is padded."""
         query = self.step.query
         padding = query.new_full((max(tokens - len(query), 0), *query.shape[1:]), torch.nan)
@@ -57,7 +59,7 @@ class Paged:
         scratch = attention.Scratch.allocate(len(self.group.seq_lens), *heads, out.shape[2], CPU)
         for tensor in (scratch.sums, scratch.largest, scratch.total):
             tensor.fill_(torch.nan)
-        attention.attend(query, self.keys, self.values, out, self.group, params, scratch, scales)
+        attention.attend(query, self.keys, self.values, out, self.group, params, scratch, scales, invariant=invariant)
         return out
 
 

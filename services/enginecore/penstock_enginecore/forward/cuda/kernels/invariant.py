@@ -1,0 +1,206 @@
+"""Products whose sums have one order, whatever is computed beside them: a row has the same bits alone and among others.
+
+A program takes all columns of its tile, ``BLOCK_K`` at a time from the first on, into one sum per output: no output is split
+among programs. ``BLOCK_N`` and ``BLOCK_K`` follow from the shape of the weight. Of rows a program takes 64 for each four of its
+warps, which multiply them by one instruction, ``wgmma.m64n{BLOCK_N}k16`` of 16-bit numbers, however many such fours there are.
+Fixed tiles in place of those that a library chooses by the size of a batch: Thinking Machines, "Defeating Nondeterminism in LLM
+Inference" (2025).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_enginecore.forward.cuda.kernels.attention_softmax import find
+from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
+
+_BLOCK = 1024
+
+
+def invariant_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+) -> None:
+    """``x`` ``[rows, in_features]`` times ``weight`` ``[out_features, in_features]``, with the ``bias`` where there is one, times
+    ``scale``, into ``out`` ``[rows, out_features]``. All contiguous. Summed in float32. ValueError for other shapes or strides.
+    """
+    (rows, in_features), out_features = x.shape, weight.shape[0]
+    if weight.shape[1] != in_features or out.shape != (rows, out_features):
+        raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}: shapes do not fit")
+    _check_strides(x, weight, out)
+    if not rows:
+        return
+    tiles = invariant_tiles(rows, out_features, x.element_size())
+    grid = triton.cdiv(rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
+    product_tiles[grid](
+        x, weight, bias, out, rows, out_features, in_features, scale, **_constants(tiles, x, in_features),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+def invariant_grouped_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    transposed: bool = False,
+) -> None:
+    """Each expert's rows of ``x`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part of
+    ``weight`` ``[experts, out_features, in_features]``, of ``transposed`` ones ``[experts, in_features, out_features]``, with its
+    part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``. Rows behind the last end stay as they
+    are. All contiguous. Summed in float32. ValueError for other shapes or strides.
+    """
+    (rows, in_features), experts = x.shape, len(weight)
+    out_features = weight.shape[2 if transposed else 1]
+    if weight.shape[1 if transposed else 2] != in_features or out.shape != (rows, out_features):
+        raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}: shapes do not fit")
+    if ends.shape != (experts,):
+        raise ValueError(f"{list(ends.shape)} ends for {experts} experts")
+    _check_strides(x, weight, out, ends)
+    if not rows:
+        return
+    tiles = invariant_tiles(rows // experts, out_features, x.element_size())
+    # A tile has a row at least, and of each expert one tile at most is not full.
+    grid = min(rows, rows // tiles.block_m + experts), triton.cdiv(out_features, tiles.block_n)
+    grouped_tiles[grid](
+        x, weight, bias, ends, out, experts, out_features, in_features, **_constants(tiles, x, in_features),
+        EXPERTS=max(16, triton.next_power_of_2(experts)), TRANSPOSED=transposed,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+def weighted_sum(
+    x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, scale: float, out: torch.Tensor, *, renormalize: bool
+) -> None:
+    """Rows ``places`` int64 ``[tokens, top_k]`` of ``x`` ``[rows, width]``, each times its weight and ``scale``, summed in their
+    order into ``out`` ``[tokens, width]``. ``weights`` float32 ``[tokens, top_k]``, divided by their sum if ``renormalize``. All
+    contiguous. ValueError for other shapes or strides.
+    """
+    tokens, top_k = weights.shape
+    width = x.shape[1]
+    if places.shape != weights.shape or out.shape != (tokens, width):
+        raise ValueError(f"{list(places.shape)} places and {list(weights.shape)} weights for {list(out.shape)}")
+    _check_strides(x, places, weights, out)
+    if not tokens:
+        return
+    weighted_rows[(tokens, triton.cdiv(width, _BLOCK))](
+        x, places, weights, out, width, scale, TOP_K=top_k, RENORMALIZE=renormalize, BLOCK=_BLOCK
+    )
+
+
+def _check_strides(*tensors: torch.Tensor) -> None:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("products take contiguous tensors")
+
+
+def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict[str, object]:
+    return {
+        "EVEN": in_features % tiles.block_k == 0,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }
+
+
+@triton.jit
+def _sums(
+    x_rows, weight_columns, in_features, weight_stride,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums: from where its rows begin ``[BLOCK_M, 1]`` and its features do ``[1, BLOCK_N]``, whose numbers are
+    ``weight_stride`` apart.
+    """
+    k = tl.arange(0, BLOCK_K)
+    x_tile = x_rows + k[None, :]
+    weight_tile = weight_columns + k[:, None] * weight_stride
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        if EVEN:
+            left = tl.load(x_tile + start)
+            right = tl.load(weight_tile + start * weight_stride)
+        else:
+            inside = start + k < in_features
+            left = tl.load(x_tile + start, mask=inside[None, :], other=0.0)
+            right = tl.load(weight_tile + start * weight_stride, mask=inside[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product_tiles(
+    x, weight, bias, out, rows, out_features, in_features, scale,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program makes a tile of ``out``; programs that follow one another share features, which are then read once."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
+    m_read = tl.minimum(m, rows - 1).to(tl.int64)
+    n_read = tl.minimum(n, out_features - 1)
+    x_rows = x + m_read[:, None] * in_features
+    columns = weight + n_read[None, :].to(tl.int64) * in_features
+    total = _sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+    if bias is not None:
+        total += tl.load(bias + n_read).to(tl.float32)[None, :]
+    place = m[:, None].to(tl.int64) * out_features + n[None, :]
+    inside = (m[:, None] < rows) & (n[None, :] < out_features)
+    tl.store(out + place, (total * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def grouped_tiles(
+    x, weight, bias, ends, out, experts, out_features, in_features,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A program makes a tile of one expert's rows, if there is one for it."""
+    indices = tl.arange(0, EXPERTS)
+    there = indices < experts
+    upto_rows = tl.load(ends + indices, mask=there, other=0)
+    from_rows = tl.load(ends + indices - 1, mask=there & (indices > 0), other=0)
+    counts = tl.where(there, tl.cdiv(upto_rows - from_rows, BLOCK_M), 0)
+    if tl.program_id(0) < tl.sum(counts, 0):
+        expert, nth = find(counts, tl.cumsum(counts, 0), indices, tl.program_id(0))
+        begin = tl.sum(tl.where(indices == expert, from_rows, 0), 0)
+        end = tl.sum(tl.where(indices == expert, upto_rows, 0), 0)
+        m = begin + nth * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_read = tl.minimum(m, end - 1).to(tl.int64)
+        n_read = tl.minimum(n, out_features - 1)
+        x_rows = x + m_read[:, None] * in_features
+        own = weight + expert.to(tl.int64) * in_features * out_features
+        if TRANSPOSED:
+            columns = own + n_read[None, :]
+            total = _sums(x_rows, columns, in_features, out_features, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        else:
+            columns = own + n_read[None, :].to(tl.int64) * in_features
+            total = _sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        if bias is not None:
+            total += tl.load(bias + expert * out_features + n_read).to(tl.float32)[None, :]
+        place = m[:, None].to(tl.int64) * out_features + n[None, :]
+        inside = (m[:, None] < end) & (n[None, :] < out_features)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted_rows(
+    x, places, weights, out, width, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A part of the row of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    factor = scale
+    if RENORMALIZE:
+        of_all = tl.zeros((), tl.float32)
+        for i in range(TOP_K):
+            of_all += tl.load(weights + token * TOP_K + i)
+        factor = scale / of_all
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(TOP_K):
+        weight = tl.load(weights + token * TOP_K + i) * factor
+        row = tl.load(places + token * TOP_K + i)
+        total += weight * tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

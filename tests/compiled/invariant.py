@@ -1,0 +1,67 @@
+"""Batch-invariant products, as a model of 8 billion parameters and a mixture of 128 experts have them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles, product_tiles
+from penstock_enginecore.forward.cuda.kernels.invariant import grouped_tiles
+from penstock_enginecore.forward.cuda.kernels.invariant import product_tiles as product_kernel
+from tests.compiled import products
+from tests.compiled.kernel import Kernel
+
+ROWS = (64, 512)
+"""Steps whose programs take 64 rows, and 128."""
+FEATURES = (4096, 28_672)
+_ARGUMENTS: dict[str, str | None] = {
+    "x": "*bf16", "weight": "*bf16", "bias": None, "ends": "*i32", "out": "*bf16", "rows": "i32", "experts": "i32",
+    "out_features": "i32", "in_features": "i32", "scale": "fp32",
+}  # fmt: skip
+_ALIGNED = frozenset({"x", "weight", "ends", "out", "out_features", "in_features"})
+
+
+def kernels() -> Iterator[Kernel]:
+    """Dense and grouped products of weights on both sides of the border between tiles, and those with quantized weights."""
+    for features in FEATURES:
+        for rows in ROWS:
+            tiles = invariant_tiles(rows, features, 2)
+            for transposed in (None, False, True):
+                yield _product(tiles, features, rows, transposed=transposed)
+    for rows in ROWS:
+        of_8, of_4 = (product_tiles(rows, bits, invariant=True) for bits in (8, 4))
+        quantized = [(of_8, products.float8(of_8, width)) for width in (0, 128)]
+        quantized += [(of_4, products.int4(of_4, width)) for width in (32, 128)]
+        for tiles_of, kernel in quantized:
+            name = f"invariant {kernel.name}".replace(f"{tiles_of.rows} rows", f"{rows} rows")
+            yield replace(kernel, name=name, must_have=("cp.async", _instruction(tiles_of.block_n)))
+
+
+def gate() -> Iterator[Kernel]:
+    """The dense products."""
+    return (kernel for kernel in kernels() if kernel.function is product_kernel)
+
+
+def _product(tiles: InvariantTiles, features: int, rows: int, *, transposed: bool | None) -> Kernel:
+    shape = {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "EVEN": True,
+        "PRECISION": "tf32",
+    }
+    own = {} if transposed is None else {"EXPERTS": 128, "TRANSPOSED": transposed}
+    kind = {None: "product", False: "experts", True: "transposed experts"}[transposed]
+    return Kernel(
+        f"invariant {kind}, {rows} rows, {features} features",
+        product_kernel if transposed is None else grouped_tiles,
+        _ARGUMENTS,
+        {**shape, **own},
+        _ALIGNED,
+        tiles.warps,
+        tiles.stages,
+        ("cp.async", _instruction(tiles.block_n)),
+    )
+
+
+def _instruction(block_n: int) -> str:
+    """That of tiles of any number of rows."""
+    return f"wgmma.mma_async.sync.aligned.m64n{block_n}k16"

@@ -1,0 +1,254 @@
+"""Batch-invariant kernels: products against float64, and of all the same bits alone and among others."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.cuda.launches import Float8Weight, Int4Weight, Norm
+from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
+from tests.fakes.models.torch_kernels import TorchKernels
+from tests.unit.enginecore.attention.test_backends import PARAMS, make_step
+from tests.unit.enginecore.forward.cuda.kernels.paged import Paged
+
+invariant = interpreted("invariant")
+configurations = interpreted("configurations")
+float8, int4 = interpreted("float8"), interpreted("int4")
+norm, activation = interpreted("norm"), interpreted("activation")
+IN, OUT, MAX_ROWS = 160, 24, 40
+ALONE = (0, 17, 39)
+FIRST = (1, 2, 9, 16, 17, 25, 32, 36, 38, 39)
+"""Where steps of fewer rows begin: of 1 to 39, on both sides of the borders between ordinary tiles."""
+
+
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_in_order(monkeypatch)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 65])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("columns", [128, 200])
+def test_a_product_is_that_of_float64(dtype: torch.dtype, rows: int, biased: bool, columns: int) -> None:
+    x, weight = numbers(rows, columns, dtype=dtype), numbers(OUT, columns, dtype=dtype)
+    bias = numbers(OUT, dtype=dtype) if biased else None
+    memory = torch.full((rows + 1, OUT), torch.nan, dtype=dtype)
+    expected = torch.empty(rows, OUT, dtype=torch.float64)
+    TorchKernels().product(x, weight, bias, 0.5, expected)
+    invariant.invariant_product(x, weight, bias, 0.5, memory[:rows])
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(memory[:rows].double(), expected, rtol=tolerance, atol=tolerance)
+    assert bool(memory[rows].isnan().all())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ends", [[0, 70, 71, 71, 74], [3, 3, 3, 3, 3], [0, 0, 0, 0, 0], [1, 2, 3, 4, 76]])
+def test_a_grouped_product_is_that_of_float64_and_rows_of_nobody_stay(ends: list[int], transposed: bool) -> None:
+    x, bias = numbers(76, 40), numbers(5, OUT)
+    weight = numbers(5, 40, OUT) if transposed else numbers(5, OUT, 40)
+    last = torch.tensor(ends, dtype=torch.int32)
+    out, expected = torch.full((76, OUT), torch.nan), torch.full((76, OUT), torch.nan)
+    TorchKernels().grouped_product(x, weight, bias, last, expected, transposed=transposed)
+    invariant.invariant_grouped_product(x, weight, bias, last, out, transposed=transposed)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_weighted_rows_are_summed(renormalize: bool) -> None:
+    x, weights = numbers(12, 1030), numbers(4, 3).abs()
+    places = torch.tensor([[11, 0, 1], [2, 2, 3], [9, 8, 7], [4, 5, 6]])
+    out, expected = torch.empty(2, 4, 1030).unbind()
+    invariant.weighted_sum(x, places, weights, 0.5, out, renormalize=renormalize)
+    TorchKernels().weighted_sum(x, places, weights, 0.5, expected, renormalize=renormalize)
+    torch.testing.assert_close(out, expected)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(len(x), OUT)
+    invariant.invariant_product(x, numbers(OUT, x.shape[1], dtype=x.dtype), numbers(OUT, dtype=x.dtype), 0.3, out)
+    return out
+
+
+def grouped(x: torch.Tensor) -> torch.Tensor:
+    """Two experts; the row that is looked at is the second one's, behind the others in it, or before them."""
+    out = x.new_empty(len(x), OUT)
+    ends = torch.tensor([len(x) // 3, len(x)], dtype=torch.int32)
+    weight = numbers(1, OUT, x.shape[1], dtype=x.dtype).expand(2, -1, -1).contiguous()
+    invariant.invariant_grouped_product(x, weight, None, ends, out)
+    return out
+
+
+def of_8_bits(x: torch.Tensor) -> torch.Tensor:
+    weight = numbers(OUT, IN).to(torch.float8_e4m3fn)
+    out = x.new_empty(len(x), OUT)
+    float8.float8_product(x, Float8Weight(weight, numbers(2, OUT).abs(), 128), None, 1.0, out, invariant=True)
+    return out
+
+
+def of_8_bits_by_row(x: torch.Tensor) -> torch.Tensor:
+    weight = numbers(OUT, IN).to(torch.float8_e4m3fn)
+    out = x.new_empty(len(x), OUT)
+    float8.float8_product(x, Float8Weight(weight, numbers(1, OUT).abs(), IN), None, 1.0, out, invariant=True)
+    return out
+
+
+def of_4_bits(x: torch.Tensor) -> torch.Tensor:
+    levels = torch.randint(256, (OUT, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    zeros, scales = torch.full((2, OUT), 8, dtype=torch.uint8), numbers(2, OUT).abs()
+    out = x.new_empty(len(x), OUT)
+    weight = Int4Weight(levels, zeros, scales, 64, 32)
+    int4.int4_product(x[:, :128].contiguous(), weight, None, 1.0, out, invariant=True)
+    return out
+
+
+KINDS = [dense, grouped, of_8_bits, of_8_bits_by_row, of_4_bits]
+
+
+def changed_bits(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+    """How many of the rows ``ALONE`` have other bits in some step of fewer rows, or by themselves, than among all."""
+    expected = product(x)
+    differ = {row for row in ALONE if not torch.equal(product(x[row : row + 1])[0], expected[row])}
+    for first in FIRST:
+        found = product(x[first:])
+        differ |= {row for row in ALONE if row >= first and not torch.equal(found[row - first], expected[row])}
+    return len(differ)
+
+
+@pytest.mark.parametrize("product", KINDS)
+@pytest.mark.usefixtures("in_order")
+def test_a_row_has_the_same_bits_alone_and_among_up_to_forty(product: Any) -> None:
+    assert changed_bits(product, numbers(MAX_ROWS, IN)) == 0
+
+
+@pytest.mark.parametrize("product", KINDS)
+@pytest.mark.usefixtures("in_order")
+def test_a_row_has_the_same_bits_among_more_than_a_tile(product: Any) -> None:
+    x = numbers(130, IN, dtype=torch.float16)
+    found = product(x)
+    for row in (0, 63, 64, 129):
+        assert torch.equal(found[row], product(x[row : row + 1])[0])
+
+
+@pytest.mark.parametrize("product", [dense, grouped])
+@pytest.mark.usefixtures("in_order")
+def test_columns_that_are_cut_by_the_number_of_rows_are_seen(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = configurations.invariant_tiles
+
+    def by_rows(rows: int, out_features: int, itemsize: int) -> Any:
+        tiles = real(rows, out_features, itemsize)
+        return configurations.InvariantTiles(
+            tiles.block_m, tiles.block_n, 32 if rows < 8 else 64, tiles.warps, tiles.stages
+        )
+
+    monkeypatch.setattr(invariant, "invariant_tiles", by_rows)
+    assert changed_bits(product, numbers(MAX_ROWS, IN)) > 0
+
+
+@pytest.mark.usefixtures("in_order")
+def test_tiles_of_usual_quantized_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = float8.product_tiles
+
+    def usual(rows: int, bits: int, *, invariant: bool) -> Any:
+        assert invariant
+        return real(512 if rows > 8 else rows, bits)
+
+    monkeypatch.setattr(float8, "product_tiles", usual)
+    assert changed_bits(of_8_bits, numbers(MAX_ROWS, IN)) > 0
+
+
+def attended(query_lens: list[int], params: AttentionParams, *, invariant: bool = True) -> torch.Tensor:
+    """Attention of the last of 530 tokens, the last ones of which are new, behind requests of 50 tokens."""
+    count = len(query_lens)
+    step = make_step([50] * count, [*[50] * (count - 1), 530], block_size=16)
+    paged = Paged.of(step)
+    kept = torch.cat([part[-count:] for part, count in zip(step.query.split(50), query_lens, strict=True)])
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    paged = dataclasses.replace(paged, step=dataclasses.replace(step, query=kept))
+    paged.group = dataclasses.replace(paged.group, query_start_loc=starts)
+    return paged.attend(params, invariant=invariant)[-1]
+
+
+@pytest.mark.parametrize("name", ["full", "window", "sinks and window", "chunk, softcap and sinks"])
+@pytest.mark.usefixtures("in_order")
+def test_attention_of_a_token_is_the_same_as_a_decode_and_in_a_prompt(name: str) -> None:
+    expected = attended([1, 7, 50], PARAMS[name])
+    for query_lens in ([1, 7, 1], [9, 1, 17]):
+        assert torch.equal(attended(query_lens, PARAMS[name]), expected)
+
+
+@pytest.mark.usefixtures("in_order")
+def test_ordinary_attention_of_decodes_in_pieces_of_the_keys_is_seen() -> None:
+    prompt, decode = (attended([1, 7, new], PARAMS["full"], invariant=False) for new in (50, 1))
+    torch.testing.assert_close(decode, prompt)
+    assert not torch.equal(decode, prompt)
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    out, residual = torch.empty_like(x), x.flip(1).contiguous()
+    norm.add_rms_norm(x, residual, Norm(numbers(x.shape[1]), 1e-6, 1.0), out)
+    return torch.cat([out, residual], dim=1)
+
+
+def activated(x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    activation.gated(x, "silu", out)
+    return out
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    places = torch.arange(2 * len(x)).view(-1, 2)
+    rows = x.repeat_interleave(2, 0) * torch.tensor([1.0, 0.3]).repeat(len(x))[:, None]
+    invariant.weighted_sum(rows, places, x[:, :2].abs().contiguous(), 0.7, out, renormalize=True)
+    return out
+
+
+@pytest.mark.parametrize("kernel", [normed, activated, summed])
+def test_what_a_program_makes_of_a_token_is_the_same_alone_and_in_a_crowd(kernel: Any) -> None:
+    x = numbers(9, IN)
+    found = kernel(x)
+    for row in (0, 8):
+        assert torch.equal(kernel(x[row : row + 1])[0], found[row])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_sums_depend_on_follows_from_the_weight_alone(bits: int) -> None:
+    tiles = [configurations.product_tiles(rows, bits, invariant=True) for rows in (1, 64, 65, 5000)]
+    assert len({(one.block_n, one.block_k) for one in tiles}) == 1
+    assert [(one.block_m, one.warps) for one in tiles] == [(64, 4)] * 2 + [(128, 8)] * 2
+    for features in (32, 8192, 8193, 300_000):
+        dense_tiles = [configurations.invariant_tiles(rows, features, 2) for rows in (1, 64, 65, 5000)]
+        assert len({(one.block_n, one.block_k) for one in dense_tiles}) == 1
+        assert [(one.block_m, one.warps) for one in dense_tiles] == [(64, 4)] * 2 + [(128, 8)] * 2
+
+
+def test_no_rows() -> None:
+    invariant.invariant_product(torch.empty(0, 8), numbers(4, 8), None, 1.0, torch.empty(0, 4))
+    ends = torch.zeros(2, dtype=torch.int32)
+    invariant.invariant_grouped_product(torch.empty(0, 8), numbers(2, 4, 8), None, ends, torch.empty(0, 4))
+    none = torch.empty(0, 2, dtype=torch.int64)
+    invariant.weighted_sum(torch.empty(0, 8), none, torch.empty(0, 2), 1.0, torch.empty(0, 8), renormalize=True)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, weight, out = numbers(3, 8), numbers(4, 8), torch.empty(3, 4)
+    with pytest.raises(ValueError, match=r"\[3, 8\] times \[4, 7\] into \[3, 4\]"):
+        invariant.invariant_product(x, numbers(4, 7), None, 1.0, out)
+    with pytest.raises(ValueError, match="contiguous"):
+        invariant.invariant_product(numbers(8, 3).t(), weight, None, 1.0, out)
+    ends = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"\[3, 8\] times \[2, 8, 4\] into \[3, 4\]"):
+        invariant.invariant_grouped_product(x, numbers(2, 8, 4), None, ends, out)
+    with pytest.raises(ValueError, match=r"\[2\] ends for 3 experts"):
+        invariant.invariant_grouped_product(x, numbers(3, 4, 8), None, ends, out)
+    with pytest.raises(ValueError, match=r"\[1, 2\] places and \[3, 2\] weights"):
+        invariant.weighted_sum(x, ends[None].long(), numbers(3, 2), 1.0, x, renormalize=True)
