@@ -49,11 +49,12 @@ class Product(Protocol):
 @dataclass(frozen=True, slots=True)
 class Dense:
     """``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]`` as they are in the checkpoint, by torch's own
-    product (cuBLAS on a GPU).
+    product (cuBLAS on a GPU, which chooses an order of sums by the number of rows), or by batch-invariant ``kernels``.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    kernels: Kernels | None = None
 
     @property
     def out_features(self) -> int:
@@ -72,11 +73,16 @@ class Dense:
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
-        torch.mm(x, self.weight.t(), out=out)
+        if self.kernels is not None:
+            self.kernels.product(x, self.weight, None, 1.0, out)
+        else:
+            torch.mm(x, self.weight.t(), out=out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
         """As ``product``, with the bias where there is one, times ``scale``."""
-        if self.bias is not None:
+        if self.kernels is not None:
+            self.kernels.product(x, self.weight, self.bias, scale, out)
+        elif self.bias is not None:
             torch.addmm(self.bias, x, self.weight.t(), beta=scale, alpha=scale, out=out)
         elif scale != 1.0:
             torch.addmm(out, x, self.weight.t(), beta=0.0, alpha=scale, out=out)
@@ -104,7 +110,9 @@ def merged(linears: Sequence[Linear], kernels: Kernels) -> Product:
     if 0 < len(quantized) < len(linears):
         raise UnsuitableError("some of the linear layers of one product are quantized, and some are not")
     bias = _whole(linears, "bias") if biased.pop() else None
-    return quantized_product(quantized, bias, kernels) if quantized else Dense(_whole(linears, "weight"), bias)
+    if quantized:
+        return quantized_product(quantized, bias, kernels)
+    return Dense(_whole(linears, "weight"), bias, kernels if kernels.batch_invariant else None)
 
 
 def _whole(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:

@@ -1,7 +1,8 @@
 """What stands behind a layer's second norm: a gated MLP, or experts of which each token takes some.
 
 Experts compute by torch's grouped product: tokens in the order of their experts, and on the device where each expert's end. So
-nothing is read on the host, and a step with experts can be captured; what it needs in between is allocated.
+nothing is read on the host, and a step with experts can be captured; what it needs in between is allocated. Batch-invariant
+kernels have products and sums of their own, as torch's go by how many tokens there are.
 """
 
 from dataclasses import dataclass
@@ -84,27 +85,58 @@ class Experts:
     ) -> None:
         """Tokens of padding have no expert, and what stands in their rows of ``out`` then is of no meaning."""
         plan = self.plan
-        weights, chosen = self._route(x)
+        weights, chosen = self._route(x, kernels)
         count = inputs.groups[0].query_start_loc[-1]
         is_padding = torch.arange(len(x), device=x.device) >= count
         ids, order = chosen.masked_fill(is_padding[:, None], plan.num_experts).view(-1).sort(stable=True)
         ends = torch.searchsorted(ids, torch.arange(plan.num_experts, device=x.device), right=True, out_int32=True)
         rows = x.index_select(0, order // plan.top_k)
         owners = ids.clamp(max=plan.num_experts - 1)  # rows of no expert are not computed
-        gate_up = self._grouped(rows, plan.gate_up, ends, owners, 1)
-        down = self._grouped(self._gate(gate_up, kernels), plan.down, ends, owners, 2)
+        grouped = self._invariant if kernels.batch_invariant else self._grouped
+        gate_up = grouped(rows, plan.gate_up, ends, owners, 1, kernels)
+        down = grouped(self._gate(gate_up, kernels), plan.down, ends, owners, 2, kernels)
+        if kernels.batch_invariant:
+            places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
+            kernels.weighted_sum(down, places.view_as(chosen), weights, self.scale, out, renormalize=plan.renormalize)
+            return
         by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
         torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
 
     def _grouped(
-        self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor, bias: int
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        owners: torch.Tensor,
+        bias: int,
+        kernels: Kernels,  # noqa: ARG002 - torch's
     ) -> torch.Tensor:
         """Each expert's ``rows`` times its part of ``weight``. ``owners``: whose the rows are."""
-        transposed = isinstance(self.plan.activation, ClampedGate)
-        product = torch.nn.functional.grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offs=ends)
+        product = torch.nn.functional.grouped_mm(
+            rows, weight if self._is_transposed else weight.transpose(1, 2), offs=ends
+        )
         if self.plan.biases is not None:
             product.add_(self.plan.biases[bias].index_select(0, owners))
         return product
+
+    def _invariant(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        owners: torch.Tensor,  # noqa: ARG002 - the kernel finds them
+        bias: int,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """As ``_grouped``, by the kernels."""
+        biases = None if self.plan.biases is None else self.plan.biases[bias]
+        product = rows.new_empty(len(rows), weight.shape[2 if self._is_transposed else 1])
+        kernels.grouped_product(rows, weight, biases, ends, product, transposed=self._is_transposed)
+        return product
+
+    @property
+    def _is_transposed(self) -> bool:
+        return isinstance(self.plan.activation, ClampedGate)
 
     def _gate(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         how = self.plan.activation
@@ -115,9 +147,17 @@ class Experts:
         kernels.gated(gate_up, how, gated)
         return gated
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and experts of each token ``[tokens, top_k]``."""
+    def _route(self, x: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and experts of each token ``[tokens, top_k]``. Batch-invariant ones are scaled later."""
         bias = None if self.plan.biases is None else self.plan.biases[0]
+        if kernels.batch_invariant:
+            logits = x.new_empty(len(x), self.plan.num_experts)
+            kernels.product(x, self.plan.router, bias, 1.0, logits)
+            # Stable: of experts that are as likely the first is taken, however many rows are sorted.
+            ranked, order = torch.softmax(logits, dim=-1, dtype=torch.float32).sort(
+                dim=-1, descending=True, stable=True
+            )
+            return ranked[:, : self.plan.top_k].contiguous(), order[:, : self.plan.top_k].contiguous()
         logits = torch.nn.functional.linear(x, self.plan.router, bias)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.plan.top_k, dim=-1)

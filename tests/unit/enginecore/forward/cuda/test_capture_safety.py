@@ -39,9 +39,9 @@ class Spied(FusedForward):
             kernels.recorder = None
 
 
-def spied(path: Path, architecture: str) -> FusedForward:
+def spied(path: Path, architecture: str, *, batch_invariant: bool = False) -> FusedForward:
     save_varied_model(architecture, path)
-    forward = fused(path, RecordedKernels())
+    forward = fused(path, RecordedKernels(batch_invariant=batch_invariant))
     forward.__class__ = Spied
     forward.may_allocate = architecture in WITH_EXPERTS
     forward.bind(forward.memory.throwaway(BLOCK_SIZE, 64))
@@ -85,9 +85,12 @@ def test_steps_of_one_shape_launch_the_same_work_on_the_same_memory(architecture
     assert forward.recorder.seen != seen[0]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "batch_invariant"), [("gemma3", False), ("gemma3", True), ("qwen3_moe", True), ("gpt_oss", True)]
+)
 @torch.inference_mode()
-def test_steps_that_mix_prompts_and_decodes_do_so_too(tmp_path: Path) -> None:
-    forward = spied(tmp_path, "gemma3")
+def test_steps_that_mix_prompts_and_decodes_do_so_too(architecture: str, batch_invariant: bool, tmp_path: Path) -> None:
+    forward = spied(tmp_path, architecture, batch_invariant=batch_invariant)
     seen = []
     for seed in range(2):
         forward.run(*mixed(seed))

@@ -25,6 +25,11 @@ from tests.fakes.models.torch_kernels import TorchKernels
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+PRODUCTS = [(torch, name) for name in ("mm", "addmm", "bmm", "matmul")]
+PRODUCTS += [(torch.nn.functional, name) for name in ("linear", "grouped_mm")]
+"""Torch's, whose order of sums goes by the number of rows."""
+
+
 @pytest.fixture
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -41,6 +46,24 @@ def test_every_family_is_proved_and_takes_over(architecture: str, tmp_path: Path
     linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     assert all(linear.weight.numel() == 0 for linear in linears)
     assert layer.self_attn.o_proj.out_features == 48
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen2", "granite", "mixtral", "gpt_oss"])
+@torch.inference_mode()
+def test_batch_invariant_kernels_compute_all_products(
+    architecture: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_varied_model(architecture, tmp_path)
+    forward = fused(tmp_path, TorchKernels(batch_invariant=batch_invariant))
+    expected = forward.probe()
+    for owner, name in PRODUCTS:
+        monkeypatch.setattr(owner, name, None)
+    if batch_invariant:
+        assert torch.equal(forward.probe(), expected)
+    else:
+        with pytest.raises(TypeError, match="not callable"):
+            forward.probe()
 
 
 @pytest.mark.parametrize(

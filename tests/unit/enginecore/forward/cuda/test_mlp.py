@@ -60,3 +60,6 @@ def test_experts_compute_what_the_module_does_and_padding_takes_none(
     assert ends == [num_tokens * plan.top_k] * 2
     mlp_of(plan, 0.5, TorchKernels()).run(x, step(num_tokens), activations, TorchKernels(), out)
     torch.testing.assert_close(out[:num_tokens], 0.5 * expected)
+    kernels = TorchKernels(batch_invariant=True)
+    mlp_of(plan, 0.5, kernels).run(x, step(num_tokens), activations, kernels, out)
+    torch.testing.assert_close(out[:num_tokens], 0.5 * expected)
