@@ -125,6 +125,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
             tensor_parallel_size=config.executor.tensor_parallel_size,
             cache_dtype=config.cache.dtype,
+            batch_invariant=config.kernels.batch_invariant,
         ),
     )
     return EngineReady(

@@ -32,7 +32,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """What of a loaded model its files do not say. ``task``: what it is served for; ``max_len``: tokens of its longest sequence,
     before that is fitted to any memory. ``enable_in_reasoning``: constraints hold in a model's reasoning, too.
     ``tensor_parallel_size``: parts that sums are made of, which rounds them differently. ``cache_dtype``: of
-    the numbers in the KV cache, where that is not the model's.
+    the numbers in the KV cache, where that is not the model's. ``batch_invariant``: sums have an order of their own.
     """
 
     dtype: str
@@ -42,6 +42,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     enable_in_reasoning: bool = False
     tensor_parallel_size: int = 1
     cache_dtype: str = "auto"
+    batch_invariant: bool = False
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
@@ -61,6 +62,8 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         values["tensor_parallel_size"] = str(loaded.tensor_parallel_size)
     if loaded.cache_dtype != "auto":
         values["cache_dtype"] = loaded.cache_dtype
+    if loaded.batch_invariant:
+        values["batch_invariant"] = "true"
     if config.revision:
         values["revision"] = config.revision
     folder = _folder(config)

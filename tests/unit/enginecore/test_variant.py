@@ -63,6 +63,8 @@ def test_constraints_in_the_reasoning_make_a_difference(original: Path) -> None:
 def test_another_kv_cache_is_another_variant(original: Path) -> None:
     exact, rounded = values(original), values(original, msgspec.structs.replace(LOADED, cache_dtype="fp8"))
     assert differing(exact, rounded) == {"cache_dtype"}
+    ordered = values(original, msgspec.structs.replace(LOADED, batch_invariant=True))
+    assert differing(exact, ordered) == {"batch_invariant"}
 
 
 def test_parts_of_the_model_make_a_difference(original: Path) -> None:

@@ -149,6 +149,13 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampler: Annotated[
         bool, Meta(description="Find the likeliest tokens, and draw where a request has no filters.")
     ] = True
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Give each row of a step the same bits whatever is computed beside it, in models of the fused decoder or "
+            "of the CPU kernels' decoder; others are refused. On GPUs this is slower, the CPU kernels do so anyway."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check_fields("kernels", self)

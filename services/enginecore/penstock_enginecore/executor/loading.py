@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.kv_cache import FLOAT8
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
+from penstock_enginecore.executor.batch_invariance import check_batch_invariant
 from penstock_enginecore.executor.cache_dtype import check_cache_dtype
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.generation.stage_runner import StageRunner
@@ -47,6 +48,7 @@ def load_runner(
                 f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1"
             )
     check_cache_dtype(config, device)
+    check_batch_invariant(config, device, task)
     forward = ForwardConfig(
         device=device,
         attention_backend=config.model.attention_backend,

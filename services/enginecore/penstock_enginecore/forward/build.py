@@ -17,7 +17,7 @@ from penstock_enginecore.forward.cuda.attention_candidate import Attending, atte
 from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, in_cache_dtype, probe_model
-from penstock_enginecore.forward.native import decoder_candidate, linear_candidate
+from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
@@ -63,7 +63,7 @@ class ForwardConfig:
 class BuiltForward:
     """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
     choose tokens, where it can. ``graphs``: of the steps that are replayed; any thread may ask. ``vocabulary``: of logits that
-    the pass leaves in parts where it is asked to, and the sampler takes so.
+    the pass leaves in parts where it is asked to, and the sampler takes so. ``batch_invariant``: logits are, tokens are to be.
     """
 
     forward: ForwardPass
@@ -72,6 +72,7 @@ class BuiltForward:
     launcher: TokenLauncher | None = None
     graphs: Callable[[], GraphStats] = GraphStats
     vocabulary: SplitVocabulary | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
+    _check_invariant(model, config, proven)
     if not isinstance(proven.serves, FusedForward):
         _dequantize(model)
     sampling, computing = None, proven.name or "torch"
@@ -124,10 +126,13 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     launcher = device_launcher(config.device, config.kernels, sampler, model.vocab_size, model.dtype)
     if launcher is not None:
         computing += ", Triton sampler"
+    if config.kernels.batch_invariant:
+        computing += ", batch invariant"
     _log(computing, proven)
     forward = serve() if proven.serves is None else proven.serves
     graphs = forward.graph_stats if isinstance(forward, FusedForward) else GraphStats
-    return BuiltForward(forward, sampler, computing, launcher, graphs, config.vocabulary)
+    invariant = config.kernels.batch_invariant
+    return BuiltForward(forward, sampler, computing, launcher, graphs, config.vocabulary, invariant)
 
 
 @torch.inference_mode()
@@ -208,6 +213,18 @@ def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionB
         return native, False, create_backend(config.attention_backend, config.device)
     backend = create_backend(config.attention_backend, config.device, native.attention)
     return native, config.attention_backend == "auto", backend
+
+
+def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[ForwardPass]) -> None:
+    """Raise ModelLoadError where ``kernels.batch_invariant`` is asked for and no decoder of ours serves."""
+    if not config.kernels.batch_invariant or isinstance(proven.serves, FusedForward | NativeForward):
+        return
+    on_cpu = config.device.type == "cpu"
+    decoder, page = ("the CPU kernels' decoder", "models") if on_cpu else ("the fused decoder", "gpu")
+    raise ModelLoadError(
+        f"kernels.batch_invariant is true, and {decoder}, which alone keeps to it, does not compute "
+        f"{type(model.module).__name__}{proven.reasons}; set it to false, or serve a model that docs/{page}.md names for it"
+    )
 
 
 def _dequantize(model: LoadedModel) -> None:

@@ -11,6 +11,7 @@ from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from tests.fakes.models.tiny_models import save_tiny_model
 
@@ -87,3 +88,15 @@ def test_a_forward_pass_lets_go_of_the_cache_it_was_bound_to(path: Path, kernels
     assert keys() is not None
     forward.bind({})
     assert keys() is None
+
+
+def test_the_decoder_of_the_kernels_is_batch_invariant_and_says_so_where_that_is_asked_for(path: Path) -> None:
+    built = build(load(path), KernelsConfig(isa="baseline", batch_invariant=True))
+    assert built.computing == "baseline kernels (decoder, attention, sampler), 1 threads, batch invariant"
+
+
+def test_a_model_that_no_decoder_computes_is_refused_where_batch_invariance_is_asked_for(tmp_path: Path) -> None:
+    save_tiny_model("gemma2", tmp_path, hidden_size=64)
+    said = "kernels.batch_invariant is true, and the CPU kernels' decoder, .* Gemma2ForCausalLM; decoder not used: .*models.md"
+    with pytest.raises(ModelLoadError, match=said):
+        build(load(tmp_path), KernelsConfig(isa="baseline", batch_invariant=True))
