@@ -147,12 +147,18 @@ class InputBatch:
         """How to draw the next token of each request where none has rules, nor wants log-probabilities; None otherwise."""
         settings = self._settings_of(request_ids)
         rows = settings.rows
-        others = self._rules.keys() | self._logprobs.keys()
-        if others and not others.isdisjoint(rows.tolist()):
+        if len(self.plain(request_ids)) < len(request_ids):
             return None
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
         values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
         return PlainDraws.of(*values, self._seed[rows], index)
+
+    def plain(self, request_ids: Sequence[str]) -> list[int]:
+        """Which of the requests, by index, have no rules, nor want log-probabilities."""
+        others = self._rules.keys() | self._logprobs.keys()
+        if not others:
+            return list(range(len(request_ids)))
+        return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
     def _settings_of(self, request_ids: Sequence[str]) -> "_Settings":
         """Those of the step before, when the same requests sample again."""

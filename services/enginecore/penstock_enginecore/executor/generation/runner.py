@@ -65,6 +65,7 @@ class GenerationRunner:
         self._sampler = built.sampler
         self._launcher = built.launcher
         self._vocabulary = built.vocabulary
+        self._batch_invariant = built.batch_invariant
         self._begin_copy = begin_copy
         self._chosen_elsewhere = chosen_elsewhere
         self._newest = NewestTokens(self._forward.device)
@@ -196,7 +197,10 @@ class GenerationRunner:
             if wanted and self._vocabulary is not None and self._vocabulary.is_apart(logits):
                 logits = self._vocabulary.whole(logits)
             scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
+            plain, launched = self._choose_as_alone(batch, sampling_ids, grammar, logits)
             sampled = self._sampler.sample(logits, inputs)
+            if launched is not None:
+                sampled.token_ids[plain] = launched.token_ids.cpu().numpy()
             batch.append_tokens(sampling_ids, sampled.token_ids)
             for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
                 tokens[i].append(token)
@@ -210,6 +214,19 @@ class GenerationRunner:
             prompt_logprobs=pending.prompt_logprobs,
             num_nans_in_logits=num_nans,
         )
+
+    def _choose_as_alone(
+        self, batch: InputBatch, sampling_ids: Sequence[str], grammar: GrammarBitmask | None, logits: torch.Tensor
+    ) -> tuple[list[int], LaunchedTokens | None]:
+        """Has a batch-invariant engine's device choose for the requests, by index, for which it would without the others beside
+        them: near the boundary of a distribution its draw is another one than the sampler's.
+        """
+        if not self._batch_invariant or self._launcher is None:
+            return [], None
+        constrained = () if grammar is None else grammar.request_ids
+        plain = [i for i in batch.plain(sampling_ids) if sampling_ids[i] not in constrained]
+        draws = batch.plain_draws([sampling_ids[i] for i in plain]) if plain else None
+        return plain, None if draws is None else self._launcher.launch(logits[plain], draws)
 
     def _late_output(
         self, batch: InputBatch, pending: _Pending, sampling_ids: Sequence[str], launched: LaunchedTokens

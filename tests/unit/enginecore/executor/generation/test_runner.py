@@ -1,7 +1,9 @@
 """The model runner and its executor around a tiny checkpoint, driven by hand-written scheduler outputs."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import (
     CachedRequestData,
     GrammarBitmask,
+    ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
@@ -22,6 +25,7 @@ from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
 
@@ -164,3 +168,39 @@ def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
         executor.sample_tokens().result(timeout=PATIENCE)
     executor.shutdown()
     executor.shutdown()
+
+
+class Marked:
+    """A ``TokenLauncher`` whose tokens are numbers of rows that it was given, from 100 on."""
+
+    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+        """Of as many rows as there are draws."""
+        assert len(logits) == len(draws.seeds)
+        return LaunchedTokens(100 + torch.arange(2 * len(logits), dtype=torch.int32).view(2, -1), len(logits))
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_what_a_device_chooses_alone_it_chooses_beside_requests_with_rules_if_that_is_asked_for(
+    path: Path, batch_invariant: bool
+) -> None:
+    model = load_model(ModelConfig(path=str(path)), torch.device("cpu"), lambda line: None)
+    config = ForwardConfig(torch.device("cpu"), "auto", KernelsConfig(isa="off"), num_threads=1, block_size=4)
+    built = replace(build_forward(model, config), launcher=Marked(), batch_invariant=batch_invariant)
+    runner = GenerationRunner(model, built)
+    groups = (KVCacheGroup(layer_names=tuple(runner.specs)),)
+    runner.initialize_kv_cache(KVCacheConfig(num_blocks=40, block_size=4, groups=groups, max_model_len=64))
+    biased = SamplingParams(temperature=0.0, logit_bias={7: 100.0})
+    params = {"biased": biased, "one": GREEDY, "constrained": GREEDY, "two": SamplingParams(seed=3)}
+    steps = [prefill(name, [5, 6], ([1 + i],), 2) for i, name in enumerate(params)]
+    new = [
+        msgspec.structs.replace(each.new_requests[0], sampling_params=params[each.new_requests[0].request_id])
+        for each in steps
+    ]
+    runner.execute(SchedulerOutput(new_requests=new, num_scheduled_tokens=dict.fromkeys(params, 2)))
+    words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
+    words[0, 3] = 1 << 9
+    output = runner.sample(GrammarBitmask(["constrained"], words))
+    assert isinstance(output, ModelRunnerOutput)
+    (biased_token,), one, (constrained,), two = output.sampled_token_ids
+    assert (biased_token, constrained) == (7, 3 * 32 + 9)
+    assert ((one, two) == ([100], [101])) is batch_invariant
