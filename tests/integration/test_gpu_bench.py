@@ -17,6 +17,7 @@ def test_every_phase_runs_on_a_cpu(tmp_path: Path) -> None:
     assert PHASES.keys() <= results.keys()
     assert [row["streams"] for row in results["passes"]["decode"]] == [1, 4]
     assert all(row["ms"] > 0 for row in results["passes"]["decode"] + results["passes"]["prefill"])
+    assert all(row["same_bits"] for row in results["invariant"]["decode"] + results["invariant"]["prefill"])
     assert all(row["tokens_per_s"] > 0 for by in ("in-process", "over gRPC") for row in results["engine"][by].values())
     tables = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert not any("unmeasured" in line for line in tables)

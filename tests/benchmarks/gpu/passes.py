@@ -24,8 +24,8 @@ TRACED = 20
 def measure(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Milliseconds of each row, and of the prompts."""
     with forward_pass(plan, device) as (forward, computing):
-        decode = [_decode(forward, plan, row, device) for row in plan.decode]
-        prefill = [_prefill(forward, plan, each, device) for each in plan.prefill]
+        decode = [time_decode(forward, plan, row, device) for row in plan.decode]
+        prefill = [time_prefill(forward, plan, each, device) for each in plan.prefill]
     return {"computing": computing, "decode": decode, "prefill": prefill}
 
 
@@ -34,7 +34,7 @@ def idle(plan: Plan, device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"idle": None}
     row = min(plan.decode, key=lambda each: (abs(each.streams - 64), each.context))
-    with forward_pass(plan, device) as (forward, computing), cache(forward, _blocks(row)), torch.inference_mode():
+    with forward_pass(plan, device) as (forward, computing), cache(forward, blocks(row)), torch.inference_mode():
         batch, rows = decode_batch(plan, row)
         machine.median_seconds(device, lambda: forward.run(batch, rows), rounds=3)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -57,14 +57,16 @@ def share_idle(spans: list[tuple[float, float]]) -> float:
 
 
 @contextmanager
-def forward_pass(plan: Plan, device: torch.device) -> Iterator[tuple[ForwardPass, str]]:
+def forward_pass(
+    plan: Plan, device: torch.device, kernels: KernelsConfig | None = None
+) -> Iterator[tuple[ForwardPass, str]]:
     """What an engine would run the shape with, and what that computes with."""
     with tempfile.TemporaryDirectory() as folder:
         path = plan.shape.write(Path(folder))
         config = ModelConfig(path=str(path), load_format="dummy", dtype=plan.shape.dtype)
         model = load_model(config, device, lambda line: None)
         built = build_forward(
-            model, ForwardConfig(device, "auto", KernelsConfig(), torch.get_num_threads(), BLOCK_SIZE)
+            model, ForwardConfig(device, "auto", kernels or KernelsConfig(), torch.get_num_threads(), BLOCK_SIZE)
         )
         yield built.forward, built.computing
 
@@ -101,26 +103,33 @@ def decode_batch(plan: Plan, row: Row) -> tuple[ForwardBatch, np.ndarray[Any, np
     return ForwardBatch(token_ids, np.full(row.streams, last), [metadata]), np.arange(row.streams)
 
 
-def _decode(forward: ForwardPass, plan: Plan, row: Row, device: torch.device) -> dict[str, Any]:
+def time_decode(forward: ForwardPass, plan: Plan, row: Row, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step of ``row``."""
     batch, rows = decode_batch(plan, row)
-    with cache(forward, _blocks(row)), torch.inference_mode():
+    with cache(forward, blocks(row)), torch.inference_mode():
         seconds = machine.seconds_in_a_row(device, lambda: forward.run(batch, rows), rounds=ROUNDS)
         alone = machine.median_seconds(device, lambda: forward.run(batch, rows), rounds=ROUNDS)
     return {"streams": row.streams, "context": row.context, "ms": seconds * 1e3, "alone_ms": alone * 1e3}
 
 
-def _prefill(forward: ForwardPass, plan: Plan, prefill: Prefill, device: torch.device) -> dict[str, Any]:
+def prefill_batch(plan: Plan, prefill: Prefill) -> tuple[ForwardBatch, np.ndarray[Any, np.dtype[np.int64]]]:
+    """A prompt, and the row of its last token."""
     count = prefill.tokens
-    blocks = -(-count // BLOCK_SIZE)
-    table = 1 + np.arange(blocks, dtype=np.int32)[None]
+    table = 1 + np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)[None]
     positions = np.arange(count)
     metadata = AttentionMetadata(np.array([0, count]), np.array([count]), table, BLOCK_SIZE + positions, BLOCK_SIZE)
     token_ids = np.random.default_rng(0).integers(plan.shape.vocab, size=count)
-    batch, rows = ForwardBatch(token_ids, positions, [metadata]), np.array([count - 1])
-    with cache(forward, 1 + blocks), torch.inference_mode():
+    return ForwardBatch(token_ids, positions, [metadata]), np.array([count - 1])
+
+
+def time_prefill(forward: ForwardPass, plan: Plan, prefill: Prefill, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a prompt."""
+    batch, rows = prefill_batch(plan, prefill)
+    with cache(forward, 1 + -(-prefill.tokens // BLOCK_SIZE)), torch.inference_mode():
         seconds = machine.median_seconds(device, lambda: forward.run(batch, rows), rounds=max(5, ROUNDS // 3))
-    return {"tokens": count, "ms": seconds * 1e3}
+    return {"tokens": prefill.tokens, "ms": seconds * 1e3}
 
 
-def _blocks(row: Row) -> int:
+def blocks(row: Row) -> int:
+    """Of the cache for ``row``, the null block included."""
     return 1 + row.streams * -(-row.context // BLOCK_SIZE)

@@ -31,6 +31,8 @@ def lines(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
     yield from (_decode(plan, results, limits, index) for index in range(len(plan.decode)))
     yield from ("", "| prompt | floor ms | target ms | ms | of the floor |", "|---|---|---|---|---|")
     yield from (_prefill(plan, results, limits, index) for index in range(len(plan.prefill)))
+    yield from ("", "| batch invariant | ms | beside the default | same bits |", "|---|---|---|---|")
+    yield from _invariant(plan, results)
     yield from (
         "",
         "| streams | in-process tokens/s | over gRPC tokens/s | ITL ms in-process | over gRPC |",
@@ -94,6 +96,23 @@ def _prefill(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index
     floor = limits.prefill_ms(plan.shape, prefill) if limits else None
     found = results["passes"]["prefill"][index]["ms"] if _ok(results, "passes") else None
     return _row((prefill.tokens, _ms(floor), _ms(prefill.target_ms, "none"), _ms(found), _share(floor, found)))
+
+
+def _invariant(plan: Plan, results: dict[str, Any]) -> Iterator[str]:
+    """Rows of decodes, and of prompts."""
+    names = {
+        "decode": [f"{row.streams} x {row.context}" for row in plan.decode],
+        "prefill": [f"prompt of {prefill.tokens}" for prefill in plan.prefill],
+    }
+    for kind, of_kind in names.items():
+        for index, name in enumerate(of_kind):
+            if not _ok(results, "invariant"):
+                yield _row((name, *[UNMEASURED] * 3))
+                continue
+            found = results["invariant"][kind][index]
+            usual = results["passes"][kind][index]["ms"] if _ok(results, "passes") else None
+            price = f"{found['ms'] / usual:.2f}x" if usual else UNMEASURED
+            yield _row((name, _ms(found["ms"]), price, "yes" if found["same_bits"] else "NO"))
 
 
 def _attention(plan: Plan, results: dict[str, Any], limits: Ceilings | None, index: int) -> str:

@@ -67,6 +67,23 @@ def test_what_was_not_measured_is_called_so():
     assert rows == ["| 64 | 1024 | unmeasured | 6.90 | unmeasured | unmeasured | unmeasured |"]
 
 
+def test_the_price_of_batch_invariance_stands_beside_the_default():
+    found = [{"ms": 3.0, "same_bits": True}, {"ms": 5.0, "same_bits": False}]
+    usual = [{"ms": 2.0}, {"ms": 4.0}]
+    results = {
+        "invariant": {"decode": found, "prefill": [{"ms": 8.0, "same_bits": True}]},
+        "passes": {"computing": "kernels", "decode": usual, "prefill": [{"ms": 8.0}]},
+    }
+    lines = list(report.lines(SMOKE, results))
+    first = lines.index("| batch invariant | ms | beside the default | same bits |") + 2
+    assert lines[first : first + 3] == [
+        "| 1 x 64 | 3.00 | 1.50x | yes |",
+        "| 4 x 64 | 5.00 | 1.25x | NO |",
+        "| prompt of 64 | 8.00 | 1.00x | yes |",
+    ]
+    assert "| prompt of 64 | unmeasured | unmeasured | unmeasured |" in report.lines(SMOKE, {})
+
+
 def test_a_phase_that_failed_is_told_and_its_figures_are_unmeasured():
     lines = list(report.lines(SMOKE, {"device": "CPU", "passes": {"error": "not within 150 s"}}))
     assert lines[-1] == "Phase passes failed: not within 150 s"
