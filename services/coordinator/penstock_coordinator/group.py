@@ -1,0 +1,247 @@
+"""Who is in a data-parallel group, epoch by epoch, as a state machine."""
+
+from typing import Self
+
+import msgspec
+
+from penstock_common.types.data_parallel import (
+    FirstRequest,
+    GroupView,
+    PeerLost,
+    PrepareFailed,
+    RankGroup,
+    RankReport,
+    Reconfigure,
+    StartDpWave,
+    StartWave,
+    WaveComplete,
+)
+from penstock_coordinator.waves import Waves
+
+_NOBODY: frozenset[str] = frozenset()
+_NO_GROUP = RankGroup()
+
+
+class ScaleRefused(msgspec.Struct, frozen=True):
+    """The group does not change its size now."""
+
+    reason: str
+
+
+Sent = tuple[StartDpWave | Reconfigure, ...]
+
+
+class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
+    """A group as its coordinator knows it. Every method is an event, and returns the next state and what is sent.
+
+    A group changes when its size is changed, which all its ranks prepare and then do together, or when a rank is dead: then
+    whoever is left is told at once. A rank is dead when a collective broke off and its stream did too, when its lease is over, or
+    when it said goodbye. A collective that breaks off while all streams hold was the network's fault, and all stay. Where a
+    planned change fails, the group that served is named again, with an epoch of its own: nobody here knows who has switched.
+
+    An epoch is given out once. ``floor`` is a number that no earlier coordinator can have come to, such as the time of its start.
+    A coordinator that has started takes the newest group that ranks tell it of, and decides nothing before ``recovered``, which
+    comes one lease later: by then whoever is alive has told where it is.
+    """
+
+    size: int
+    """Ranks of the first group."""
+    min_size: int = 1
+    """With fewer, the group waits for others."""
+    floor: int = 0
+    recovering: bool = True
+    waves: Waves = Waves()
+    """Those of the newest group."""
+    standby: RankGroup = _NO_GROUP
+    """The group that is prepared."""
+    highest: int = 0
+    """The newest epoch that was given out or seen."""
+    known: frozenset[str] = _NOBODY
+    """Whose lease is valid."""
+    broken: frozenset[str] = _NOBODY
+    """Whose stream broke off."""
+    reporters: frozenset[str] = _NOBODY
+    """Who said that a collective of the newest epoch broke off."""
+    opened: frozenset[str] = _NOBODY
+    """Who said that the newest epoch's first exchange is over."""
+    unsettled: bool = False
+    """Whether a rank is prepared for an epoch that an earlier coordinator gave out."""
+
+    @property
+    def group(self) -> RankGroup:
+        """The newest group."""
+        return self.waves.group
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks have switched to the newest epoch."""
+        return self.group.epoch > 0 and self.opened >= set(self.group.members)
+
+    @property
+    def view(self) -> GroupView:
+        """For the frontends. Ranks that are about to leave get no requests any more."""
+        members = self.group.members
+        routed = tuple(m for m in members if m in self.standby.members) if self.standby.epoch else members
+        return msgspec.structs.replace(self.waves.view, routed=routed)
+
+    # Waves.
+
+    def first_request(self, message: FirstRequest) -> tuple[Self, Sent]:
+        """A request went to a rank of a group believed idle."""
+        return self._of_waves(self.waves.first_request(message))
+
+    def start_wave(self, message: StartWave) -> tuple[Self, Sent]:
+        """A rank is in the first exchange of a wave."""
+        after, sent = self._of_waves(self.waves.start_wave(message))
+        return after, sent + self._catch_up(message.engine, message.epoch)
+
+    def wave_complete(self, message: WaveComplete) -> tuple[Self, Sent]:
+        """A wave is over."""
+        return self._of_waves(self.waves.wave_complete(message))
+
+    # Members.
+
+    def report(self, message: RankReport) -> tuple[Self, Sent]:
+        """A rank says where it is: it registers, keeps its lease, or has been through an epoch's first exchange."""
+        epoch, engine = message.group.epoch, message.engine
+        inside = engine in message.group.members
+        after = self._with(
+            known=self.known | {engine},
+            broken=self.broken - {engine},
+            highest=max(self.highest, epoch, message.prepared),
+            unsettled=self.unsettled or (self.recovering and (message.prepared > 0 or message.opening)),
+        )
+        if inside and self._goes_by(message):
+            after = after._with(standby=_NO_GROUP, reporters=_NOBODY, opened=_NOBODY)
+            after = after._with(waves=after.waves.regroup(message.group))
+        if inside and message.group == after.group and not message.opening:
+            after = after._with(opened=after.opened | {engine})
+        after = after._with(waves=after.waves.report(message)[0])
+        stray = inside and epoch > max(after.group.epoch, after.standby.epoch)
+        decided, sent = after._decide(anew=stray)
+        late = decided._catch_up(engine, epoch) if inside and (stray or decided.group == after.group) else ()
+        return decided, sent + late
+
+    def _goes_by(self, message: RankReport) -> bool:
+        """Whether the group that a rank says it is in is newer than the one known.
+
+        A newcomer waits in the first exchange of an epoch before anybody has switched to it. Where it is counts for nothing,
+        unless an earlier coordinator has left no better report.
+        """
+        if self.recovering and not self.opened:
+            return not message.opening or message.group.epoch > self.group.epoch
+        switched = not message.opening or (message.group == self.standby and message.engine in self.group.members)
+        return message.group.epoch > self.group.epoch and switched
+
+    def stream_broken(self, engine: str) -> tuple[Self, Sent]:
+        """A rank's stream broke off. It may be back before its lease is over."""
+        return self._with(broken=self.broken | {engine})._decide()
+
+    def gone(self, engine: str) -> tuple[Self, Sent]:
+        """A rank's lease is over, or it has shut down."""
+        return self._with(known=self.known - {engine}, broken=self.broken - {engine})._decide()
+
+    def peer_lost(self, message: PeerLost) -> tuple[Self, Sent]:
+        """A collective broke off. Said again while all streams hold, it is the network's fault."""
+        engine, epoch = message.engine, message.epoch
+        stale = epoch < self.group.epoch and (engine in self.opened or engine not in self.group.members)
+        if stale or engine not in {*self.group.members, *self.standby.members}:
+            return self, self._catch_up(engine, epoch)
+        after, sent = self._with(reporters=self.reporters | {engine})._decide()
+        if sent or self.recovering or engine not in self.reporters:
+            return after, sent
+        return after._decide(anew=True)
+
+    # Changes.
+
+    def scale(self, size: int) -> tuple[Self, tuple[StartDpWave | Reconfigure | ScaleRefused, ...]]:
+        """An operator wants this many ranks. Those with the highest ranks leave; newcomers come in order of their names."""
+        if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
+            return self, (ScaleRefused("the group is changing"),)
+        members = (self.group.members + self._spares())[:size]
+        if len(members) != size or size < self.min_size:
+            return self, (ScaleRefused(f"size is {size}; it must be from {self.min_size} to {len(members)}"),)
+        if members == self.group.members:
+            return self, ()
+        epoch = self._next_epoch()
+        after = self._with(standby=RankGroup(epoch, members), highest=epoch)
+        return after, after._outstanding()
+
+    def prepare_failed(self, message: PrepareFailed) -> tuple[Self, Sent]:
+        """A rank cannot be in the group that is prepared. Where the others have switched already, they go on without it."""
+        if message.epoch == self.standby.epoch:
+            return self._decide(anew=True)
+        if message.epoch != self.group.epoch or message.engine in self.opened or self.recovering:
+            return self, ()
+        return self._name(tuple(m for m in self._living() if m != message.engine))
+
+    def recovered(self) -> tuple[Self, Sent]:
+        """One lease went by since the coordinator started."""
+        return self._with(recovering=False, unsettled=False)._decide(anew=self.unsettled)
+
+    def repeat(self) -> tuple[Self, Sent]:
+        """Some time went by: say again what may have been lost."""
+        return self, () if self.recovering else self._outstanding()
+
+    # What events have in common.
+
+    def _with(self, **changes: object) -> Self:
+        return msgspec.structs.replace(self, **changes)
+
+    def _of_waves(self, step: tuple[Waves, tuple[StartDpWave, ...]]) -> tuple[Self, Sent]:
+        waves, sent = step
+        return (self if waves == self.waves else self._with(waves=waves)), sent
+
+    def _next_epoch(self) -> int:
+        return max(self.highest, self.floor) + 1
+
+    def _spares(self) -> tuple[str, ...]:
+        return tuple(sorted(self.known - self.broken - set(self.group.members)))
+
+    def _dead(self) -> set[str]:
+        """Members of either group that are not coming back."""
+        members = {*self.group.members, *self.standby.members}
+        lost = self.broken if self.reporters else _NOBODY
+        return {m for m in members if m not in self.known or m in lost}
+
+    def _living(self) -> tuple[str, ...]:
+        dead = self._dead()
+        return tuple(m for m in self.group.members if m not in dead)
+
+    def _decide(self, *, anew: bool = False) -> tuple[Self, Sent]:
+        """Name a group if the one there is cannot go on, or if it has to be named ``anew``."""
+        if self.recovering or (self.group.epoch and not self._dead() and not anew):
+            return self, ()
+        living = self._living()
+        wanted = self.min_size if self.group.epoch else self.size
+        members = living + self._spares()[: max(wanted - len(living), 0)]
+        return self._name(members) if len(members) >= wanted else (self, ())
+
+    def _name(self, members: tuple[str, ...]) -> tuple[Self, Sent]:
+        """The next epoch is these ranks', at once; whoever is left out is told as well."""
+        former = {*self.group.members, *self.standby.members} - set(members)
+        group = RankGroup(self._next_epoch(), members)
+        after = self._with(
+            waves=self.waves.regroup(group),
+            standby=_NO_GROUP,
+            highest=group.epoch,
+            reporters=_NOBODY,
+            opened=_NOBODY,
+        )
+        expelled = tuple(after._reconfigure(m, group) for m in sorted(former & self.known))
+        return after, after._outstanding() + expelled
+
+    def _outstanding(self) -> Sent:
+        """What ranks were told and have not done."""
+        if self.standby.epoch:
+            everybody = dict.fromkeys(self.group.members + self.standby.members)
+            return tuple(self._reconfigure(m, self.standby, base=self.group.epoch) for m in everybody)
+        return tuple(self._reconfigure(m, self.group) for m in self.group.members if m not in self.opened)
+
+    def _catch_up(self, engine: str, epoch: int) -> Sent:
+        """For a rank that is in an older epoch."""
+        behind = epoch < self.group.epoch and not self.recovering
+        return (self._reconfigure(engine, self.group),) if behind else ()
+
+    def _reconfigure(self, engine: str, group: RankGroup, *, base: int = 0) -> Reconfigure:
+        return Reconfigure(engine, group, self.waves.wave, self.waves.pauses, base)
