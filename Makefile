@@ -233,6 +233,10 @@ fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that m
 sanitize: setup ## The kernels under ASan, UBSan and TSan, each shown to find what is broken on purpose (some minutes)
 	@$(BIN)/python -m tests.sanitizers
 
+.PHONY: model-check
+model-check: setup ## Every state of small data-parallel groups under faults: millions, two networks at a time (20 minutes)
+	@$(BIN)/python -m tests.modelcheck $(ARGS)
+
 .PHONY: clean
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis node_modules

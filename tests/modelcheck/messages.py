@@ -1,0 +1,71 @@
+"""Messages between requests' callers and ranks, and which messages are too old to change anything."""
+
+from typing import Any, NamedTuple
+
+from penstock_common.types.data_parallel import (
+    FirstRequest,
+    Pauses,
+    PeerLost,
+    PrepareFailed,
+    RankReport,
+    Reconfigure,
+    StartDpWave,
+    StartWave,
+    WaveComplete,
+)
+from penstock_coordinator.group import GroupMachine
+from penstock_enginecore.core.data_parallel.rank import Phase
+from tests.modelcheck.engine import Engine
+
+
+class Add(NamedTuple):
+    """Frontend to rank."""
+
+    request: int
+    epoch: int
+    wave: int
+
+
+class PauseCall(NamedTuple):
+    """A caller to rank."""
+
+    pauses: Pauses
+
+
+class ResumeCall(NamedTuple):
+    pauses: Pauses
+
+
+NAMES = {
+    StartWave: "start_wave",
+    WaveComplete: "wave_complete",
+    FirstRequest: "first_request",
+    RankReport: "report",
+    PeerLost: "peer_lost",
+    PrepareFailed: "prepare_failed",
+}
+
+
+def is_stale_for_engine(engine: Engine, message: Any) -> bool:
+    """Whether the message changes nothing now and later."""
+    rank = engine.rank
+    if isinstance(message, Reconfigure):
+        begun = message.group == rank.standby and rank.ready and not message.base
+        return message.group.epoch <= max(rank.group.epoch, rank.standby.epoch) and not begun
+    if isinstance(message, PauseCall | ResumeCall):
+        return message.pauses <= rank.pauses
+    if not isinstance(message, StartDpWave):
+        return False
+    there, here = (message.epoch, message.wave), (rank.group.epoch, rank.wave)
+    within = rank.phase in (Phase.EXCHANGE, Phase.FORWARD) and not rank.opening
+    return there < here or (there == here and within and message.pauses <= rank.pauses)
+
+
+def is_stale_for_others(part: Any, message: Any) -> bool:
+    """The same for coordinator and frontends. A coordinator answers a rank that is in an older epoch."""
+    view = part.view
+    if not isinstance(message, StartWave | WaveComplete | FirstRequest):
+        return False
+    there, here = (message.epoch, message.wave), (view.group.epoch, view.wave)
+    answered = isinstance(message, StartWave) and isinstance(part, GroupMachine) and there[0] != here[0]
+    return (there < here and not answered) or (there == here and isinstance(message, FirstRequest) and view.running)

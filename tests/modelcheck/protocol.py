@@ -1,0 +1,30 @@
+"""The machines that a network is made of."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+from penstock_coordinator.group import GroupMachine
+from penstock_coordinator.waves import Waves
+from penstock_enginecore.core.data_parallel.agreement import Agreement, agree
+from penstock_enginecore.core.data_parallel.rank import Rank
+from penstock_frontend.engine.waves import Waves as Belief
+
+
+class Protocol(NamedTuple):
+    """Those of the services, or such with a defect."""
+
+    rank: type[Rank] = Rank
+    waves: type[Waves] = Waves
+    group: type[GroupMachine] = GroupMachine
+    frontend: type[Belief] = Belief
+    agree: Callable[..., Agreement] = agree
+    unchecked: frozenset[str] = frozenset()
+    """Invariants that may break, by their numbers."""
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """While its agreement is that of the ranks."""
+        with patch("penstock_enginecore.core.data_parallel.rank.agree", self.agree):
+            yield

@@ -1,0 +1,619 @@
+"""A network of ranks, frontends and a coordinator: its states, and what may happen in each of them.
+
+A state is a tuple of numbers: one for each engine, each frontend and the coordinator, one for what is left of the bounds, and a
+mask of the messages that are under way. Under way is a set: messages overtake each other, and one that is sent while it is under
+way already is one with it. Numbers stand for values of the machines, and what an event makes of a value is computed once.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from penstock_common.types.data_parallel import (
+    PauseMode,
+    Pauses,
+    RankGroup,
+    Reconfigure,
+    StartDpWave,
+)
+from penstock_coordinator.group import ScaleRefused
+from penstock_enginecore.core.data_parallel.effects import Exchange, ResumeRefused
+from penstock_enginecore.core.data_parallel.rank import Phase
+from tests.modelcheck import engine as engines
+from tests.modelcheck.bounds import Bounds
+from tests.modelcheck.engine import Ended, Engine, Entered
+from tests.modelcheck.invariants import (
+    broken,
+    check_epochs,
+    check_expelled,
+    check_forward,
+    check_rest,
+    check_running,
+    check_told,
+)
+from tests.modelcheck.messages import NAMES, Add, PauseCall, ResumeCall, is_stale_for_engine, is_stale_for_others
+from tests.modelcheck.numbers import DOWN, NOTHING, Left, State, Step, Table
+from tests.modelcheck.protocol import Protocol
+from tests.modelcheck.violation import Violation
+
+Label = tuple[Any, ...]
+MODES = {"wait": PauseMode.WAIT, "keep": PauseMode.KEEP, "abort": PauseMode.ABORT}
+
+
+class World:
+    def __init__(self, bounds: Bounds, protocol: Protocol) -> None:
+        self.bounds, self.protocol = bounds, protocol
+        self.doing: tuple[int, Any] = (DOWN, None)
+        self.engine_count = bounds.ranks + bounds.spares
+        self.names = tuple("ABCDEFGH"[: self.engine_count])
+        self.coordinator_at = self.engine_count + bounds.frontends
+        self.left_at = self.coordinator_at + 1
+        self.messages_at = self.coordinator_at + 2
+        self.parts = Table()
+        self.lefts = Table()
+        self.messages = Table()
+        self._steps: dict[tuple[int, Any], Step] = {}
+        self._others: dict[tuple[int, int], tuple[int, int]] = {}
+        self._completed: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+        self._changes: dict[Any, int] = {}
+        self._addresses: dict[int, int] = {}
+        self._orders: dict[int, str] = {}
+        self._stale: dict[tuple[int, int], tuple[int, int]] = {}
+        self._events = (
+            self._deliveries,
+            self._engines_alone,
+            self._frontends_alone,
+            self._coordinator_alone,
+            self._callers,
+        )
+
+    # States.
+
+    def initial(self) -> State:
+        bounds = self.bounds
+        group = RankGroup(1, self.names[: bounds.ranks])
+        ranks = [self.protocol.rank(engine=name, interval=bounds.interval) for name in self.names]
+        inside = [msgspec.structs.replace(rank, group=group, phase=Phase.IDLE) for rank in ranks[: bounds.ranks]]
+        machine = self.protocol.group(
+            size=bounds.ranks,
+            min_size=bounds.min_size,
+            recovering=False,
+            waves=self.protocol.waves(group=group),
+            highest=1,
+            known=frozenset(self.names),
+            opened=frozenset(group.members),
+        )
+        belief, _ = self.protocol.frontend().seen(machine.view)
+        spent = {name: getattr(bounds, name) for name in Left._fields if type(getattr(bounds, name, None)) is int}
+        engines_ = [Engine(rank) for rank in inside + ranks[bounds.ranks :]]
+        parts = [*engines_, *[belief] * bounds.frontends, machine]
+        return (*(self.parts.number(part) for part in parts), self.lefts.number(Left(**spent)), NOTHING)
+
+    def described(self, label: Label) -> Label:
+        """A label without numbers of this world's own."""
+        if label[0] in ("deliver", "duplicate", "lose", "refuse"):
+            return (label[0], *self.described_message(label[1]))
+        return label
+
+    def described_message(self, bit: int) -> tuple[str, Any]:
+        to, message = self.messages.values[bit.bit_length() - 1]
+        return self.name_of(to), message
+
+    def name_of(self, at: int) -> str:
+        if at < self.engine_count:
+            return self.names[at]
+        return "coordinator" if at == self.coordinator_at else f"frontend {at - self.engine_count}"
+
+    @property
+    def breaking(self) -> Label:
+        """The event in which an invariant broke."""
+        at, event = self.doing
+        return (self.name_of(at), self.described_message(event)[1] if type(event) is int else event)
+
+    def part(self, state: State, at: int) -> Any:
+        return None if state[at] == DOWN else self.parts.values[state[at]]
+
+    def under_way(self, state: State) -> Iterator[tuple[int, int, Any]]:
+        """Bit, receiver and message of each."""
+        mask = state[self.messages_at]
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            yield (bit, *self.messages.values[bit.bit_length() - 1])
+
+    def successors(self, state: State) -> Iterator[tuple[Label, State]]:
+        """Everything that may happen next."""
+        left: Left = self.lefts.values[state[self.left_at]]
+        tidy = self._tidy
+        for events in self._events:
+            for label, after in events(state, left):
+                yield label, tidy(after)
+
+    # What happens.
+
+    def _deliveries(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
+        for bit, to, message in self.under_way(state):
+            gone = self._without(state, bit)
+            yield ("deliver", bit), self._deliver(gone, to, bit)
+            is_add = type(message) is Add
+            if left.duplicates and not is_add:
+                yield ("duplicate", bit), self._deliver(self._spend(state, "duplicates"), to, bit)
+            if left.losses and not is_add:
+                yield ("lose", bit), self._spend(gone, "losses")
+            if is_add and left.refusals:
+                yield ("refuse", bit), self._engine(self._spend(gone, "refusals"), to, ("refuse", message))
+
+    def _deliver(self, state: State, to: int, bit: int) -> State:
+        if to < self.engine_count:
+            return self._engine(state, to, bit)
+        return self._other(state, to, bit)
+
+    def _engines_alone(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
+        for at in range(self.engine_count):
+            if state[at] == DOWN:
+                continue
+            engine: Engine = self.parts.values[state[at]]
+            yield from self._engine_alone(state, at, engine, left)
+            if self.bounds.ticks and self._ticks(state, at, engine):
+                if not state[-1]:
+                    yield ("tick", at), self._engine(state, at, "tick")
+                elif left.early_ticks:
+                    yield ("tick", at), self._engine(self._spend(state, "early_ticks"), at, "tick")
+            if left.aborts:
+                for asked in engine.requests:
+                    if left.live >> asked.id & 1:
+                        spent = self._spend(state, "aborts")
+                        yield ("abort", at, asked.id), self._engine(spent, at, ("abort", asked.id))
+            if left.rank_crashes:
+                yield ("crash rank", at), self._crash_rank(state, at, engine)
+            if left.broken_collectives and type(engine.slot) is Entered:
+                yield ("break", at), self._engine(self._spend(state, "broken_collectives"), at, "lost")
+            if left.failed_preparations and engine.preparing:
+                yield ("not prepared", at), self._engine(self._spend(state, "failed_preparations"), at, "not prepared")
+
+    def _engine_alone(self, state: State, at: int, engine: Engine, left: Left) -> Iterator[tuple[Label, State]]:
+        """What happens without a fault."""
+        if type(engine.slot) is Ended:
+            yield ("result", at), self._engine(state, at, "result")
+        if engine.slot is not None and self._is_broken(state, engine):
+            yield ("lost", at), self._engine(state, at, "lost")
+        if engine.preparing:
+            yield ("prepared", at), self._engine(state, at, "prepared")
+        for asked in engine.requests:
+            if not left.live >> asked.id & 1:
+                yield ("orphan", at, asked.id), self._engine(state, at, ("abort", asked.id))
+
+    def _is_broken(self, state: State, engine: Engine) -> bool:
+        """Whether somebody has left the collective for good."""
+        group = engine.rank.group
+        for name in group.members:
+            number = state[self.names.index(name)]
+            if number == DOWN:
+                return True
+            other = self.parts.values[number].rank
+            if other.group.epoch > group.epoch or (other.phase is Phase.BROKEN and other.group == group):
+                return True
+        return False
+
+    def _ticks(self, state: State, at: int, engine: Engine) -> bool:
+        """Whether it matters that a rank says again where it is."""
+        rank = engine.rank
+        if rank.phase is Phase.EXCHANGE and rank.step == 0 and not rank.opening:
+            return type(engine.slot) is Entered
+        mask = self._step(state[at], "tick").messages & self._addressed(self.coordinator_at)
+        return self._informs(state[self.coordinator_at], mask)
+
+    def _informs(self, coordinator: int, mask: int) -> bool:
+        if coordinator == DOWN or not mask:
+            return False
+        number, sent = self._other_step(coordinator, mask)
+        return number != coordinator or sent != 0
+
+    def _crash_rank(self, state: State, at: int, engine: Engine) -> State:
+        lost = sum(1 << asked.id for asked in engine.requests)
+        for _, to, message in self.under_way(state):
+            if to == at and type(message) is Add:
+                lost |= 1 << message.request
+        left: Left = self.lefts.values[state[self.left_at]]
+        spent = left._replace(submitted=left.submitted & ~(lost & left.live), rank_crashes=left.rank_crashes - 1)
+        state = self._put(state, self.left_at, self.lefts.number(spent))
+        return self._put(self._drop_messages(state, at), at, DOWN)
+
+    def _frontends_alone(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
+        up = state[self.coordinator_at] != DOWN
+        for at in range(self.engine_count, self.coordinator_at):
+            if state[at] == DOWN:
+                continue
+            belief = self.parts.values[state[at]]
+            if up:
+                seen, _ = belief.seen(self.parts.values[state[self.coordinator_at]].view)
+                number = self.parts.number(seen)
+                if number != state[at]:
+                    yield ("view", at), self._put(state, at, number)
+            elif belief.connected:
+                yield ("disconnected", at), self._put(state, at, self.parts.number(belief.disconnected()[0]))
+            for request, of in enumerate(self.bounds.requests):
+                if of == at - self.engine_count and not left.submitted >> request & 1:
+                    for engine in belief.view.routed:
+                        if self._takes_requests(state, engine):
+                            yield ("submit", at, request, engine), self._submit(state, at, request, engine)
+            if left.frontend_crashes:
+                yield ("crash frontend", at), self._crash_frontend(state, at)
+
+    def _takes_requests(self, state: State, engine: str) -> bool:
+        number = state[self.names.index(engine)]
+        return number != DOWN and self.parts.values[number].rank.phase is not Phase.OUTSIDE
+
+    def _submit(self, state: State, at: int, request: int, engine: str) -> State:
+        belief = self.parts.values[state[at]]
+        group = belief.view.group
+        after, sent = belief.sent(engine)
+        mask = self._message(self.names.index(engine), Add(request, group.epoch, belief.view.wave))
+        left: Left = self.lefts.values[state[self.left_at]]
+        mark = 1 << request
+        spent = left._replace(submitted=left.submitted | mark, live=left.live | mark)
+        state = self._put(state, self.left_at, self.lefts.number(spent))
+        state = self._put(state, at, self.parts.number(after))
+        return self._send(state, mask | self._mask(sent))
+
+    def _crash_frontend(self, state: State, at: int) -> State:
+        own = sum(1 << request for request, of in enumerate(self.bounds.requests) if of == at - self.engine_count)
+        left: Left = self.lefts.values[state[self.left_at]]
+        spent = left._replace(
+            live=left.live & ~own, submitted=left.submitted | own, frontend_crashes=left.frontend_crashes - 1
+        )
+        state = self._put(state, self.left_at, self.lefts.number(spent))
+        return self._put(self._drop_messages(state, at), at, DOWN)
+
+    def _coordinator_alone(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
+        at = self.coordinator_at
+        if state[at] == DOWN:
+            if self.bounds.coordinator_returns:
+                yield ("restart coordinator",), self._restart(state, left)
+            return
+        machine = self.parts.values[state[at]]
+        if left.coordinator_crashes:
+            crashed = self._put(self._drop_messages(state, at), at, DOWN)
+            yield ("crash coordinator",), self._spend(crashed, "coordinator_crashes")
+        for engine, name in enumerate(self.names):
+            if state[engine] == DOWN and name in machine.known:
+                if name not in machine.broken:
+                    yield ("stream broken", name), self._other(state, at, ("stream_broken", name))
+                yield ("lease over", name), self._other(state, at, ("gone", name))
+        if machine.recovering and all(state[i] == DOWN or n in machine.known for i, n in enumerate(self.names)):
+            yield ("recovered",), self._other(state, at, ("recovered",))
+        if left.scales < len(self.bounds.scales):
+            asked = self._put(state, self.left_at, self.lefts.number(left._replace(scales=left.scales + 1)))
+            size = self.bounds.scales[left.scales]
+            yield ("scale", size), self._other(asked, at, ("scale", size))
+        if self.bounds.ticks and self._other_step(state[at], ("repeat",))[1] and (left.early_ticks or not state[-1]):
+            spent = self._spend(state, "early_ticks") if state[-1] else state
+            yield ("repeat",), self._other(spent, at, ("repeat",))
+
+    def _restart(self, state: State, left: Left) -> State:
+        """Ranks tell the new coordinator where they are."""
+        restarts = 1 + self.bounds.coordinator_crashes - left.coordinator_crashes
+        machine = self.protocol.group(
+            size=self.bounds.ranks, min_size=self.bounds.min_size, floor=100 * restarts, waves=self.protocol.waves()
+        )
+        state = self._put(state, self.coordinator_at, self.parts.number(machine))
+        for at in range(self.engine_count):
+            if state[at] != DOWN:
+                report = self.parts.values[state[at]].rank.report
+                state = self._send(state, self._message(self.coordinator_at, report))
+        return state
+
+    def _callers(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
+        """Operators who pause and resume. One that dies has reached a single rank."""
+        if left.pause_calls >= len(self.bounds.pause_calls):
+            return
+        what = self.bounds.pause_calls[left.pause_calls]
+        alive = [at for at in range(self.engine_count) if state[at] != DOWN]
+        for at in alive:
+            call = self._call(self.parts.values[state[at]].rank.pauses, what)
+            if call is None:
+                continue
+            called = self._put(state, self.left_at, self.lefts.number(left._replace(pause_calls=left.pause_calls + 1)))
+            one = self._message(at, call)
+            everyone = sum(self._message(to, call) for to in alive)
+            yield ("call one", what, at), self._send(called, one)
+            yield ("call all", what, at), self._send(called, everyone)
+
+    def _call(self, pauses: Pauses, what: str) -> PauseCall | ResumeCall | None:
+        if what == "resume":
+            return ResumeCall(pauses.resume()) if pauses.on else None
+        return PauseCall(pauses.pause(MODES[what]))
+
+    def _tidy(self, state: State) -> State:
+        """The same without messages that change nothing whenever they come."""
+        mask = state[-1]
+        if not mask:
+            return state
+        known = len(self.messages.values)
+        stale = 0
+        for at, addressed in self._addresses.items():
+            mine = mask & addressed
+            if mine:
+                key = at, state[at]
+                looked, old = self._stale.get(key, (0, 0))
+                if looked < known:
+                    old |= self._stale_for(at, state[at], looked)
+                    self._stale[key] = known, old
+                stale |= mine & old
+        return (*state[:-1], mask & ~stale) if stale else state
+
+    def _stale_for(self, at: int, number: int, since: int) -> int:
+        """Those of the messages from this number on."""
+        part = self.parts.values[number]
+        stale = is_stale_for_engine if at < self.engine_count else is_stale_for_others
+        mask = 0
+        for i, (to, message) in enumerate(self.messages.values[since:], since):
+            if to == at and stale(part, message):
+                mask |= 1 << i
+                self._check_stale(at, number, 1 << i)
+        return mask
+
+    def _check_stale(self, at: int, number: int, bit: int) -> None:
+        if at < self.engine_count:
+            step = self._step(number, bit)
+            same = step.engine == number and not step.messages
+        else:
+            same = self._other_step(number, bit) == (number, 0)
+        if not same:
+            self.doing = at, bit
+            broken(
+                self, "6 what is old changes something", f"{self.described_message(bit)} at {self.parts.values[number]}"
+            )
+
+    # Without faults.
+
+    def calm(self, state: State) -> tuple[Label, State] | None:
+        step = self._calm(state)
+        return step and (step[0], self._tidy(step[1]))
+
+    def _calm(self, state: State) -> tuple[Label, State] | None:
+        """The next of a run in which nothing fails any more and nobody asks for anything; None at its rest."""
+        mask = state[-1]
+        if mask:
+            bit, to = self._first(mask)
+            return ("deliver", bit), self._deliver(self._without(state, bit), to, bit)
+        left: Left = self.lefts.values[state[self.left_at]]
+        calls = len(self.bounds.pause_calls)
+        none = Left(
+            live=left.live, submitted=~(left.live & ~left.submitted), pause_calls=calls, scales=len(self.bounds.scales)
+        )
+        for step in self._frontends_alone(state, none):
+            return step
+        for step in self._coordinator_alone(state, none):
+            if step[0] != ("repeat",):
+                return step
+        ticked = state
+        for at in range(self.engine_count):
+            if state[at] == DOWN:
+                continue
+            engine: Engine = self.parts.values[state[at]]
+            for step in self._engine_alone(state, at, engine, none):
+                return step
+            if self.bounds.ticks and self._ticks(state, at, engine):
+                ticked = self._engine(ticked, at, "tick")
+        at = self.coordinator_at
+        if self.bounds.ticks and state[at] != DOWN and self._other_step(state[at], ("repeat",))[1]:
+            ticked = self._other(ticked, at, ("repeat",))
+        if ticked != state:
+            return ("ticks",), ticked
+        pause = check_rest(self, state, left)
+        if pause is None:
+            return None
+        living = (at for at in range(self.engine_count) if state[at] != DOWN)
+        first = next(at for at in living if self.parts.values[state[at]].rank.phase is Phase.IDLE)
+        return ("resume",), self._send(state, self._message(first, ResumeCall(pause.resume())))
+
+    def _first(self, mask: int) -> tuple[int, int]:
+        """The message that comes first, whatever its number is, and to whom."""
+        if mask & (mask - 1):
+            bits = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]
+            mask = min(bits, key=self._order)
+        return mask, self.messages.values[mask.bit_length() - 1][0]
+
+    def _order(self, bit: int) -> str:
+        key = self._orders.get(bit)
+        if key is None:
+            key = self._orders[bit] = repr(self.messages.values[bit.bit_length() - 1])
+        return key
+
+    # How it is computed.
+
+    def _put(self, state: State, at: int, number: int) -> State:
+        return (*state[:at], number, *state[at + 1 :])
+
+    def _without(self, state: State, bit: int) -> State:
+        return (*state[:-1], state[-1] ^ bit)
+
+    def _spend(self, state: State, what: str) -> State:
+        key = state[self.left_at], what
+        number = self._changes.get(key)
+        if number is None:
+            left: Left = self.lefts.values[state[self.left_at]]
+            number = self._changes[key] = self.lefts.number(left._replace(**{what: getattr(left, what) - 1}))
+        return self._put(state, self.left_at, number)
+
+    def _send(self, state: State, mask: int) -> State:
+        """Who is down gets nothing."""
+        down = 0
+        for at in range(self.left_at):
+            if state[at] == DOWN:
+                down |= self._addressed(at)
+        mask = state[-1] | (mask & ~down)
+        return (*state[:-1], mask) if mask != state[-1] else state
+
+    def _drop_messages(self, state: State, at: int) -> State:
+        return (*state[:-1], state[-1] & ~self._addressed(at))
+
+    def _addressed(self, at: int) -> int:
+        return self._addresses.get(at, 0)
+
+    def _message(self, to: int, message: Any) -> int:
+        mask = 1 << self.messages.number((to, message))
+        self._addresses[to] = self._addresses.get(to, 0) | mask
+        return mask
+
+    def _mask(self, sent: Any) -> int:
+        mask = 0
+        for message in sent:
+            if isinstance(message, StartDpWave | Reconfigure):
+                mask |= self._message(self.names.index(message.engine), message)
+            elif not isinstance(message, ScaleRefused):
+                mask |= self._message(self.coordinator_at, message)
+        return mask
+
+    def _engine(self, state: State, at: int, event: Any) -> State:
+        self.doing = at, event
+        step = self._step(state[at], event)
+        if step.forward is not None:
+            check_forward(self, state, at, step.forward)
+        after = list(state)
+        after[at] = step.engine
+        if step.ended or step.moved:
+            left: Left = self.lefts.values[state[self.left_at]]
+            live = left.live & ~step.ended
+            again = left._replace(live=live, submitted=left.submitted & ~(step.moved & live))
+            after[self.left_at] = self.lefts.number(again)
+        if step.entered:
+            self._complete(after, at)
+        done = tuple(after)
+        return self._send(done, step.messages) if step.messages else done
+
+    def _step(self, number: int, event: Any) -> Step:
+        key = number, event
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._engine_step(self.parts.values[number], event)
+        return step
+
+    def _engine_step(self, engine: Engine, event: Any) -> Step:
+        if type(event) is int:
+            _, event = self.messages.values[event.bit_length() - 1]
+        match event:
+            case "result":
+                done = engines.take_result(engine)
+            case "tick":
+                done = engines.tick(engine)
+            case ("abort", request):
+                done = engines.drop(engine, (request,))
+            case "lost":
+                done = engines.lose_peer(engine)
+            case "prepared":
+                done = engines.prepared(engine)
+            case "not prepared":
+                done = engines.not_prepared(engine)
+            case Add(request) if engine.rank.phase is Phase.OUTSIDE:
+                done = engines.Done(engine, moved=(request,))
+            case ("refuse", Add(request)) if engine.rank.phase is Phase.OUTSIDE:
+                done = engines.Done(engine, ended=(request,))
+            case Reconfigure():
+                done = self._twice(engine, engine.rank.reconfigure, "reconfigure", event)
+            case Add(request, epoch, wave):
+                done = engines.add(engine, request, epoch, wave, self.bounds.steps, refused=False)
+            case ("refuse", Add(request, epoch, wave)):
+                done = engines.add(engine, request, epoch, wave, self.bounds.steps, refused=True)
+            case StartDpWave():
+                done = self._twice(engine, engine.rank.start_dp_wave, "start_dp_wave", event)
+            case PauseCall(pauses):
+                done = self._twice(engine, engine.rank.pause, "pause", pauses)
+            case ResumeCall(pauses):
+                done = self._twice(engine, engine.rank.resume, "resume", pauses)
+            case _:
+                raise AssertionError(event)
+        if self._switches_alone(engine.rank, done.engine.rank, event):
+            raise Violation("14 a rank switches alone", str(engine.rank))
+        told = 0
+        for message in done.told:
+            for at in range(self.engine_count, self.coordinator_at):
+                told |= self._message(at, message)
+        ended = sum(1 << request for request in done.ended)
+        moved = sum(1 << request for request in done.moved)
+        entered = type(done.engine.slot) is Entered and done.engine.slot is not engine.slot
+        return Step(self.parts.number(done.engine), told | self._mask(done.sent), ended, moved, entered, done.forward)
+
+    def _switches_alone(self, before: Any, after: Any, event: Any) -> bool:
+        """Whether a rank that serves goes to another epoch, and neither an exchange nor the coordinator made it."""
+        moved = after.group != before.group and before.phase is not Phase.OUTSIDE
+        return moved and event != "result" and not isinstance(event, Reconfigure)
+
+    def _twice(self, engine: Engine, event: Any, name: str, message: Any) -> engines.Done:
+        rank, effects = event(message)
+        again, more = getattr(rank, name)(message)
+        if again != rank or any(type(effect) is not ResumeRefused for effect in more):
+            broken(self, "6 a duplicate changes something", f"{message} at {rank}: {more}")
+        pending = engine.rank.pauses.on and not engine.rank.paused
+        if name == "resume" and pending and rank != engine.rank:
+            broken(self, "9 a resume was taken before the pause was complete", f"{message} at {engine.rank}")
+        return engines.settle(engine, rank, effects)
+
+    def _other(self, state: State, at: int, event: Any) -> State:
+        self.doing = at, event
+        number, mask = self._other_step(state[at], event)
+        before, state = state, self._put(state, at, number)
+        if at == self.coordinator_at:
+            check_running(self, state)
+            check_expelled(self, before, state, event)
+            if mask:
+                check_epochs(self, state)
+        return self._send(state, mask) if mask else state
+
+    def _other_step(self, number: int, event: Any) -> tuple[int, int]:
+        """What a message or an event makes of a frontend or the coordinator."""
+        key = number, event
+        step = self._others.get(key)
+        if step is not None:
+            return step
+        part = self.parts.values[number]
+        if type(event) is int:
+            _, message = self.messages.values[event.bit_length() - 1]
+            name, arguments = NAMES[type(message)], (message,)
+        else:
+            message, name, arguments = event, event[0], event[1:]
+        after, sent = getattr(part, name)(*arguments)
+        if name not in ("peer_lost", "scale", "repeat", "recovered"):
+            again, _ = getattr(after, name)(*arguments)
+            if again != after:
+                raise Violation("6 a duplicate changes something", f"{message} at {after}")
+        check_told(self, part, after, message, sent)
+        step = self._others[key] = self.parts.number(after), self._mask(sent)
+        return step
+
+    def _complete(self, parts: list[int], at: int) -> None:
+        """All members have entered a collective: it ends for each of them."""
+        group = self.parts.values[parts[at]].rank.group
+        ats = [self.names.index(name) for name in group.members]
+        key = tuple(parts[i] for i in ats)
+        if DOWN in key:
+            return
+        done = self._completed.get(key, 0)
+        if done == 0:
+            done = self._completed[key] = self._completion(group, [self.parts.values[number] for number in key])
+        if done is not None:
+            for i, number in zip(ats, done, strict=True):
+                parts[i] = number
+
+    def _completion(self, group: RankGroup, members: list[Engine]) -> tuple[int, ...] | None:
+        if any(type(engine.slot) is not Entered or engine.rank.group != group for engine in members):
+            return None
+        entered = [engine.slot.collective for engine in members]
+        kinds = {type(collective) for collective in entered}
+        if len(kinds) > 1:
+            raise Violation("1 ranks are in different collectives", str(entered))
+        if kinds == {Exchange}:
+            rows = tuple(collective.row for collective in entered)
+            opening = members[0].rank.opening
+            places = {(row.epoch, row.step, None if opening else row.wave) for row in rows}
+        else:
+            rows = ()
+            places = {(step.epoch, step.wave, step.step, step.pauses) for step in entered}
+        if len(places) > 1:
+            raise Violation("4 ranks in one collective are in different places", str(entered))
+        return tuple(
+            self.parts.number(engine._replace(slot=Ended(engine.slot.collective, engine.slot.batch, rows)))
+            for engine in members
+        )
