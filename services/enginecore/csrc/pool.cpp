@@ -43,7 +43,7 @@ void Pool::prepare(int num_phases) {
 void Pool::run(const Job& job) {
   job_.store(&job);
   if (!workers_.empty()) {
-    started_.store(number_, std::memory_order_release);
+    started_.store(number_);  // sequentially consistent: the store comes before `notify_all` looks for waiting threads
     started_.notify_all();
   }
   Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), number_);
@@ -62,8 +62,10 @@ void Pool::work() {
   for (;;) {
     for (int spins = 0; spins < kIdleSpins && started_.load(std::memory_order_acquire) == seen; ++spins) relax();
     started_.wait(seen, std::memory_order_acquire);
-    if (stop_.load(std::memory_order_acquire)) return;
+    // In this order: a thread that woke for the last program and is put aside here may load the number that the destructor
+    // stored. Had it asked for the end before, it would take that number for one it has seen and sleep for ever.
     seen = started_.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_acquire)) return;
     inside_.fetch_add(1);  // before the job is read: `quiet` puts another in its place, then looks here
     Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), seen);
     const Job* job = job_.load();
