@@ -87,7 +87,7 @@ def places(schema: dict, part: dict, path: tuple[str, ...] = ()) -> Iterator[tup
     if part.get("properties"):
         yield path
     for key, child in part.get("properties", {}).items():
-        if key == "pools":
+        if isinstance(child.get("additionalProperties"), dict):  # a map of pools
             yield from places(schema, child["additionalProperties"], (*path, key, "a"))
         else:
             yield from places(schema, child, (*path, key))
