@@ -21,6 +21,7 @@ from penstock_enginecore.forward.modules import ProbedModel
 from tests.fakes.engines.in_process import CLIENT, Run, build_engine, generate
 from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused, save_varied_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
@@ -40,11 +41,7 @@ def prompts() -> list[list[int]]:
 
 def expected_tokens(architecture: str, path: Path, **changes: Any) -> list[list[int]]:
     model = save_varied_model(architecture, path, **KINDS.get(architecture, {}), **changes)
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
+    found = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
     assert len({token for tokens in found for token in tokens}) > 20
     return found
 

@@ -17,6 +17,7 @@ from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.native_models import KNOWN
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
@@ -32,12 +33,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected_tokens(model: torch.nn.Module) -> list[list[int]]:
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
 
 
 def greedy(engine: EngineCore, name: str = "r", **params: Any) -> list[list[int]]:

@@ -11,6 +11,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 BLOCK_SIZE = 4
 NEW_TOKENS = 60
@@ -35,13 +36,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = save_tiny_model(request.param, path, num_hidden_layers=len(kinds), layer_types=kinds)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    return Case(path, len(kinds), prompts, [_transformers_generate(model, prompt) for prompt in prompts])
-
-
-def _transformers_generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    return Case(path, len(kinds), prompts, [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts])
 
 
 class Usage:

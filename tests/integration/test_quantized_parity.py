@@ -12,6 +12,7 @@ from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.fused_models import offer_fused
 from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 8
 PROMPT_LENGTHS = (7, 34)
@@ -37,11 +38,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected_tokens(model: torch.nn.Module) -> list[list[int]]:
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
+    found = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
     assert len({token for tokens in found for token in tokens}) > 4
     return found
 

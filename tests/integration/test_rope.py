@@ -11,6 +11,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.models.rope import freeze_rotary
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
 SHORT, LONG = 15, 90
@@ -71,9 +72,7 @@ def _greedy(engine: EngineCore, *prompts: list[int]) -> list[list[int]]:
 
 
 def _transformers(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    return greedy_tokens(model, prompt, NEW_TOKENS)
 
 
 def _recomputed(model: torch.nn.Module, prompt: list[int]) -> list[int]:

@@ -12,6 +12,7 @@ from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.tiny_models import CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.torch_kernels import TorchKernels
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 # Chunks and a query scale, windows beside full layers, latent attention with values smaller than keys, sinks, a head for all.
 FAMILIES = ("llama4_text", "cohere2", "deepseek_v3", "gpt_oss", "gpt_bigcode")
@@ -22,12 +23,6 @@ NEW_TOKENS = 8
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-
-
-def by_transformers(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
 
 
 def make_engine(path: Path, **sections: dict[str, int]) -> EngineCore:
@@ -54,7 +49,7 @@ def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(attention_candidate, "_kernels", TorchKernels)
     model = save_tiny_model(family, tmp_path)
-    expected = [by_transformers(model, prompt, NEW_TOKENS) for prompt in prompts()]
+    expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
     assert len({token for tokens in expected for token in tokens}) > 8
     assert max(PROMPT_LENGTHS) > max(SLIDING_WINDOW, CHUNK) + NEW_TOKENS
     engine = make_engine(tmp_path, scheduler={"max_num_batched_tokens": 11})
@@ -71,4 +66,4 @@ def test_and_so_do_the_kernels_that_gpus_run(family: str, tmp_path: Path) -> Non
     model = save_tiny_model(family, tmp_path)
     given = [prompts()[0], prompts()[2]]
     engine = make_engine(tmp_path, scheduler={"max_num_batched_tokens": 24})
-    assert greedy(engine, "r", given, 3)[0] == [by_transformers(model, prompt, 3) for prompt in given]
+    assert greedy(engine, "r", given, 3)[0] == [greedy_tokens(model, prompt, 3) for prompt in given]

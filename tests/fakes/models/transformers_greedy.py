@@ -1,0 +1,13 @@
+"""The oracle of greedy tokens: transformers' own ``generate``."""
+
+from typing import Any
+
+import torch
+
+
+def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The ``count`` tokens, fewer where one ends the output, that transformers' ``model`` gives behind ``prompt``."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
