@@ -16,9 +16,13 @@ from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from tests.fakes.engines.in_process import CLIENT, build_engine
+from tests.fakes.engines.late_device import LastMoment, choose_on_device
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.torch_sampling import TorchSampling
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny/tokenizer.json"
 KERNELS = {"decoder": {}, "linear": {"decoder": False}, "modules": {"isa": "off"}}
@@ -104,13 +108,6 @@ def run(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Result]:
     return results
 
 
-def of_transformers(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
 def check_scores(model: Any, prompt: list[int], result: Result) -> None:
     with torch.inference_mode():
         exact = model(torch.tensor([prompt + result.tokens])).logits[0].log_softmax(dim=-1)
@@ -149,6 +146,43 @@ def test_mixed_steps_give_what_transformers_and_one_worker_give(
         results = run(engine, mixed())
         assert {name: result.tokens for name, result in results.items()} == of_one_worker
         for greedy in (0, 2, 5):
-            assert results[f"r{greedy}"].tokens == of_transformers(model, prompts()[greedy])
+            assert results[f"r{greedy}"].tokens == greedy_tokens(model, prompts()[greedy], NEW_TOKENS)
         check_scores(model, prompts()[2], results["r2"])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_devices_that_choose_tokens_each_have_all_logits(
+    steps: int, saved: tuple[Path, Any], of_one_worker: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = saved
+    use_threads(monkeypatch)
+    choose_on_device(monkeypatch, LastMoment)
+    executor = {"kind": "multiproc", "tensor_parallel_size": 2, "max_concurrent_batches": steps}
+    sections = {**SECTIONS, "scheduler": {**SECTIONS["scheduler"], "async_scheduling": steps > 1}}
+    engine = build_engine(path, kernels=KERNELS["modules"], executor=executor, **sections)
+    for _ in range(2):
+        results = run(engine, mixed())
+        assert {name: result.tokens for name, result in results.items()} == of_one_worker
+    engine.shutdown()
+
+
+def test_where_one_device_chooses_no_tokens_none_does(
+    saved: tuple[Path, Any], of_one_worker: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = saved
+    use_threads(monkeypatch)
+    made: list[DeviceLauncher | None] = []
+
+    def launcher(
+        device: torch.device, uses: Any, sampler: Any, vocab: int, dtype: torch.dtype
+    ) -> DeviceLauncher | None:
+        made.append(None if made else DeviceLauncher(vocab, device, TorchSampling))
+        return made[-1]
+
+    monkeypatch.setattr("penstock_enginecore.forward.build.device_launcher", launcher)
+    executor = {"kind": "multiproc", "tensor_parallel_size": 2}
+    engine = build_engine(path, kernels=KERNELS["modules"], executor=executor, **SECTIONS)
+    assert len(made) == 2
+    assert {name: result.tokens for name, result in run(engine, mixed()).items()} == of_one_worker
     engine.shutdown()

@@ -22,6 +22,7 @@ from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.in_process import CLIENT, build_engine, generate
 from tests.fakes.engines.worker_threads import Streams, use_threads
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 10
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
@@ -62,12 +63,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(model: Any) -> list[list[int]]:
-    tokens = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        tokens.append(out[0, len(prompt) :].tolist())
-    return tokens
+    return [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
 
 
 def run(engine: EngineCore, prefix: str, params: Sequence[SamplingParams]) -> list[list[int]]:
@@ -263,6 +259,11 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
             {"kind": "multiproc", "pipeline_parallel_size": 9, "tensor_parallel_size": 8},
             "executor.tensor_parallel_size is 8 and executor.pipeline_parallel_size 9: 72 workers, and an engine has at most 64",
         ),
+        (
+            {"pipeline_parallel_size": 2, "devices": (0, 1, 2)},
+            "executor.devices names 3 devices, and a node has 2 workers",
+        ),
+        ({"pipeline_parallel_size": 2, "devices": (1, 1)}, "executor.devices names device 1 twice"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, Any], error: str) -> None:

@@ -15,6 +15,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.worker_stats import WorkerStats
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
 from tests.fakes.patience import PATIENCE
 
 NEW_TOKENS = 12
@@ -47,12 +48,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(model: Any) -> list[list[int]]:
-    tokens = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        tokens.append(out[0, len(prompt) :].tolist())
-    return tokens
+    return [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
 
 
 def greedy(engine: EngineCore, prefix: str) -> list[list[int]]:

@@ -15,6 +15,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
+from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 8
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
@@ -58,7 +59,7 @@ def cells(family: str) -> list[Cell]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         model = save_tiny_model(family, path, **layered(family))
-        greedy = [_of_transformers(model, prompt) for prompt in _prompts()]
+        greedy = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in _prompts()]
         one = build_engine(path, **SECTIONS)
         seeded = _run(one, _SEEDED)
         one.shutdown()
@@ -87,13 +88,6 @@ _SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=NEW_TOKE
 def _prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-
-
-def _of_transformers(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
 
 
 def _run(engine: EngineCore, params: SamplingParams) -> list[list[int]]:

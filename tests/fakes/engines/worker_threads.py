@@ -180,7 +180,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """
     streams: defaultdict[int, Streams] = defaultdict(Streams)
 
-    def connect(config: WorkerConfig) -> Any:
+    def connect(config: WorkerConfig, device: torch.device) -> Any:
         executor, collectives, links = config.engine.executor, None, None
         if config.exchange is not None:
             collectives = SharedMemoryCollectives(config.exchange, config.tensor_rank, executor.tensor_parallel_size)

@@ -49,11 +49,18 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "of weights as can be in the largest stage, the head among them."
         ),
     ] = ()
+    devices: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(
+            description="The GPU of each worker, by torch's numbers, where not worker r has the r-th: on every node as many "
+            "as it has workers. CUDA_VISIBLE_DEVICES comes before."
+        ),
+    ] = ()
     collectives: Annotated[
         Literal["auto", "gloo", "shm"],
         Meta(
-            description="How workers that share layers exchange what they computed: shm in memory that they share, gloo over "
-            "the loopback interface; auto: shm where the package was built with a compiler."
+            description="How workers on CPUs that share layers exchange what they computed: shm in memory that they share, gloo "
+            "over the loopback interface; auto: shm where the package was built with a compiler. Those on GPUs do by NCCL."
         ),
     ] = "auto"
     num_threads: Annotated[
@@ -109,6 +116,18 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"executor.stage_layers names {len(self.stage_layers)} stages, and executor.pipeline_parallel_size is "
                 f"{self.pipeline_parallel_size}; give one number of layers per stage"
             )
+
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        per_node = self.num_workers // self.nodes.size
+        if self.devices and len(self.devices) != per_node:
+            raise ConfigError(
+                f"executor.devices names {len(self.devices)} devices, and a node has {per_node} workers; name one for each"
+            )
+        if len(set(self.devices)) != len(self.devices):
+            twice = next(each for each in self.devices if self.devices.count(each) > 1)
+            raise ConfigError(f"executor.devices names device {twice} twice; each worker has its own")
 
     @property
     def num_workers(self) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,15 +17,17 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEV = Path("/dev")
 
 
-def resolve_device(name: str, rank: int, dev: Path = _DEV) -> torch.device:
-    """The torch device for ``model.device``; ``auto`` is the GPU where there is one that can be used. Of several GPUs each rank
-    has its own. ``dev``: where the driver's files are. Raises ConfigError.
+def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Path = _DEV) -> torch.device:
+    """The torch device for ``model.device``; ``auto`` is the GPU where there is one that can be used. Of several GPUs each worker
+    has its own: that of its number, or what ``devices`` says of it. ``dev``: where the driver's files are. Raises ConfigError.
     """
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rank = devices[worker] if devices else worker
     if count and rank >= count:
-        raise ConfigError(f"worker {rank} has no device: torch finds {count} CUDA devices here")
+        which = f"executor.devices gives worker {worker} device {rank}" if devices else f"worker {worker} has no device"
+        raise ConfigError(f"{which}: torch finds {count} CUDA devices here, from 0 on")
     reason = _too_old(rank) if count else f"torch finds no CUDA device here: {_why_none()}"
     if not reason:
         return torch.device("cuda", rank)

@@ -18,7 +18,7 @@ from penstock_enginecore.forward.build import ForwardConfig, build_backbone, bui
 from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import load_model
+from penstock_enginecore.models.loader import keep_none, load_model
 from penstock_enginecore.parallel.layers import split_model
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
@@ -39,14 +39,8 @@ def load_runner(
     """
     task = resolve_task(config.model)
     split = None if collectives is None else _Split(collectives)
-    if split is not None:
-        _check_device("tensor_parallel_size", device)
-    if links is not None:
-        _check_device("pipeline_parallel_size", device)
-        if task != "generate":
-            raise ModelLoadError(
-                f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1"
-            )
+    if links is not None and task != "generate":
+        raise ModelLoadError(f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1")
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
     forward = ForwardConfig(
@@ -58,8 +52,12 @@ def load_runner(
         cache_dtype=FLOAT8 if config.cache.dtype == "fp8" else None,
     )
     if task == "generate":
-        keep = kept_weights(device, config.kernels, config.model.attention_backend)
-        model = load_model(config.model, device, progress, keep, split)
+        if split is None and links is None:
+            keep = kept_weights(device, config.kernels, config.model.attention_backend)
+        else:
+            keep = keep_none  # the fused decoder alone computes by them, and whole models
+        # What a stage leaves to others need not fit its device.
+        model = load_model(config.model, device, progress, keep, split, on_host=links is not None)
         if links is None:
             return GenerationRunner(model, build_forward(model, _with_part(forward, split)))
         stage = StageConfig(
@@ -86,8 +84,3 @@ class _Split:
 
 def _with_part(forward: ForwardConfig, split: _Split | None) -> ForwardConfig:
     return forward if split is None else replace(forward, part=split.part)
-
-
-def _check_device(setting: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ModelLoadError(f"executor.{setting}: {device.type} is not served by several workers yet; use 1")

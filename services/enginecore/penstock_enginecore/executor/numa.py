@@ -20,11 +20,13 @@ class Home:
     sharers: int
 
 
-def settle(device: torch.device, rank: int, world_size: int) -> Home | None:
-    """Keep this thread, and those that it starts, to the cores near its device. None where it stays as it was."""
+def settle(device: torch.device, rank: int, world_size: int, devices: Sequence[int] = ()) -> Home | None:
+    """Keep this thread, and those that it starts, to the cores near its device. None where it stays as it was. ``devices``: see
+    ``nodes_near``.
+    """
     if not hasattr(os, "sched_setaffinity"):
         return None
-    home = find_home(rank, nodes_near(device, world_size), read_nodes(), os.sched_getaffinity(0))
+    home = find_home(rank, nodes_near(device, world_size, devices), read_nodes(), os.sched_getaffinity(0))
     if home is not None:
         os.sched_setaffinity(0, home.cores)
     return home
@@ -46,10 +48,14 @@ def find_home(
     return Home(node, cores, near.count(node)) if cores else None
 
 
-def nodes_near(device: torch.device, world_size: int, sys: Path = _SYS) -> list[int | None]:
-    """The node of each worker's device; workers that compute on cores are dealt over the nodes, a single one is not."""
+def nodes_near(
+    device: torch.device, world_size: int, devices: Sequence[int] = (), sys: Path = _SYS
+) -> list[int | None]:
+    """The node of each worker's device; workers that compute on cores are dealt over the nodes, a single one is not. ``devices``:
+    the GPU of each worker, empty where worker r has the r-th.
+    """
     if device.type == "cuda":
-        return [_node_of(_pci_address(rank), sys) for rank in range(world_size)]
+        return [_node_of(_pci_address(index), sys) for index in devices or range(world_size)]
     nodes = sorted(read_nodes(sys))
     if world_size == 1 or not nodes:
         return [None] * world_size
@@ -74,9 +80,9 @@ def _node_of(address: str, sys: Path) -> int | None:
     return node if node >= 0 else None
 
 
-def _pci_address(rank: int) -> str:
+def _pci_address(index: int) -> str:
     """As sysfs writes it: domain, bus, device and function."""
-    found: Any = torch.cuda.get_device_properties(rank)  # torch's stubs lack these fields
+    found: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack these fields
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 

@@ -22,8 +22,9 @@ from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_ca
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
-from penstock_enginecore.parallel.collectives import GlooCollectives
+from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
 from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.nccl import DeviceCollectives, NcclCollectives, nccl_group
 from penstock_enginecore.parallel.shared_memory import SharedMemoryCollectives
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_transport import GlooTransport
@@ -38,11 +39,11 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._engine = config.engine
-        self._device = resolve_device(self._engine.model.device, config.place)
+        self._device = resolve_device(self._engine.model.device, config.place, self._engine.executor.devices)
         check_kv_cache_memory(self._engine.cache, self._device)
         cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))
-        self._collectives, self._links = _connect(config)
+        self._collectives, self._links = _connect(config, self._device)
         self._runner: ModelRunner | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._kv_cache_asleep = False
@@ -52,7 +53,8 @@ class Worker:
         """Move near the device. The worker's share of the cores."""
         place, neighbours = self._config.place, self._config.num_neighbours
         share = usable_cores() // neighbours
-        home = settle(self._device, place, neighbours) if self._engine.executor.numa else None
+        executor = self._engine.executor
+        home = settle(self._device, place, neighbours, executor.devices) if executor.numa else None
         if home is None:
             return share
         logger.info("%s is at NUMA node %d: running on %d cores of it", self._device, home.node, len(home.cores))
@@ -207,20 +209,29 @@ class Worker:
         self._free_memory()
 
 
-def _connect(config: WorkerConfig) -> tuple[TimedCollectives | None, StageLinks | None]:
-    """Waits for the workers that this one computes with: those of its stage, and those of the same part in the other stages."""
+def _connect(config: WorkerConfig, device: torch.device) -> tuple[TimedCollectives | None, StageLinks | None]:
+    """Waits for the workers that this one computes with: those of its stage, and those of the same part in the other stages.
+    Raises ConfigError.
+    """
     if config.store is None:
         return None, None
     size, num_stages = config.engine.executor.tensor_parallel_size, config.engine.executor.pipeline_parallel_size
     collectives, links = None, None
     if size > 1:
-        collectives = TimedCollectives(
-            GlooCollectives(Meeting(config.store), config.tensor_rank, size, f"tensor {config.stage}")
-            if config.exchange is None
-            else SharedMemoryCollectives(config.exchange, config.tensor_rank, size)
-        )
+        collectives = TimedCollectives(_collectives(Meeting(config.store), config, device))
     if num_stages > 1:
         node = config.node
         meeting = Meeting(config.store) if node is None else Meeting(node.meeting, node.address)
         links = StageLinks(GlooTransport(meeting, config.stage, num_stages, f"stages {config.tensor_rank}"))
     return collectives, links
+
+
+def _collectives(meeting: Meeting, config: WorkerConfig, device: torch.device) -> Collectives:
+    rank, size, name = config.tensor_rank, config.engine.executor.tensor_parallel_size, f"tensor {config.stage}"
+    if device.type == "cpu" and config.exchange is not None:
+        return SharedMemoryCollectives(config.exchange, rank, size)
+    host = GlooCollectives(meeting, rank, size, name)
+    if device.type == "cpu":
+        return host
+    group = nccl_group(meeting, f"{name} on GPUs", rank, size, device)
+    return DeviceCollectives(host, NcclCollectives(group, rank, size))

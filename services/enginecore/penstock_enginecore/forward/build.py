@@ -19,7 +19,7 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.modules import ModulesForward, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
-from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
+from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
@@ -108,7 +108,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         return ModulesForward(probed, backend, packed_bytes)
 
     attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts)
-    candidates = fused_candidates(probed, config.kernels, config.attention_backend)
+    # The fused decoder sums nothing up.
+    candidates = [] if config.part else fused_candidates(probed, config.kernels, config.attention_backend)
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends:
         candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part))
@@ -122,8 +123,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     if native is not None:
         sampling = native.sampling()
         computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
-    sampler = _sampler(sampling, config.vocabulary)
-    launcher = device_launcher(config.device, config.kernels, sampler, model.vocab_size, model.dtype)
+    launcher = _launcher(model, config, sampling)
+    vocabulary = config.vocabulary if launcher is None else None  # a device chooses from all logits
     if launcher is not None:
         computing += ", Triton sampler"
     if config.kernels.batch_invariant:
@@ -132,21 +133,26 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     forward = serve() if proven.serves is None else proven.serves
     graphs = forward.graph_stats if isinstance(forward, FusedForward) else GraphStats
     invariant = config.kernels.batch_invariant
-    return BuiltForward(forward, sampler, computing, launcher, graphs, config.vocabulary, invariant)
+    return BuiltForward(forward, _sampler(sampling, vocabulary), computing, launcher, graphs, vocabulary, invariant)
 
 
 @torch.inference_mode()
 def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -> BuiltForward:
-    """What runs one stage of a model that generates, with its links open; the other layers are freed. Raises as ``build_forward``
-    does, and ModelLoadError for a model that is not served in stages.
+    """What runs one stage of a model that generates, with its links open; the other layers are freed. The model is on the host.
+    Raises as ``build_forward`` does, and ModelLoadError for a model that is not served in stages.
     """
     native, attends, backend = _open(config)
-    left = cut(probe_model(model, config.device, config.block_size), stage)
+    whole = probe_model(model, torch.device("cpu"), config.block_size, config.cache_dtype)
+    left = cut(whole, stage).placed(config.device)
+
+    def attended(attends: AttentionBackend) -> ForwardPass:
+        return ModulesForward(left.probed, attends)
 
     def serve(packed_bytes: int = 0) -> ForwardPass:
         return ModulesForward(left.probed, backend, packed_bytes)
 
-    candidates: list[Candidate[ForwardPass]] = []
+    attending = Attending(config.device, left.probed.specs, model.dtype, attended, left.run)
+    candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends:
         candidates.append(decoder_candidate(native.library, left.probed, left.run, config.part, left.seams))
     if native is not None and native.uses.linear:
@@ -199,6 +205,12 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
         computing = native.describe(proven.name, attends and not model.is_encoder and "attention")
     _log(computing, proven)
     return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
+
+
+def _launcher(model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None) -> TokenLauncher | None:
+    """What chooses tokens on the device, where it does on those of all ranks."""
+    launcher = device_launcher(config.device, config.kernels, TorchSampler(kernels), model.vocab_size, model.dtype)
+    return launcher if config.agree(launcher is not None) else None
 
 
 def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None) -> Sampler:

@@ -159,9 +159,10 @@ class NativeForward:
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         """Whole, where this rank has some of the columns."""
-        if self._part is None or self._part.vocabulary is None:
+        vocabulary = None if self._part is None else self._part.vocabulary
+        if vocabulary is None or not self._model.head.n:
             return logits
-        return self._part.vocabulary.finish(logits)
+        return vocabulary.finish(logits)
 
     def to(self, device: torch.device) -> None:
         """Moves what the modules still hold. Packed weights stay where the kernels read them."""

@@ -15,6 +15,7 @@ from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.placement import place
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_plan import deal_layers
 from penstock_enginecore.parallel.stages import Seams, cut_model, part_bytes, trace_layers
@@ -55,6 +56,16 @@ class CutModel:
         finally:
             self.seams.entering = None
         return logits if self.seams.leaving is None else self.seams.leaving
+
+    def placed(self, device: torch.device) -> "CutModel":
+        """The same on ``device``, where what it computes is compared with what the host did. Raises ModelLoadError where it does
+        not fit.
+        """
+        module = self.probed.model.module
+        place(module, str(module.name_or_path), device)
+        entering = None if self.entering is None else self.entering.to(device)
+        probed = replace(self.probed, device=device)
+        return replace(self, probed=probed, entering=entering, expected=self.expected.to(device))
 
 
 def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
@@ -131,7 +142,7 @@ class StageForward:
         """
         links, seams = self._links, self._seams
         if not links.is_first:
-            seams.entering = links.receive(len(batch.token_ids))
+            seams.entering = links.receive(len(batch.token_ids)).to(self.device)
         try:
             output = self._inner.run(batch, rows, keep_states=keep_states)
             if seams.leaving is not None:

@@ -71,9 +71,12 @@ def load_model(
     progress: Callable[[str], None],
     keep: Keeps = keep_none,
     split: Callable[[PreTrainedModel], None] | None = None,
+    *,
+    on_host: bool = False,
 ) -> LoadedModel:
     """Read configuration and weights of ``config.path``, straight to ``device``; where ``split`` leaves a part of the model, by
-    way of the host. ``keep``: whether linear layers keep weights that are quantized so. Raises ModelLoadError.
+    way of the host. ``keep``: whether linear layers keep weights that are quantized so. ``on_host``: leave the model there, in
+    the dtype that it has on ``device``. Raises ModelLoadError.
     """
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
@@ -82,7 +85,10 @@ def load_model(
     max_len = config_max_len(hf_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
     attention_hook.register()
-    first = device if split is None else torch.device("cpu")
+    host = torch.device("cpu")
+    if on_host:
+        device = host
+    first = device if split is None else host
     module: Any = load_weights(config, dtype, first, progress, keep=keep)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     if split is not None:

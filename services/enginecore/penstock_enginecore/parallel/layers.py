@@ -208,14 +208,15 @@ def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: boo
     first = collectives.rank * each
     layer.weight = _parameter(layer.weight[:, first : first + each])
     layer.in_features = each
-    bias, layer.bias = layer.bias, None
+    layer.register_parameter("whole_bias", layer.bias)  # it moves with the layer
+    layer.bias = None
 
     def take_own(module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - torch's signature
         return args[0][..., first : first + each]
 
     def add_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
         total = collectives.all_reduce(output.contiguous())
-        return total if bias is None else total + bias
+        return total if layer.whole_bias is None else total + layer.whole_bias
 
     if whole:
         layer.register_forward_pre_hook(take_own)

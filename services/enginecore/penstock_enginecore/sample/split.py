@@ -1,6 +1,5 @@
 """Sampling from logits of which every rank has some columns."""
 
-import numpy as np
 import torch
 
 from penstock_enginecore.parallel.vocabulary import SplitVocabulary
@@ -26,7 +25,7 @@ class SplitSampler:
         if not kinds.any_drawn and not inputs.rules:
             peaks, token_ids = self._vocabulary.likeliest(*self._own_peaks(logits))
             if bool(peaks.isfinite().all()):
-                return SampledTokens(token_ids.numpy(force=True).astype(np.int64), None)
+                return SampledTokens(token_ids.numpy(force=True), None)
         return self._inner.sample(self._vocabulary.whole(logits), inputs)
 
     def _own_peaks(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,15 +37,24 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         resolve_device("cuda", 2)
 
 
+def test_workers_have_the_gpus_that_the_configuration_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, count=4)
+    assert [str(resolve_device("auto", worker, (3, 1))) for worker in (0, 1)] == ["cuda:3", "cuda:1"]
+    assert str(resolve_device("cpu", 1, (3, 1))) == "cpu"
+    message = "executor.devices gives worker 1 device 4: torch finds 4 CUDA devices here, from 0 on"
+    with pytest.raises(ConfigError, match=message):
+        resolve_device("cuda", 1, (0, 4))
+
+
 def test_a_gpu_that_is_too_old_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     gpus(monkeypatch, count=1, capability=(7, 0))
     message = "Tesla V100 has compute capability 7.0, and 8.0 is needed"
     with pytest.raises(ConfigError, match=message):
-        resolve_device("cuda", 0, tmp_path)
+        resolve_device("cuda", 0, dev=tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert resolve_device("auto", 0, tmp_path) == torch.device("cpu")
+        assert resolve_device("auto", 0, dev=tmp_path) == torch.device("cpu")
     assert message in caplog.text
 
 
@@ -80,9 +89,9 @@ def test_it_is_said_why_there_is_none(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match=f"torch finds no CUDA device here: {why}"):
-        resolve_device("cuda", 0, driver)
+        resolve_device("cuda", 0, dev=driver)
     with caplog.at_level(logging.WARNING):
-        assert resolve_device("auto", 0, driver) == torch.device("cpu")
+        assert resolve_device("auto", 0, dev=driver) == torch.device("cpu")
     assert "computing on the CPU, although there is a GPU" in caplog.text
 
 
@@ -91,5 +100,5 @@ def test_a_machine_without_a_gpu_is_no_reason_to_warn(
 ) -> None:
     gpus(monkeypatch, count=0)
     with caplog.at_level(logging.WARNING):
-        assert resolve_device("auto", 0, tmp_path) == torch.device("cpu")
+        assert resolve_device("auto", 0, dev=tmp_path) == torch.device("cpu")
     assert caplog.text == ""

@@ -45,18 +45,19 @@ def test_nodes_and_their_cores_are_read(sys: Path) -> None:
 
 def test_a_system_that_tells_nothing_has_no_nodes(tmp_path: Path) -> None:
     assert read_nodes(tmp_path) == {}
-    assert nodes_near(CPU, 2, tmp_path) == [None, None]
+    assert nodes_near(CPU, 2, sys=tmp_path) == [None, None]
 
 
 @pytest.mark.usefixtures("gpus")
 def test_a_worker_is_near_its_gpu(sys: Path) -> None:
-    assert nodes_near(CUDA, 4, sys) == [1, 0, None, None]
+    assert nodes_near(CUDA, 4, sys=sys) == [1, 0, None, None]
+    assert nodes_near(CUDA, 2, (1, 0), sys) == [0, 1]
 
 
 def test_workers_on_cores_are_dealt_over_the_nodes(sys: Path) -> None:
-    assert nodes_near(CPU, 4, sys) == [0, 0, 1, 1]
-    assert nodes_near(CPU, 2, sys) == [0, 1]
-    assert nodes_near(CPU, 1, sys) == [None], "one alone may use all of them"
+    assert nodes_near(CPU, 4, sys=sys) == [0, 0, 1, 1]
+    assert nodes_near(CPU, 2, sys=sys) == [0, 1]
+    assert nodes_near(CPU, 1, sys=sys) == [None], "one alone may use all of them"
 
 
 def test_a_worker_runs_on_the_cores_of_its_node() -> None:

@@ -153,11 +153,11 @@ class InputBatch:
         values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
         return PlainDraws.of(*values, self._seed[rows], index)
 
-    def plain(self, request_ids: Sequence[str]) -> list[int]:
+    def plain(self, request_ids: Sequence[str]) -> Sequence[int]:
         """Which of the requests, by index, have no rules, nor want log-probabilities."""
         others = self._rules.keys() | self._logprobs.keys()
         if not others:
-            return list(range(len(request_ids)))
+            return range(len(request_ids))
         return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
     def _settings_of(self, request_ids: Sequence[str]) -> "_Settings":
