@@ -15,15 +15,17 @@ from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.liveness import Liveness
+from penstock_common.rpc.reconnect import wait_at_most
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.certificates import Certificates
 from penstock_coordinator.cluster import Clock, Cluster
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.kubernetes.link import KubernetesLink
-from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector
+from penstock_coordinator.metrics import CoordinatorMetrics, PoolCollector, ViewMetrics
 from penstock_coordinator.rpc import external_scaler
 from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, allowed
+from penstock_coordinator.rpc.view_encoder import ProtoEncoder
 from penstock_coordinator.scaling.signals import ScalingSignals
 
 STREAMS_TIMEOUT = 2.0
@@ -46,11 +48,12 @@ class Coordinator:
         self._tracer = make_tracer(config.tracing, service="coordinator", instance=os.uname().nodename)
         self._calls = CallTelemetry(self.registry, self._tracer)
         self._metrics = CoordinatorMetrics(self.registry)
+        self._view_metrics = ViewMetrics(self.registry)
 
     async def start(self) -> int:
         """Serve. Returns the port. Raises ConfigError when a port is taken."""
         count_tasks(self.registry, asyncio.get_running_loop())
-        self._cluster = Cluster(self._config, self._clock)
+        self._cluster = Cluster(self._config, self._clock, ProtoEncoder())
         self._metrics_server = MetricsServer(self._config.metrics, self.registry, self._certificates)
         self._signals = ScalingSignals(self._config.scaling)
         self.registry.register(PoolCollector(self._signals, self._config.scaling))
@@ -65,7 +68,7 @@ class Coordinator:
             certificates=self._certificates,
         )
         self._kubernetes = KubernetesLink(self._config.kubernetes, self.registry, self._clock)
-        self._servicer = CoordinatorServicer(self._cluster, self._kubernetes.replicas)
+        self._servicer = CoordinatorServicer(self._cluster, self._kubernetes.replicas, self._view_metrics)
         self._servicer.add_to_server(self._rpc.server)
         self._scaler = ExternalScalerServicer(self._signals, self._config.scaling, self._clock)
         self._scaler.add_to_server(self._rpc.server)
@@ -102,14 +105,15 @@ class Coordinator:
         get_logger().info("coordinator has stopped")
 
     async def _tick(self) -> None:
-        interval = min(self._config.view_interval, self._config.lease_seconds / 10)
         while True:
             self._cluster.tick()
             view, frontends = self._cluster.view(), self._cluster.frontends
             self._metrics.update(view, frontends)
             if self._cluster.known:
                 self._signals.take(view, frontends.num_held_requests, self._clock())
-            await asyncio.sleep(interval)
+            await wait_at_most(self._cluster.look, self._cluster.sleep)
+            if self._cluster.look.is_set():
+                await asyncio.sleep(self._cluster.sleep)
 
 
 async def serve(config_file: ConfigFile[CoordinatorConfig]) -> None:

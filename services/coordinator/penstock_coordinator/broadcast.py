@@ -14,6 +14,11 @@ class Broadcast(Generic[T]):
         self._value: T | None = None
         self._changed = asyncio.Event()
 
+    @property
+    def newest(self) -> T | None:
+        """The newest value; None before the first."""
+        return self._value
+
     def publish(self, value: T) -> None:
         """Replace the value and wake the readers."""
         self._value = value

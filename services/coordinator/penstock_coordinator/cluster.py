@@ -1,6 +1,8 @@
-"""The coordinator's state in one place: members, frontends, and the view that frontends are sent."""
+"""The coordinator's state in one place: members, frontends, and the views that frontends are sent."""
 
+import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock_common.errors import AlreadyExists, Unavailable
@@ -9,25 +11,33 @@ from penstock_common.types.cluster import ClusterView
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.frontends import Frontends
-from penstock_coordinator.load import engine_status
-from penstock_coordinator.membership import Change, Effect, IdTaken, Membership, SessionEnded
-from penstock_coordinator.view import ViewLimiter
+from penstock_coordinator.load import Statuses
+from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded
+from penstock_coordinator.pace import Pace
+from penstock_coordinator.view_channel import Encoder, Subscription, ViewReader
+from penstock_coordinator.views import Views
 
 Clock = Callable[[], float]
+PoolKey = tuple[str, str]
+"""Model and pool."""
 
 
 class Cluster:
     """Gives the state machines the time and carries out their effects. Belongs to one event loop."""
 
-    def __init__(self, config: CoordinatorConfig, clock: Clock) -> None:
+    def __init__(self, config: CoordinatorConfig, clock: Clock, encoder: Encoder) -> None:
         now = clock()
         self.lease_seconds = config.lease_seconds
         self.frontends = Frontends()
         self.membership = Membership(lease_seconds=config.lease_seconds, now=now)
-        self.views: Broadcast[ClusterView] = Broadcast()
         self.now = clock
+        self.look = asyncio.Event()
+        """Set when ``tick`` is wanted sooner than ``sleep`` said."""
         self._known_at = now + config.first_view_after
-        self._limiter = ViewLimiter(interval=config.view_interval, first_at=self._known_at)
+        self._pace = Pace(config.view_interval, config.max_reports_per_second)
+        self._views = Views(self._pace, encoder, first_at=self._known_at)
+        self._statuses = Statuses()
+        self._report_intervals: dict[PoolKey, Broadcast[float]] = {}
         self._sessions = itertools.count(1)
 
     @property
@@ -35,13 +45,35 @@ class Cluster:
         """Whether engines and frontends that knew a coordinator before this one have had the time to come back."""
         return self.now() >= self._known_at
 
+    @property
+    def sleep(self) -> float:
+        """Seconds until the next ``tick``."""
+        regular = min(self._views.interval, self.lease_seconds / 10)
+        waits = self._views.waits(self.now())
+        return regular if waits is None else min(waits, regular)
+
     def new_session(self) -> int:
         """A number that no other stream has."""
         return next(self._sessions)
 
     def view(self) -> ClusterView:
         """The cluster now."""
-        return ClusterView(engines=tuple(engine_status(member) for member in self.membership.members))
+        return ClusterView(engines=self._statuses.of(self.membership.members))
+
+    def subscribe(self, subscription: Subscription, *, deltas: bool) -> ViewReader:
+        """The views of a frontend's stream, until ``unsubscribe``. ``deltas``: whether the frontend understands them."""
+        return self._views.subscribe(subscription, self.view(), self.now(), deltas=deltas)
+
+    def unsubscribe(self, reader: ViewReader) -> None:
+        """A frontend's stream is over."""
+        self._views.unsubscribe(reader)
+
+    def report_interval(self, pool: PoolKey) -> Broadcast[float]:
+        """How often engines of a pool shall report, in seconds, whenever that changes; 0: as they like."""
+        if pool not in self._report_intervals:
+            self._report_intervals[pool] = Broadcast()
+            self._report_intervals[pool].publish(0.0)
+        return self._report_intervals[pool]
 
     def apply(self, effects: Sequence[Effect]) -> None:
         """Log the changes and publish a view. Raises Unavailable or AlreadyExists when the session that caused them must end."""
@@ -54,14 +86,29 @@ class Cluster:
             log = get_logger().warning if effect.change is Change.EXPIRED else get_logger().info
             log(f"engine {effect.change.value}", engine=effect.engine_id, index=effect.index)
         if effects:
-            self._publish()
+            now = self.now()
+            self._views.members_changed(now)
+            self._views.offer(self.view, now)
+            if self._views.waits(now) is not None:
+                self.look.set()
+        if any(isinstance(effect, MemberChanged) and effect.change in _OF_SIZE for effect in effects):
+            self._tell_report_intervals()
 
     def tick(self) -> None:
-        """Let leases expire, and publish counts that have changed since the last view."""
+        """Let leases expire, and publish what is due."""
+        self.look.clear()
         self.apply(self.membership.tick(self.now()))
-        self._publish()
+        self._views.offer(self.view, self.now())
 
-    def _publish(self) -> None:
-        view = self.view()
-        if self._limiter.offer(view, self.now()):
-            self.views.publish(view)
+    def _tell_report_intervals(self) -> None:
+        sizes = Counter(self.membership.pools())
+        for pool in self._report_intervals.keys() - sizes.keys():
+            del self._report_intervals[pool]
+        for pool, size in sizes.items():
+            told, interval = self.report_interval(pool), self._pace.of_reports(size)
+            if told.newest != interval:
+                told.publish(interval)
+
+
+_OF_SIZE = (Change.JOINED, Change.REPLACED, Change.RECONNECTED, Change.LEFT, Change.EXPIRED)
+"""Changes behind which a pool may have another size."""

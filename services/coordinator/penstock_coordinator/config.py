@@ -126,9 +126,19 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Meta(
             ge=0.01,
             le=60,
-            description="Seconds between two views of the engines that frontends are sent, where nothing but counts has changed.",
+            description="Seconds between two views of the engines that frontends are sent, where nothing but counts has changed; "
+            "more where max_reports_per_second makes engines report less often.",
         ),
     ] = 0.1
+    max_reports_per_second: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="Load reports per second that all engines of a pool may send; in larger pools each reports less often, "
+            "and views of them come less often.",
+        ),
+    ] = 2000.0
     # Engines that served under the coordinator's predecessor may still be on their way back: a view without them would end
     # their requests.
     restart_grace: (

@@ -1,7 +1,37 @@
 """What the frontends are sent of each engine: its state and its load."""
 
-from penstock_common.types.cluster import EngineState, EngineStatus
+from collections.abc import Sequence
+
+from penstock_common.types.cluster import EngineRegistration, EngineState, EngineStatus
+from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.membership import Member
+
+
+class Statuses:
+    """The entries of all engines, each made anew only when what it is made of has changed: the same engine in two views is the
+    same object in both, unless there is something to tell.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[EngineRegistration, SchedulerStats, bool, EngineStatus]] = {}
+
+    def of(self, members: Sequence[Member]) -> tuple[EngineStatus, ...]:
+        """The entries of these, which are all that there are."""
+        known = self._known
+        self._known = {}
+        for member in members:
+            engine_id = member.registration.engine_id
+            entry = known.get(engine_id)
+            if (
+                entry is None
+                or entry[0] is not member.registration
+                or entry[1] is not member.stats
+                or entry[2] is not member.draining
+                or entry[3].index != member.index
+            ):
+                entry = (member.registration, member.stats, member.draining, engine_status(member))
+            self._known[engine_id] = entry
+        return tuple(entry[3] for entry in self._known.values())
 
 
 def engine_status(member: Member) -> EngineStatus:

@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+from collections.abc import Iterator
 
 import msgspec
 
@@ -19,6 +20,8 @@ class Change(enum.Enum):
     REPLACED = "restarted under a new incarnation"
     RECONNECTED = "reconnected"
     DRAINING = "draining"
+    WEDGED = "wedged"
+    UNWEDGED = "wedged no more"
     LEFT = "left"
     EXPIRED = "lost: its lease expired"
 
@@ -94,6 +97,10 @@ class Membership:
         """All members by index."""
         return sorted(self._members.values(), key=lambda member: member.index)
 
+    def pools(self) -> Iterator[tuple[str, str]]:
+        """Model and pool of each member."""
+        return ((member.registration.model, member.registration.pool) for member in self._members.values())
+
     def index_of(self, engine_id: str) -> int:
         """The index of a member."""
         return self._members[engine_id].index
@@ -133,9 +140,12 @@ class Membership:
         if member is None:
             return [_not_a_member()]
         member.expires_at = now + self.lease_seconds
-        if stats is not None and stats.step_counter >= member.stats.step_counter:
-            member.stats = stats
-        return []
+        if stats is None or stats.step_counter < member.stats.step_counter:
+            return []
+        wedged, member.stats = member.stats.wedged, stats
+        if stats.wedged == wedged:
+            return []
+        return [self._changed(member, Change.WEDGED if stats.wedged else Change.UNWEDGED)]
 
     def drain(self, session: int, now: float) -> list[Effect]:
         """Renew an engine's lease and note that it takes no new requests."""
@@ -160,7 +170,8 @@ class Membership:
         if stalled:
             for member in self._members.values():
                 member.expires_at = now + self.lease_seconds
-        expired = [member for member in self.members if member.expires_at <= now]
+        expired = [member for member in self._members.values() if member.expires_at <= now]
+        expired.sort(key=lambda member: member.index)
         return [self._remove(member, Change.EXPIRED) for member in expired]
 
     def _join(self, session: int, registration: EngineRegistration, now: float) -> MemberChanged:

@@ -1,17 +1,20 @@
 """What the coordinator counts for Prometheus."""
 
-from collections import Counter
+import collections
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from penstock_common.observability.histogram import Histogram
 from penstock_common.types.cluster import ClusterView, EngineState
 from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.frontends import Frontends
 from penstock_coordinator.scaling.signals import ScalingSignals
 from penstock_coordinator.scaling.wanted import Targets, load_with_held, wanted_replicas
+
+_LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 
 
 class CoordinatorMetrics:
@@ -26,11 +29,31 @@ class CoordinatorMetrics:
 
     def update(self, view: ClusterView, frontends: Frontends) -> None:
         """Take the values of now."""
-        by_state = Counter(engine.state for engine in view.engines)
+        by_state = collections.Counter(engine.state for engine in view.engines)
         for state in EngineState:
             self._engines.labels(state.name.lower()).set(by_state[state])
         self._frontends.set(len(frontends))
         self._held.set(frontends.num_held_requests)
+
+
+class ViewMetrics:
+    """What views cost and how late they are."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        sent = Counter("penstock:view_bytes", "Bytes of views sent to frontends.", ["kind"], registry=registry)
+        self._bytes = {whole: sent.labels("full" if whole else "delta") for whole in (True, False)}
+        self._lag = Histogram(
+            "penstock:view_lag_seconds",
+            "From when a view was due to when gRPC had taken it for a frontend.",
+            [],
+            bounds=_LAGS,
+            registry=registry,
+        ).labels()
+
+    def sent(self, num_bytes: int, *, whole: bool, lag: float) -> None:
+        """A frontend was sent a view, ``lag`` seconds after it was due."""
+        self._bytes[whole].inc(num_bytes)
+        self._lag.observe(lag)
 
 
 class PoolCollector(Collector):

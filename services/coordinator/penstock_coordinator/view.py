@@ -1,42 +1,61 @@
 """When the frontends are sent a view."""
 
-import msgspec
+from penstock_coordinator.pace import Pace
 
-from penstock_common.types.cluster import ClusterView
+_NEARLY = 0.9
+"""Part of an interval that counts as all of it, for who looks once per interval and is early by a hair."""
 
 
 class ViewLimiter:
-    """Decides which views are sent: one at once when members or their states change, one every ``interval`` seconds at most
-    when only counts change, and none before ``first_at``.
+    """Decides when a view is due: soon when members or their states have changed, after the interval of views when only loads
+    can have changed, and never before ``first_at``.
 
     The last rule makes a restart of the coordinator safe. The coordinator keeps nothing on disk and learns of the engines as they
     register again; a view with half of them would tell the frontends that the others are gone. Until then the frontends keep
     the view they have.
     """
 
-    def __init__(self, *, interval: float, first_at: float) -> None:
-        """``interval`` in seconds; ``first_at``: a time of the clock whose ``now`` is passed to ``offer``, in seconds."""
-        self._interval = interval
+    def __init__(self, pace: Pace, *, first_at: float) -> None:
+        """``first_at``: a time of the clock whose ``now`` is passed in, in seconds."""
+        self._pace = pace
         self._first_at = first_at
-        self._sent: ClusterView | None = None
-        self._sent_at = first_at
+        self._sent_at: float | None = None
+        self._changed_at: float | None = None
+        self._num_engines = 0
 
-    def offer(self, view: ClusterView, now: float) -> bool:
-        """Whether ``view`` has to be sent now, in which case it counts as sent. A view that is not sent may be offered again."""
-        if now < self._first_at or view == self._sent:
+    @property
+    def interval(self) -> float:
+        """Seconds after which to look again."""
+        return self._pace.of_views(self._num_engines)
+
+    def members_changed(self, now: float) -> None:
+        """What is not in the last view is more than loads."""
+        if self._changed_at is None:
+            self._changed_at = now
+
+    def due(self, now: float) -> bool:
+        """Whether to send what has changed."""
+        if now < self._first_at:
             return False
-        due = now - self._sent_at >= self._interval
-        if self._sent is not None and not due and _without_counts(view) == _without_counts(self._sent):
-            return False
-        self._sent, self._sent_at = view, now
-        return True
+        if self._sent_at is None:
+            return True
+        passed = now - self._sent_at
+        if self._changed_at is not None and passed >= self._pace.of_changes(self._num_engines):
+            return True
+        return passed >= self.interval * _NEARLY
 
+    def waits(self, now: float) -> float | None:
+        """Seconds until a change of the members is due that is not yet; None: there is none."""
+        if self._changed_at is None or now < self._first_at or self._sent_at is None:
+            return None
+        return max(self._sent_at + self._pace.of_changes(self._num_engines) - now, 0.0)
 
-def _without_counts(view: ClusterView) -> ClusterView:
-    engines = tuple(
-        msgspec.structs.replace(
-            engine, num_waiting_reqs=0, num_running_reqs=0, kv_cache_usage=0.0, seconds_since_last_step=0.0
-        )
-        for engine in view.engines
-    )
-    return msgspec.structs.replace(view, engines=engines)
+    def sent(self, now: float, num_engines: int) -> float:
+        """A view of so many engines was sent. Returns the time since which it was due."""
+        since = now if self._changed_at is None else max(self._changed_at, self._first_at)
+        self._sent_at, self._changed_at, self._num_engines = now, None, num_engines
+        return since
+
+    def only_loads(self) -> None:
+        """What changed turned out to be in another view: nothing in this one has changed but loads."""
+        self._changed_at = None

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -82,7 +82,13 @@ class Frontend:
     """The frontend's side of its client: remembers all views and lets tests wait for one."""
 
     def __init__(
-        self, address: str, frontend_id: str = "frontend-0", *, credentials: ClientCredentials = NO_TLS
+        self,
+        address: str,
+        frontend_id: str = "frontend-0",
+        *,
+        credentials: ClientCredentials = NO_TLS,
+        model: str = "",
+        pools: Sequence[str] = (),
     ) -> None:
         self.views: list[ClusterView] = []
         self._changed = asyncio.Event()
@@ -91,6 +97,8 @@ class Frontend:
             frontend_id=frontend_id,
             incarnation="1",
             on_view=self._take,
+            model=model,
+            pools=pools,
             reconnect_max=0.1,
             credentials=credentials,
         )

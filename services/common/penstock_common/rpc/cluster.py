@@ -5,6 +5,7 @@ import msgspec
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineState, EngineStatus
+from penstock_common.types.view_delta import EngineLoads, ViewDelta
 
 _STATES = {state.value: state for state in EngineState}
 
@@ -26,6 +27,32 @@ def view_to_proto(view: ClusterView) -> messages_pb2.ClusterView:
         group_epoch=view.group_epoch,
         current_wave=view.current_wave,
         engines_running=view.engines_running,
+    )
+
+
+def delta_to_proto(delta: ViewDelta, *, base_version: int) -> messages_pb2.ViewDelta:
+    """The message for what has changed since the view of ``base_version``."""
+    return messages_pb2.ViewDelta(
+        base_version=base_version,
+        removed=delta.removed,
+        changed=[engine_to_proto(engine) for engine in delta.changed],
+        loads=messages_pb2.EngineLoads(**msgspec.structs.asdict(delta.loads)) if delta.loads.indices else None,
+    )
+
+
+def delta_from_proto(message: messages_pb2.ViewDelta) -> ViewDelta:
+    """What has changed since the view of ``message.base_version``."""
+    loads = message.loads
+    return ViewDelta(
+        removed=message.removed,
+        changed=[engine_from_proto(engine) for engine in message.changed],
+        loads=EngineLoads(
+            indices=loads.indices,
+            num_waiting_reqs=loads.num_waiting_reqs,
+            num_running_reqs=loads.num_running_reqs,
+            kv_cache_usage=loads.kv_cache_usage,
+            seconds_since_last_step=loads.seconds_since_last_step,
+        ),
     )
 
 

@@ -10,13 +10,18 @@ from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
 from penstock_common.types.outputs import SchedulerStats
+from penstock_coordinator.view_channel import Subscription
 
 MAX_NAME_LENGTH = 256
 """Of ids, incarnations, addresses, pools and names of models, in characters."""
+MAX_POOLS = 64
+"""Of a frontend's subscription."""
 GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
 """Fields of a register that only engines of a data-parallel group set; such groups are not served yet."""
 WAVE_FIELDS = ("wave_complete", "start_wave")
 """Fields of a report about the waves of a data-parallel group; not served yet."""
+PLAIN_FIELDS = frozenset({"engine_index", "timestamp", "scheduler_stats"})
+"""Fields of a report of loads, of which there are thousands a second."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
 """Fields that engines send to frontends, never to the coordinator."""
 
@@ -47,15 +52,17 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
 def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
     """The statistics of a report, None when it only renews the lease. Raises InvalidArgument or Unimplemented."""
     present = {field.name for field, _ in outputs.ListFields()}
-    for name in REQUEST_FIELDS:
+    for name in () if present <= PLAIN_FIELDS else REQUEST_FIELDS:
         if name in present:
             raise InvalidArgument(
                 f"outputs.{name} is for frontends; the coordinator takes scheduler_stats", field=f"outputs.{name}"
             )
-    refuse_set(outputs, WAVE_FIELDS, path="outputs")
-    if not outputs.HasField("scheduler_stats"):
+    if not present <= PLAIN_FIELDS:
+        refuse_set(outputs, WAVE_FIELDS, path="outputs")
+    if "scheduler_stats" not in present:
         return None
-    refuse_set(outputs.scheduler_stats, ("current_wave",), path="outputs.scheduler_stats")
+    if outputs.scheduler_stats.current_wave:
+        refuse_set(outputs.scheduler_stats, ("current_wave",), path="outputs.scheduler_stats")
     return stats_codec.from_proto(outputs.scheduler_stats, path="outputs.scheduler_stats")
 
 
@@ -85,6 +92,21 @@ def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
     for name in ("frontend_id", "incarnation"):
         _check_name(f"hello.{name}", getattr(report.hello, name))
     return report.hello
+
+
+def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
+    """Which engines a frontend is told of, and whether it understands deltas. Raises InvalidArgument."""
+    views = hello.views
+    if len(views.pools) > MAX_POOLS:
+        raise InvalidArgument(
+            f"hello.views.pools has {len(views.pools)} names; it must have at most {MAX_POOLS}",
+            field="hello.views.pools",
+        )
+    if views.model:
+        _check_name("hello.views.model", views.model)
+    for pool in views.pools:
+        _check_name("hello.views.pools", pool)
+    return Subscription(model=views.model, pools=frozenset(views.pools)), views.deltas
 
 
 def held_requests(report: pb.FrontendReport) -> int:

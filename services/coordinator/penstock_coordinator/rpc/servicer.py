@@ -13,10 +13,13 @@ from penstock_common.config.sections import PeersConfig
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
-from penstock_common.types.cluster import ClusterView
+from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.cluster import Cluster
 from penstock_coordinator.kubernetes.replicas import Replicas
+from penstock_coordinator.metrics import ViewMetrics
 from penstock_coordinator.rpc import convert
+from penstock_coordinator.rpc.view_encoder import PreEncoded
+from penstock_coordinator.view_channel import EncodedView, ViewReader
 
 Context = grpc.aio.ServicerContext[object, object]
 T = TypeVar("T")
@@ -27,14 +30,16 @@ SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     """Turns messages into events; the state is the cluster's. From ``stop`` on, streams end with UNAVAILABLE."""
 
-    def __init__(self, cluster: Cluster, replicas: Replicas) -> None:
+    def __init__(self, cluster: Cluster, replicas: Replicas, metrics: ViewMetrics) -> None:
         self._cluster = cluster
         self._replicas = replicas
+        self._metrics = metrics
         self._stopping = asyncio.Event()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Serve this on ``server``."""
-        service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
+        adding: Any = PreEncoded(server, ["FrontendSession"])
+        service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, adding)
 
     def stop(self) -> None:
         """End the streams, and those still to come."""
@@ -53,25 +58,41 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         yield pb.EngineCommand(
             registered=pb.Registered(engine_index=index, lease_seconds=self._cluster.lease_seconds, group_epoch=0)
         )
-        await self._unless_stopped(self._read_until_left(session, reports))
+        intervals = self._cluster.report_interval((registration.model, registration.pool))
+        reader = asyncio.create_task(self._read_until_left(session, reports))
+        try:
+            async with contextlib.aclosing(self._intervals_until_over(intervals, reader)) as told:
+                async for seconds in told:
+                    yield pb.EngineCommand(report_interval=pb.ReportInterval(seconds=seconds))
+        finally:
+            await _cancel(reader)
 
-    async def FrontendSession(
+    async def FrontendSession(  # type: ignore[override]  # views are encoded once for all streams
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
-    ) -> AsyncIterator[pb.ClusterView]:
-        """Take a hello, then send the view whenever there is a new one, until the stream ends."""
+    ) -> AsyncIterator[bytes]:
+        """Take a hello, then send the view whenever there is a new one, until the stream ends. Yields ``ClusterView`` messages as
+        they go over the wire.
+        """
         reports = aiter(request_iterator)
         hello = convert.hello(await self._unless_stopped(anext(reports, None)))
+        subscription, deltas = convert.subscription(hello)
         session = self._cluster.new_session()
         self._cluster.frontends.connect(session, hello.frontend_id)
         get_logger().info("frontend connected", frontend=hello.frontend_id)
-        reader = asyncio.create_task(self._read_demand(session, hello.frontend_id, reports))
-        stopped = asyncio.create_task(self._stopped())
+        reader = self._cluster.subscribe(subscription, deltas=deltas)
+        tasks = (
+            asyncio.create_task(self._read_demand(session, hello.frontend_id, reports)),
+            asyncio.create_task(self._stopped()),
+        )
         try:
-            async with contextlib.aclosing(self._views_until_failed(reader, stopped)) as views:
+            async with contextlib.aclosing(self._views_until_failed(reader, *tasks)) as views:
                 async for view in views:
-                    yield view_to_proto(view)
+                    yield view.data
+                    lag = self._cluster.now() - view.since
+                    self._metrics.sent(len(view.data), whole=view.whole, lag=lag)
         finally:
-            await _cancel(reader, stopped)
+            await _cancel(*tasks)
+            self._cluster.unsubscribe(reader)
             self._cluster.frontends.disconnect(session, hello.frontend_id)
             get_logger().info("frontend gone", frontend=hello.frontend_id)
 
@@ -114,22 +135,41 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         async for report in reports:
             self._cluster.frontends.demand(session, frontend_id, convert.held_requests(report))
 
-    async def _views_until_failed(self, *tasks: asyncio.Task[None]) -> AsyncGenerator[ClusterView, None]:
+    async def _views_until_failed(
+        self, reader: ViewReader, *tasks: asyncio.Task[None]
+    ) -> AsyncGenerator[EncodedView, None]:
         """Every new view. Raises what one of the tasks fails with; a task may end without an error."""
-        version = 0
         running = set(tasks)
+        for task in tasks:
+            task.add_done_callback(lambda _: reader.wake())
         while True:
-            newer = asyncio.create_task(self._cluster.views.newer_than(version))
+            await reader.woken()
+            for task in [task for task in running if task.done()]:
+                task.result()
+                running.remove(task)
+            for view in reader.take():
+                yield view
+
+    async def _intervals_until_over(
+        self, intervals: Broadcast[float], reader: asyncio.Task[None]
+    ) -> AsyncGenerator[float, None]:
+        """How often to report, where that is not as the engine likes and whenever it changes, until the reader is done. Raises
+        what it fails with, and Unavailable when the coordinator stops.
+        """
+        version, told = 0, 0.0
+        while True:
+            newer = asyncio.ensure_future(intervals.newer_than(version))
             try:
-                await asyncio.wait({newer, *running}, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in running if task.done()]:
-                    task.result()
-                    running.remove(task)
-                if newer.done():
-                    version, view = newer.result()
-                    yield view
+                await self._unless_stopped(asyncio.wait({newer, reader}, return_when=asyncio.FIRST_COMPLETED))
+                if reader.done():
+                    reader.result()
+                    return
+                version, seconds = newer.result()
             finally:
                 newer.cancel()
+            if seconds != told:
+                told = seconds
+                yield seconds
 
     async def _stopped(self) -> NoReturn:
         """Raises Unavailable when the coordinator stops."""

@@ -36,8 +36,9 @@ class CoordinatorClient:
     while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) for each report,
     ``on_command`` for what the coordinator asks for, ``on_registered`` with the index that it gave the engine.
 
-    Reports go out every ``stats_interval`` when something changed, and at least three times per lease. An engine that knows its
-    lease also tries to reconnect as often, so that it is back before a restarted coordinator first tells of the cluster.
+    Reports go out every ``stats_interval`` when something changed, less often where the coordinator says so, and at least
+    three times per lease. An engine that knows its lease also tries to reconnect as often, so that it is back before a restarted
+    coordinator first tells of the cluster.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class CoordinatorClient:
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=config.reconnect_max)
         self._wake = asyncio.Event()
         self._drained_at: float | None = None
+        self._told_interval = 0.0
 
     @property
     def connected(self) -> bool:
@@ -89,6 +91,7 @@ class CoordinatorClient:
                 registered = await self._register(call)
             self._on_registered(registered.engine_index)
             heartbeat = registered.lease_seconds / REPORTS_PER_LEASE
+            self._told_interval = 0.0
             self._reconnector.limit_delay(heartbeat)
             self._reconnector.established()
             reader = asyncio.create_task(self._read(call))
@@ -126,7 +129,6 @@ class CoordinatorClient:
     ) -> None:
         """Report until the stream or the client is over. Raises what the stream ended with."""
         loop = asyncio.get_running_loop()
-        interval = min(self._config.stats_interval, heartbeat)
         sent: SchedulerStats | None = None
         sent_at = -math.inf
         told_draining: float | None = None
@@ -141,7 +143,7 @@ class CoordinatorClient:
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
                     await call.write(_outputs(stats, engine_index))
-                await wait_at_most(self._wake, interval)
+                await wait_at_most(self._wake, min(max(self._config.stats_interval, self._told_interval), heartbeat))
             if not reader.done():
                 await self._leave(call, reader)
         if reader.done():
@@ -158,6 +160,14 @@ class CoordinatorClient:
             sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
             if command.HasField("drain"):
                 self._on_command(DrainCommand(timeout=command.drain.timeout_seconds))
+            if command.HasField("report_interval"):
+                self._told_interval = _checked_interval(command.report_interval.seconds)
+
+
+def _checked_interval(seconds: float) -> float:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise Internal(f"report_interval.seconds is {seconds}; it must be finite and at least 0")
+    return seconds
 
 
 def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport:

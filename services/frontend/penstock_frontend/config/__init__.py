@@ -11,6 +11,7 @@ from penstock_frontend.config.frontend import (
 )
 from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import LimitsConfig
+from penstock_frontend.config.routing import RoutingConfig, RoutingPolicy
 
 __all__ = [
     "AuthConfig",
@@ -23,4 +24,6 @@ __all__ = [
     "LimitsConfig",
     "ModelConfig",
     "RetriesConfig",
+    "RoutingConfig",
+    "RoutingPolicy",
 ]

@@ -30,6 +30,7 @@ from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from penstock_frontend.config.auth import AuthConfig
 from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import LimitsConfig
+from penstock_frontend.config.routing import RoutingConfig
 
 Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
 
@@ -81,6 +82,18 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     address: Annotated[
         str, Meta(description="The coordinator's host:port; empty: the engines are those of the static list.")
     ] = ""
+    pools: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        Meta(max_length=64, description="Pools whose engines this frontend uses; empty: those of every pool."),
+    ] = ()
+    max_engines: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="Engines that this frontend connects to; of more it keeps to so many, each frontend to others.",
+        ),
+    ] = 1024
     reconnect_max: ReconnectMax = 2.0
     tls: ClientTlsConfig = ClientTlsConfig()
 
@@ -197,6 +210,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenize.")] = 2
     limits: Annotated[LimitsConfig, REREAD] = LimitsConfig()
     fairness: Annotated[FairnessConfig, REREAD] = FairnessConfig()
+    routing: RoutingConfig = RoutingConfig()
     retries: RetriesConfig = RetriesConfig()
     detection: DetectionConfig = DetectionConfig()
     engine_wait_timeout: Annotated[

@@ -1,7 +1,7 @@
 """The frontend's session with the coordinator: which engines there are; and what operators ask of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -9,12 +9,12 @@ from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock_common.errors import FailedPrecondition, PermissionDenied, RequestFailed, Unavailable
 from penstock_common.observability.tracing import current_call
-from penstock_common.rpc import cluster
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView
+from penstock_frontend.rpc.received_view import ReceivedView
 
 SCALE_TIMEOUT = 20.0
 """Seconds: the coordinator asks an API server twice, and may be at an earlier change of the number."""
@@ -38,12 +38,17 @@ class CoordinatorClient:
         frontend_id: str,
         incarnation: str,
         on_view: Callable[[ClusterView], None],
+        model: str = "",
+        pools: Sequence[str] = (),
         reconnect_max: float = 2.0,
         credentials: ClientCredentials = NO_TLS,
     ) -> None:
-        """``reconnect_max``: seconds between two attempts at most."""
+        """``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
+        between two attempts at most.
+        """
         self._address = address
-        self._hello = pb.FrontendHello(frontend_id=frontend_id, incarnation=incarnation)
+        views = pb.ViewSubscription(deltas=True, model=model, pools=pools)
+        self._hello = pb.FrontendHello(frontend_id=frontend_id, incarnation=incarnation, views=views)
         self._on_view = on_view
         self._credentials = credentials
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
@@ -114,11 +119,13 @@ class CoordinatorClient:
                 await asyncio.gather(demand, return_exceptions=True)  # it fails with the stream, as the reader has
 
     async def _read(self, call: Session) -> None:
+        received = ReceivedView()
         while isinstance(message := await call.read(), pb.ClusterView):
+            view = received.take(message)
             if not self.connected:
                 self._reconnector.established()
-            self._view = cluster.view_from_proto(message)
-            self._on_view(self._view)
+            self._view = view
+            self._on_view(view)
 
     async def _report_demand(self, call: Session) -> None:
         reported = 0

@@ -1,0 +1,95 @@
+"""Views of the cluster by what has changed in them."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import msgspec
+
+from penstock_common.types.cluster import EngineStatus
+
+
+class EngineLoads(msgspec.Struct, frozen=True):
+    """The load of engines, field by field. All have the same length."""
+
+    indices: Sequence[int] = ()
+    num_waiting_reqs: Sequence[int] = ()
+    num_running_reqs: Sequence[int] = ()
+    kv_cache_usage: Sequence[float] = ()
+    seconds_since_last_step: Sequence[float] = ()
+
+    @classmethod
+    def of(cls, engines: Sequence[EngineStatus]) -> Self:
+        """The loads of these."""
+        return cls(
+            indices=[engine.index for engine in engines],
+            num_waiting_reqs=[engine.num_waiting_reqs for engine in engines],
+            num_running_reqs=[engine.num_running_reqs for engine in engines],
+            kv_cache_usage=[engine.kv_cache_usage for engine in engines],
+            seconds_since_last_step=[engine.seconds_since_last_step for engine in engines],
+        )
+
+
+class ViewDelta(msgspec.Struct, frozen=True):
+    """What has changed in the engines of a view."""
+
+    removed: Sequence[int] = ()
+    """Indices of those that left; they go before others join."""
+    changed: Sequence[EngineStatus] = ()
+    """Those that joined, and those of which anything but the load has changed."""
+    loads: EngineLoads = EngineLoads()
+    """Of other engines."""
+
+    @property
+    def of_members(self) -> bool:
+        """Whether more than loads has changed."""
+        return bool(self.removed or self.changed)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has changed."""
+        return not (self.removed or self.changed or self.loads.indices)
+
+
+def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) -> ViewDelta:
+    """What has changed between the engines of two views. An engine that is the same object in both has not."""
+    left = {engine.index: engine for engine in before}
+    changed, loaded = [], []
+    for engine in after:
+        old = left.pop(engine.index, None)
+        if engine is old:
+            continue
+        if old is None or _REST(engine) != _REST(old):
+            changed.append(engine)
+        elif engine != old:
+            loaded.append(engine)
+    return ViewDelta(removed=sorted(left), changed=changed, loads=EngineLoads.of(loaded))
+
+
+def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[EngineStatus, ...]:
+    """The engines after the change, by index. Raises ValueError where the change is not one of these engines."""
+    by_index = {engine.index: engine for engine in engines}
+    for index in delta.removed:
+        if by_index.pop(index, None) is None:
+            raise ValueError(f"removed has {index}, which is the index of no engine")
+    by_index.update((engine.index, engine) for engine in delta.changed)
+    fields = EngineLoads.__struct_fields__
+    columns = [getattr(delta.loads, name) for name in fields]
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(f"{name} {len(column)}" for name, column in zip(fields, columns, strict=True))
+        raise ValueError(f"the fields of loads differ in length: {lengths}")
+    for index, waiting, running, usage, seconds in zip(*columns, strict=True):
+        if (engine := by_index.get(index)) is None:
+            raise ValueError(f"loads.indices has {index}, which is the index of no engine")
+        by_index[index] = msgspec.structs.replace(
+            engine,
+            num_waiting_reqs=waiting,
+            num_running_reqs=running,
+            kv_cache_usage=usage,
+            seconds_since_last_step=seconds,
+        )
+    return tuple(engine for _, engine in sorted(by_index.items()))
+
+
+_LOAD = frozenset(EngineLoads.__struct_fields__)
+_REST = operator.attrgetter(*(name for name in EngineStatus.__struct_fields__ if name not in _LOAD))

@@ -1,0 +1,1 @@
+"""The coordinator with a thousand engines and a hundred frontends."""

@@ -1,0 +1,45 @@
+"""What it costs a frontend to pick one of many engines, from the list of its connections to the router's answer."""
+
+import statistics
+import time
+
+from penstock_common.security.certificates import Certificates
+from penstock_common.types.cluster import EngineState
+from penstock_frontend.config import FrontendConfig, ModelConfig
+from penstock_frontend.engine.pool import EnginePool
+from penstock_frontend.engine.router import Router
+
+ROUNDS = 200
+
+
+class Connected:
+    """What the pool's candidates read of a connection."""
+
+    ready = None
+
+    def __init__(self, number: int) -> None:
+        self.address = f"10.0.{number // 256}.{number % 256}:50052"
+        self.rank = number
+        self.state = EngineState.SERVING
+        self.draining = False
+        self.session = object()
+
+
+def seconds_per_pick(engines: int) -> float:
+    """The median time of a pick among so many engines, all of which take requests."""
+    config = FrontendConfig(model=ModelConfig(path="model"), engines=("engine:50052",))
+    pool = EnginePool(config, incarnation="1", certificates=Certificates())
+    connections = [Connected(number) for number in range(engines)]
+    pool._connections = {connection.address: connection for connection in connections}  # type: ignore[misc]
+    router = Router()
+    for connection in connections:
+        router.report(
+            connection.address, waiting=connection.rank % 7, running=connection.rank % 100, kv_cache_usage=0.6
+        )
+    times = []
+    for number in range(ROUNDS):
+        began = time.perf_counter()
+        key = router.pick(pool.candidates())
+        times.append(time.perf_counter() - began)
+        router.sent(key, str(number))
+    return statistics.median(times)
