@@ -217,9 +217,18 @@ ring: setup ## A million messages over the ring between processes; then what a s
 parallel-matrix: setup ## Every family over 2 to 4 workers, by tensor and pipeline: its tokens, or why it is refused (15 minutes)
 	@$(BIN)/python -m tests.parallel_matrix
 
+.PHONY: bench-routing
+bench-routing: setup ## Cached prompts, evenness and time of the router's choices, by policy, over simulated and real engines
+	@$(BIN)/python -m tests.benchmarks.routing $(ARGS)
+	@$(BIN)/python -m tests.benchmarks.routing_engines
+
 .PHONY: bench-gpu
 bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
 	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
+
+.PHONY: bench-coordinator
+bench-coordinator: setup ## The coordinator with 1000 engines and 100 frontends, simulated and as real streams (3 minutes)
+	@$(BIN)/python -m tests.benchmarks.coordinator $(ARGS)
 
 .PHONY: kernels-report
 kernels-report: setup ## Compile every tuned kernel for an H200, and print what it uses; needs no GPU

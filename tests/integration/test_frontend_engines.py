@@ -542,6 +542,31 @@ async def test_an_engine_that_leaves_the_view_keeps_its_streams_until_it_breaks(
     await until_states(frontend, both)
 
 
+async def test_an_engine_past_max_engines_gets_nothing_new_and_is_given_up_when_it_is_idle(
+    engines: tuple[FakeEngine, FakeEngine], model: Path
+) -> None:
+    a, b = engines
+    few = CoordinatorClientConfig(max_engines=1)
+    async with FrontendServer(model, engines=[a.address, b.address], coordinator=few) as frontend:
+        await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
+        readers = await two_requests(frontend, engines)
+        client = frontend.frontend._engines
+        client.follow_view(view(a, b))
+        calls = [frontend.generate(max_tokens=1) for _ in range(4)]
+        while len(a.running) + len(b.running) < 6:
+            await asyncio.sleep(0)
+        kept, spare = (a, b) if len(a.running) == 5 else (b, a)
+        assert len(spare.running) == 1
+        kept.step()
+        spare.step()
+        assert all(await asyncio.gather(*readers, *map(collect, calls)))
+        client.follow_view(view(a, b))
+        await spare.until(lambda e: not e.sessions)
+        assert kept.sessions
+        client.follow_view(view(a, b, **{kept.ready.engine_id: EngineState.DRAINING}))
+        await spare.until(lambda e: e.sessions)
+
+
 async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lost(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

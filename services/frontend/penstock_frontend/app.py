@@ -213,6 +213,8 @@ class Frontend:
             frontend_id=self._config.name,
             incarnation=incarnation,
             on_view=self._engines.follow_view,
+            model=self._config.model.name,
+            pools=self._config.coordinator.pools,
             reconnect_max=self._config.coordinator.reconnect_max,
             credentials=ClientCredentials(
                 self._config.coordinator.tls, field="coordinator.tls", certificates=self._certificates

@@ -52,3 +52,11 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Whether the prompt has ended the reasoning (True) or begun it (False); None: the engine looks at its last tokens."""
     reasoning_parser_kwargs: ReasoningTokens | None = None
     """Set where a constraint holds only behind the reasoning."""
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Whether the whole prompt is computed, whatever is cached of it: every prompt token's hidden state is wanted then, and
+        cached blocks do not hold them.
+        """
+        params = self.sampling_params
+        return params.skip_reading_prefix_cache or params.prompt_logprobs is not None or self.pooling_params is not None

@@ -22,6 +22,7 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 MAX_DRAIN_TIMEOUT = 86_400.0
+MAX_CACHE_PARTS = 4096
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 _TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
 """Of workers; for metrics alone."""
@@ -225,6 +226,20 @@ class EngineControl:
         if preempt_running:
             self._engine.scheduler.preempt_all()
         return self._engine.scheduler.reset_prefix_cache()
+
+    @utility
+    def cached_blocks(self, part: int = 0, num_parts: int = 1) -> bytes:
+        """Digests of the blocks in the prefix cache, one behind the other: those of one of ``num_parts`` parts, from 0, since the
+        answer must fit into a message. Raises InvalidArgument for a part that there is not, Unimplemented where
+        cache.enable_kv_events is false.
+        """
+        if not 1 <= num_parts <= MAX_CACHE_PARTS:
+            raise InvalidArgument(
+                f"num_parts is {num_parts}; it must be from 1 to {MAX_CACHE_PARTS}", field="num_parts"
+            )
+        if not 0 <= part < num_parts:
+            raise InvalidArgument(f"part is {part}; it must be from 0 to {num_parts - 1}", field="part")
+        return b"".join(self._engine.scheduler.cached_blocks(part, num_parts))
 
     # Looking.
 

@@ -121,12 +121,7 @@ class Request:
         asked = request.sampling_params.max_tokens
         self.max_tokens = room if asked is None else min(asked, room)
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
-        # Every prompt token's hidden state is wanted: cached blocks do not hold them.
-        self.skip_reading_prefix_cache = (
-            request.sampling_params.skip_reading_prefix_cache
-            or request.sampling_params.prompt_logprobs is not None
-            or request.pooling_params is not None
-        )
+        self.skip_reading_prefix_cache = request.skips_prefix_cache
         self.attempt = request.attempt
         self.number = request.request_number
         self.outlives = request.attempt > 0 and not request.never_admitted

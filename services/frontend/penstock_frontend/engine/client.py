@@ -11,11 +11,13 @@ from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
+from penstock_frontend.engine.cache_follower import CacheFollower
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.events import EngineEvents
 from penstock_frontend.engine.kv_events import KvEventListener
 from penstock_frontend.engine.loads import EngineLoads
 from penstock_frontend.engine.pool import EnginePool
+from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Router
 from penstock_frontend.ports import ModelLimits, OutputHandler
 
@@ -44,18 +46,24 @@ class GrpcEngineClient:
         self._num_waiting = 0
         self._tell_change = on_change
         self._pool = EnginePool(config, incarnation=incarnation, certificates=certificates)
-        router = Router(start=hash(incarnation))  # frontends start their rotation at different engines
+        routing = config.routing
+        router = Router(hash(incarnation), routing.policy)  # frontends start their rotation at different engines
         self.view = EngineLoads(self._pool, router)
+        caches = PrefixCaches(routing.max_cached_blocks)
+        follower = CacheFollower(caches) if routing.policy == "prefix_aware" else None
         self._dispatch = Dispatch(
             self._pool,
             outputs,
             router,
             config.retries,
+            caches=caches,
             hold_timeout=self._wait_timeout,
             on_held=self._on_change,
             on_moved=on_moved,
         )
-        self._pool.listen(EngineEvents(self._dispatch, router, self.view, kv_events, on_change=self._engines_changed))
+        self._pool.listen(
+            EngineEvents(self._dispatch, router, self.view, kv_events, caches=follower, on_change=self._engines_changed)
+        )
         self._usable = asyncio.Event()
         self._closed = False
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
@@ -16,6 +16,7 @@ from penstock_frontend.engine.drain import Drain
 from penstock_frontend.engine.held import HeldRequests
 from penstock_frontend.engine.journal import Journal, Refusal
 from penstock_frontend.engine.journal_entry import JournalEntry
+from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.retries import Blame, Retries
 from penstock_frontend.engine.router import Candidate, Router
 from penstock_frontend.ports import OutputHandler
@@ -28,7 +29,7 @@ _USUAL_EXCLUSION = 1.0
 class Engines(Protocol):
     """The engines as the dispatch needs them, by their keys."""
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> Sequence[Candidate]:
         """Those that there are, connected or not."""
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
@@ -42,7 +43,8 @@ class Dispatch:
     """Knows where each sequence is. What engines refuse, drop or take down with them goes to others, within a budget; what no
     engine takes is held, and goes out when there is one again.
 
-    ``on_held``: told when the number of held requests has changed; ``on_moved``: how many have left their engines.
+    ``caches``: what engines have cached of prompts. ``on_held``: told when the number of held requests has changed;
+    ``on_moved``: how many have left their engines.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Dispatch:
         router: Router,
         retries: RetriesConfig,
         *,
+        caches: PrefixCaches,
         hold_timeout: float,
         on_held: Callable[[], None],
         on_moved: Callable[[int], None],
@@ -59,6 +62,7 @@ class Dispatch:
         self._engines = engines
         self._outputs = outputs
         self._router = router
+        self._caches = caches
         self._hold_timeout = hold_timeout
         self._on_held = on_held
         self._on_moved = on_moved
@@ -255,12 +259,21 @@ class Dispatch:
         candidates = self._others(entries[0])
         began_on = next((entry.variant for entry in entries if entry.variant is not None), None)
         try:
-            key = self._router.pick(candidates, rank=rank, variant=began_on)
+            cached = self._cached_tokens(entries[0]) if rank is None else {}
+            key = self._router.pick(candidates, rank=rank, variant=began_on, cached=cached)
         except Unavailable:
             return None
         return next(c for c in candidates if c.key == key)
 
-    def _others(self, entry: JournalEntry) -> list[Candidate]:
+    def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
+        """By engine, the tokens that it need not compute for an entry."""
+        try:
+            return self._caches.cached_tokens(entry.request, entry.token_ids)
+        except Exception as e:  # it goes to the least loaded engine then
+            incident(e, request=entry.request.context.external_request_id, doing="looking for its prefix")
+            return {}
+
+    def _others(self, entry: JournalEntry) -> Sequence[Candidate]:
         """The engines that it may be sent to."""
         candidates = self._engines.candidates()
         if not entry.excluded:

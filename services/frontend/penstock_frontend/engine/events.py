@@ -5,6 +5,7 @@ from collections.abc import Callable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_frontend.engine.cache_follower import CacheFollower
 from penstock_frontend.engine.connection import EngineConnection
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.kv_events import KvEventListener
@@ -17,7 +18,8 @@ class EngineEvents:
     """The ConnectionListener of all connections. The order in which dispatch, router and the rest learn of an event matters,
     and stands here alone.
 
-    ``on_change`` is called whenever engines may have begun or ceased to take requests.
+    ``caches``: follows their prefix caches, where requests are routed by them. ``on_change`` is called whenever engines may
+    have begun or ceased to take requests.
     """
 
     def __init__(
@@ -27,12 +29,14 @@ class EngineEvents:
         loads: EngineLoads,
         kv_events: KvEventListener,
         *,
+        caches: CacheFollower | None,
         on_change: Callable[[], None],
     ) -> None:
         self._dispatch = dispatch
         self._router = router
         self._loads = loads
         self._kv_events = kv_events
+        self._caches = caches
         self._on_change = on_change
         self._variants: list[str] = []
         """The variants that there last were; they stay while no engine is connected."""
@@ -40,6 +44,8 @@ class EngineEvents:
     def on_up(self, connection: EngineConnection) -> None:
         """The engine is ready: counts of an earlier incarnation are forgotten, and held requests may go to it."""
         self._router.forget(connection.address)
+        if self._caches is not None:
+            self._caches.up(connection)
         self._tell_variants()
         self._on_change()
 
@@ -53,6 +59,8 @@ class EngineEvents:
             if stats.wedged != was_wedged:
                 self._on_change()
         if outputs.kv_events:
+            if self._caches is not None:
+                self._caches.changed(connection, outputs.kv_events)
             try:
                 self._kv_events.publish(connection.address, connection.rank or 0, outputs.kv_events)
             except Exception as e:  # who only looks on ends no request
@@ -71,6 +79,8 @@ class EngineEvents:
         """The session is over: the engine's requests go elsewhere. Only then its counts are forgotten, which tell what else it
         had to do.
         """
+        if self._caches is not None:
+            self._caches.down(connection)
         self._tell_variants()
         self._on_change()
         self._dispatch.lose(connection.address, f"engine {connection.name} is gone: {reason}")

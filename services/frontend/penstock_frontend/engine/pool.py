@@ -9,17 +9,20 @@ from penstock_common.errors import Internal
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView, EngineState
+from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
 from penstock_frontend.engine.router import Candidate
+from penstock_frontend.engine.subset import Subset
 
 
 class EnginePool:
-    """One connection per engine address.
+    """One connection per engine address. What happens on connections is passed on to who ``listen``s.
 
     What counts is the session: an engine that leaves the list keeps its connection as long as the session holds, so that
-    no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up.
+    no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up. One that lives
+    and is not in this frontend's subset of the engines gets no new requests, and is given up as soon as it has none.
     """
 
     def __init__(self, config: FrontendConfig, *, incarnation: str, certificates: Certificates) -> None:
@@ -31,7 +34,12 @@ class EnginePool:
         self._incarnation = incarnation
         self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}
+        self._candidates: Sequence[Candidate] | None = None
+        """None: to be made anew."""
+        self._subset = Subset(config.name, config.coordinator.max_engines)
         self._wanted: frozenset[str] = frozenset()
+        self._spare: frozenset[str] = frozenset()
+        """Addresses of engines that live and are not in the subset."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def listen(self, listener: ConnectionListener) -> None:
@@ -42,13 +50,18 @@ class EnginePool:
         """All connections, up or not, in a stable order."""
         return iter([connection for _, connection in sorted(self._connections.items())])
 
-    def candidates(self) -> list[Candidate]:
-        """All engines, connected or not, as the router sees them."""
+    def candidates(self) -> Sequence[Candidate]:
+        """All engines, connected or not, as the router sees them. Kept between changes: there may be a thousand."""
+        if self._candidates is None:
+            self._candidates = self._current_candidates()
+        return self._candidates
+
+    def _current_candidates(self) -> list[Candidate]:
         return [
             Candidate(
                 connection.address,
                 connection.rank,
-                connection.state is EngineState.SERVING,
+                connection.state is EngineState.SERVING and connection.address not in self._spare,
                 connection.ready.config_hash if connection.ready else "",
             )
             for connection in self
@@ -83,17 +96,17 @@ class EnginePool:
         self._connect(places)
         for address, place in places.items():
             self._connections[address].rank = place
+        self._candidates = None
 
     def _connect(self, addresses: Iterable[str]) -> None:
-        if self._listener is None:
-            raise RuntimeError("nobody listens to the pool's connections")
         self._wanted = frozenset(addresses)
+        self._candidates = None
         for address in sorted(self._wanted - self._connections.keys()):
             self._connections[address] = EngineConnection(
                 address,
                 self._config,
                 incarnation=self._incarnation,
-                listener=self._listener,
+                listener=self,
                 on_lost=self._give_up_unwanted,
                 credentials=self._credentials,
             )
@@ -105,16 +118,55 @@ class EnginePool:
         lost its lease: it is asked how it is. It keeps its rank until another engine has its index.
         """
         self.view = view
-        self._connect(status.address for status in view.engines if status.state is not EngineState.DEAD)
+        living = [status for status in view.engines if status.state is not EngineState.DEAD]
+        wanted = frozenset(status.address for status in self._subset.of(living))
+        self._spare = frozenset(status.address for status in living) - wanted
+        self._connect(wanted)
         for status in view.engines:
             if (connection := self._connections.get(status.address)) is not None:
                 connection.status, connection.rank = status, status.index
         taken = {status.index for status in view.engines}
         for connection in self:
-            named = connection.address in self._wanted
+            named = connection.address in self._wanted or connection.address in self._spare
             connection.in_view(named)
             if not named and connection.rank in taken:
                 connection.rank = None
+        self._candidates = None
+
+    def on_up(self, connection: EngineConnection) -> None:
+        """The engine is ready."""
+        self._candidates = None
+        self._told.on_up(connection)
+
+    def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
+        """A step is done. Raises EngineFaultError when the engine cannot be trusted any more."""
+        stats = outputs.scheduler_stats
+        if stats is not None and stats.wedged != connection.stats.wedged:
+            self._candidates = None
+        self._told.on_outputs(connection, outputs)
+
+    def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
+        """The engine takes no more requests."""
+        self._candidates = None
+        self._told.on_draining(connection, time_left)
+
+    def on_down(self, connection: EngineConnection, reason: str) -> None:
+        """The session is over."""
+        self._candidates = None
+        self._told.on_down(connection, reason)
+
+    def has_work(self, connection: EngineConnection) -> bool:
+        """Whether the engine has requests of this frontend."""
+        return self._told.has_work(connection)
+
+    @property
+    def _told(self) -> ConnectionListener:
+        if self._listener is None:
+            raise RuntimeError("nobody listens to the pool's connections")
+        return self._listener
+
+    def _idle_spare(self, connection: EngineConnection) -> bool:
+        return connection.address in self._spare and not self.has_work(connection)
 
     async def close(self) -> None:
         """End all sessions."""
@@ -122,9 +174,10 @@ class EnginePool:
         await asyncio.gather(*(connection.close() for connection in self), *self._closing)
 
     def _give_up_unwanted(self, connection: EngineConnection) -> None:
-        if connection.address in self._wanted or connection.session is not None:
+        if connection.address in self._wanted or (connection.session is not None and not self._idle_spare(connection)):
             return
         self._connections.pop(connection.address, None)
+        self._candidates = None
         task = asyncio.create_task(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -1,15 +1,26 @@
 """Which engine serves a request."""
 
-from collections.abc import Iterable, Sequence
+import heapq
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_frontend.config import RoutingPolicy
 
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
 _KV_PRESSURE_WEIGHT = 64.0
 """At a full KV cache an engine counts as if it ran half this many more requests."""
+_TOKENS_OF_A_RUNNING_REQUEST = 128
+"""Prompt tokens that an engine need not compute are worth a running request, and four times as many a waiting one: they keep what
+comes next waiting about as long. ``make bench-routing`` compares other numbers.
+"""
+_MOST_COMPARED = 64
+_NUM_SAMPLED = 16
+"""Engines that are compared where there are more than ``_MOST_COMPARED``, and as many that have most of the prompt."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -35,42 +46,55 @@ class Load(msgspec.Struct):
     @property
     def score(self) -> float:
         """Grows with waiting (x4) and running requests, and further as KV usage passes one half."""
-        pressure = max(0.0, self.kv_cache_usage - _KV_PRESSURE_FROM)
-        return _WAITING_WEIGHT * self.waiting + self.running + _KV_PRESSURE_WEIGHT * pressure
+        count = _WAITING_WEIGHT * self.waiting + self.running
+        pressure = self.kv_cache_usage - _KV_PRESSURE_FROM
+        return count + _KV_PRESSURE_WEIGHT * pressure if pressure > 0.0 else count
 
 
 class Router:
-    """Picks the engine with the lowest load; does no I/O.
+    """Picks the engine with the lowest load, less what it has cached of the prompt; does no I/O.
 
-    Ties rotate, from a start that should differ between frontends, so that idle engines are not all given the same first.
+    Ties rotate, from a start that should differ between frontends, so that idle engines are not all given the same first. Of many
+    engines a random few are compared, and those that have most of the prompt.
     """
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: int = 0, policy: RoutingPolicy = "prefix_aware") -> None:
+        self._policy = policy
         self._turn = start
+        self._random = random.Random(start)
         self._loads: dict[str, Load] = {}
+        self._scores: dict[str, float] = {}
+        """Those of ``_loads``."""
         self._sent: dict[str, set[str]] = {}
         """By engine, the requests sent to it that no report has counted yet."""
 
     def report(self, key: str, *, waiting: int, running: int, kv_cache_usage: float) -> None:
         """An engine's counts are known anew."""
-        self._loads[key] = Load(waiting, running, kv_cache_usage)
+        load = self._loads[key] = Load(waiting, running, kv_cache_usage)
+        self._scores[key] = load.score
         self._sent.pop(key, None)
 
     def sent(self, key: str, request_id: str) -> None:
         """A request is on its way to an engine: it counts as waiting there until the next report, or until it has left."""
         self._sent.setdefault(key, set()).add(request_id)
-        self.load(key).waiting += 1
+        self._count_waiting(key, 1)
 
     def left(self, key: str, request_id: str) -> None:
         """A request has ended on an engine, or gone on elsewhere: unless a report has counted it, it is counted no longer."""
         sent = self._sent.get(key)
         if sent is not None and request_id in sent:
             sent.remove(request_id)
-            self.load(key).waiting -= 1
+            self._count_waiting(key, -1)
+
+    def _count_waiting(self, key: str, difference: int) -> None:
+        load = self.load(key)
+        load.waiting += difference
+        self._scores[key] = load.score
 
     def forget(self, key: str) -> None:
         """An engine is gone."""
         self._loads.pop(key, None)
+        self._scores.pop(key, None)
         self._sent.pop(key, None)
 
     def keep_only(self, keys: Iterable[str]) -> None:
@@ -82,21 +106,55 @@ class Router:
         """The copy of an engine's counts."""
         return self._loads.setdefault(key, Load())
 
-    def pick(self, candidates: Sequence[Candidate], *, rank: int | None = None, variant: str | None = None) -> str:
+    def pick(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        rank: int | None = None,
+        variant: str | None = None,
+        cached: Mapping[str, int] | None = None,
+    ) -> str:
         """The key of the engine for what is to be ``sent`` next.
 
-        ``variant``: the one they began on; an engine of another is only for where none of it takes requests. Raises Unavailable
-        when no engine takes requests, InvalidArgument when there is no engine of that rank.
+        ``variant``: the one they began on; an engine of another is only for where none of it takes requests. ``cached``: tokens
+        of the prompt that engines have cached, by their keys. Raises Unavailable when no engine takes requests, InvalidArgument
+        when there is no engine of that rank.
         """
-        usable = [c for c in candidates if c.accepting and rank in (None, c.rank)]
+        usable = [c for c in candidates if c.accepting]
+        if rank is not None:
+            usable = [c for c in usable if c.rank == rank]
         if not usable:
             raise _no_engine(candidates, rank)
         if variant is not None:
             usable = [c for c in usable if c.variant == variant] or usable
         self._turn += 1
         turn = self._turn % len(usable)
-        rotated = usable[turn:] + usable[:turn]
-        return min(rotated, key=lambda c: self.load(c.key).score).key
+        if self._policy == "round_robin":
+            return usable[turn].key
+        if self._policy == "least_loaded" or not cached:
+            cached = {}
+        if len(usable) > _MOST_COMPARED:
+            return self._lowest(self._some(usable, cached), cached)
+        return self._lowest([c.key for c in usable[turn:] + usable[:turn]], cached)
+
+    def _some(self, usable: Sequence[Candidate], cached: Mapping[str, int]) -> list[str]:
+        """A random few of many, and those that have most of the prompt."""
+        sampled = [c.key for c in self._random.sample(usable, _NUM_SAMPLED)]
+        if not cached:
+            return sampled
+        holders = [c.key for c in usable if c.key in cached]
+        return [*sampled, *heapq.nlargest(_NUM_SAMPLED, holders, key=cached.__getitem__)]
+
+    def _lowest(self, keys: Iterable[str], cached: Mapping[str, int]) -> str:
+        """The first of those with the lowest score."""
+        scores, best, lowest = self._scores, "", math.inf
+        for key in keys:
+            score = scores.get(key, 0.0)
+            if num_cached := cached.get(key):
+                score -= num_cached / _TOKENS_OF_A_RUNNING_REQUEST
+            if score < lowest:
+                best, lowest = key, score
+        return best
 
 
 def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable | InvalidArgument:

@@ -19,6 +19,7 @@ from penstock_common.types.token_columns import NewTokens, TokenColumns
 from penstock_frontend.config import RetriesConfig
 from penstock_frontend.engine.dispatch import Dispatch
 from penstock_frontend.engine.journal_entry import EngineFaultError, JournalEntry
+from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Candidate, Router
 from tests.fakes import virtual_time
 
@@ -60,6 +61,7 @@ class Simulated:
             self,
             self.router,
             retries or RetriesConfig(max_moves=10_000, max_strikes=100),
+            caches=PrefixCaches(0),
             hold_timeout=hold_timeout,
             on_held=self._on_held,
             on_moved=self._on_moved,

@@ -149,3 +149,55 @@ def test_the_pick_always_has_the_lowest_score(loads: list[tuple[int, int, float]
         router.report(engine.key, waiting=waiting, running=running, kv_cache_usage=usage)
     scores = {engine.key: router.load(engine.key).score for engine in ENGINES}
     assert scores[router.pick(ENGINES)] == min(scores.values())
+
+
+MANY = [Candidate(f"e{i:03}", i) for i in range(200)]
+
+
+def test_the_engine_that_has_the_prompt_is_picked_among_equals() -> None:
+    router = Router()
+    assert {router.pick(ENGINES, cached={"e2": 64, "e1": 16}) for _ in range(8)} == {"e2"}
+
+
+def test_a_cached_prompt_is_worth_as_many_waiting_requests_as_take_as_long_to_compute() -> None:
+    router = Router()
+    router.report("e0", waiting=2, running=0, kv_cache_usage=0.0)
+    assert {router.pick(ENGINES[:2], cached={"e0": 1023}) for _ in range(4)} == {"e1"}
+    assert {router.pick(ENGINES[:2], cached={"e0": 1025}) for _ in range(4)} == {"e0"}
+    assert {router.pick(ENGINES[:2], cached={"e0": 1024}) for _ in range(4)} == {"e0", "e1"}
+
+
+def test_the_named_rank_wins_over_what_is_cached() -> None:
+    assert Router().pick(ENGINES, rank=3, cached={"e0": 100_000}) == "e3"
+
+
+def test_an_engine_that_takes_nothing_is_not_picked_for_what_it_has_cached() -> None:
+    engines = [Candidate("e0", 0, accepting=False), Candidate("e1", 1)]
+    assert Router().pick(engines, cached={"e0": 100_000}) == "e1"
+
+
+def test_the_least_loaded_policy_does_not_look_at_what_is_cached() -> None:
+    router = Router(policy="least_loaded")
+    router.report("e0", waiting=0, running=1, kv_cache_usage=0.0)
+    assert {router.pick(ENGINES[:2], cached={"e0": 100_000}) for _ in range(4)} == {"e1"}
+
+
+def test_round_robin_looks_at_nothing() -> None:
+    router = Router(policy="round_robin")
+    router.report("e0", waiting=50, running=50, kv_cache_usage=1.0)
+    assert Counter(router.pick(ENGINES, cached={"e1": 100_000}) for _ in range(40)) == {e.key: 10 for e in ENGINES}
+
+
+def test_of_many_engines_those_with_most_of_the_prompt_are_always_compared() -> None:
+    router = Router()
+    cached = {engine.key: 256 for engine in MANY[:100]} | {"e150": 512}
+    assert {router.pick(MANY, cached=cached) for _ in range(50)} == {"e150"}
+
+
+def test_of_many_engines_a_random_few_are_compared() -> None:
+    router = Router()
+    for engine in MANY[1:]:
+        router.report(engine.key, waiting=0, running=1, kv_cache_usage=0.0)
+    picked = Counter(router.pick(MANY) for _ in range(200))
+    assert 1 <= picked["e000"] < 60, "it is compared in one of twelve, and chosen then"
+    assert len(picked) > 50

@@ -1,6 +1,6 @@
 """The pool of KV cache blocks: reference counts, the free list in LRU order, and the map from content to block."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 
@@ -122,6 +122,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def hashes(self, group: int = 0) -> Collection[bytes]:
+        """Of the blocks that can be found in a group now."""
+        return self._by_hash[group].keys()
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` blocks, least recently used first; what they held is forgotten."""

@@ -6,8 +6,9 @@ prefix it ends.
 
 import msgspec
 
+from penstock_common.block_hash import BlockHasher
+from penstock_common.errors import Unimplemented
 from penstock_common.types.kv_events import KvCacheEvent
-from penstock_enginecore.core.kv_cache.block_hash import BlockHasher
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.prefix import ComputedBlocks, find_computed_blocks
@@ -187,3 +188,14 @@ class KVCacheManager:
     def take_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call, in order; none unless events are enabled."""
         return [] if self._events is None else self._events.take()
+
+    def cached_blocks(self, part: int, num_parts: int) -> list[bytes]:
+        """Hashes of the blocks that can be found now, as events tell of them: those of one part of ``num_parts`` about equally
+        large ones, from 0. A block is in the same part whenever it is asked for. Raises Unimplemented unless events are enabled.
+        """
+        if self._events is None:
+            raise Unimplemented("the engine's cache.enable_kv_events is false: it does not tell what it has cached")
+        hashes = self.pool.hashes(self._events.group)
+        if num_parts == 1:
+            return list(hashes)
+        return [block_hash for block_hash in hashes if int.from_bytes(block_hash[:4], "big") % num_parts == part]

@@ -123,6 +123,11 @@ class Scheduler(Protocol):
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call."""
 
+    def cached_blocks(self, part: int, num_parts: int) -> list[bytes]:
+        """Hashes of the blocks in the prefix cache, of whose changes events tell: those of one of ``num_parts`` parts, from 0.
+        Raises Unimplemented where there are no events.
+        """
+
     def next_deadline(self) -> float | None:
         """The earliest deadline of a living request, in seconds since the epoch."""
 

@@ -21,12 +21,13 @@ class RunningScheduler:
         self._lifecycle = lifecycle
         self._dealer = dealer
 
-    def schedule(self, output: SchedulerOutput, requests: list[Request], *, early: bool = False) -> None:
-        """Add to the step what is due of each, also of those that are ``early`` for it, if that is said. What goes wrong with one
-        ends that one alone. Hot: once per request and step.
+    def schedule(self, output: SchedulerOutput, requests: list[Request], *, early: bool = False) -> bool:
+        """Add to the step what is due of each, also of those that are ``early`` for it, if that is said; returns whether any was
+        left out for that. What goes wrong with one ends that one alone. Hot: once per request and step.
         """
         budget, max_num_tokens, dealer = self._budget, self._budget.max_num_tokens, self._dealer
         requests, decodes_left = dealer.deal(requests)
+        left_out = False
         for request in requests:
             if output.total_num_scheduled_tokens >= max_num_tokens:
                 break
@@ -38,7 +39,10 @@ class RunningScheduler:
                 if num_new_tokens > 1:
                     num_new_tokens = budget.tokens_for(num_new_tokens, output)
                 elif decodes_left is not None and decodes(request):
-                    if decodes_left == 0 or (not early and dealer.is_early(request, output.step)):
+                    if decodes_left == 0:
+                        continue
+                    if not early and dealer.is_early(request, output.step):
+                        left_out = True
                         continue
                     decodes_left -= 1
                 new_block_ids = self._preemption.make_room(request, num_new_tokens, output)
@@ -48,3 +52,4 @@ class RunningScheduler:
             except Exception as e:
                 output.remove(request)
                 self._lifecycle.fail(request, log_incident(request, e, doing="scheduling the request"))
+        return left_out

@@ -159,10 +159,10 @@ class DefaultScheduler(Scheduler):
         self, output: SchedulerOutput, running: list[Request], start_waiting: Callable[[SchedulerOutput], None]
     ) -> None:
         had_preempted = self._preemption.num_preemptions
-        self._continue_running.schedule(output, running)
+        left_out = self._continue_running.schedule(output, running)
         if self._preemption.num_preemptions == had_preempted:
             start_waiting(output)
-        if not output.num_scheduled_tokens:
+        if left_out and not output.num_scheduled_tokens:
             self._continue_running.schedule(output, running, early=True)
 
     def _schedule_in_turns(self, output: SchedulerOutput) -> None:
@@ -238,6 +238,10 @@ class DefaultScheduler(Scheduler):
     def take_kv_events(self) -> list[KvCacheEvent]:
         """Changes of the prefix cache since the last call."""
         return self.kv_cache.take_events()
+
+    def cached_blocks(self, part: int, num_parts: int) -> list[bytes]:
+        """Hashes of the blocks in the prefix cache, those of one of so many parts."""
+        return self.kv_cache.cached_blocks(part, num_parts)
 
     # What others may ask.
 

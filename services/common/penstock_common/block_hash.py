@@ -1,4 +1,4 @@
-"""Content hashes of KV cache blocks.
+"""Content hashes of KV cache blocks, the same in engines, which cache by them, and in frontends, which route by them.
 
 A block's hash covers its parent's hash, its token ids and its extra keys, so that equal hashes mean equal prefixes. The
 hash is BLAKE2b with 128 bits: the same in every process, and strong enough that nobody can craft a prompt that
@@ -7,12 +7,23 @@ reads another tenant's blocks. (On 64-byte blocks of token ids it costs 0.6 us, 
 
 import hashlib
 import struct
+from typing import Protocol
 
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_enginecore.core.request import Request
+from penstock_common.types.request_context import RequestContext
 
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"
+
+
+class Hashed(Protocol):
+    """What blocks are hashed of: the tokens of a sequence, and what else decides what their blocks hold."""
+
+    context: RequestContext
+    all_token_ids: list[int]
+    prompt_embeds: PromptEmbeds | None
+    block_hashes: list[bytes]
+    """Of the blocks hashed so far."""
 
 
 def _digest(data: bytes) -> bytes:
@@ -24,12 +35,12 @@ def root_hash(block_size: int) -> bytes:
     return _digest(struct.pack("<I", block_size))
 
 
-def extra_keys(request: Request, start: int, end: int) -> bytes:
+def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
     """What besides the tokens decides the content of the block with positions ``start`` to ``end``: the cache salt, on the
     first block (later ones inherit it), and vectors that stand for tokens.
     """
-    keys = request.context.cache_salt.encode() if start == 0 else b""
-    embeds = request.prompt_embeds
+    keys = sequence.context.cache_salt.encode() if start == 0 else b""
+    embeds = sequence.prompt_embeds
     if embeds is not None and start < embeds.num_tokens:
         keys += _vectors_digest(embeds, start, end)
     return keys
@@ -51,20 +62,20 @@ def _vectors_digest(embeds: PromptEmbeds, start: int, end: int) -> bytes:
 
 
 class BlockHasher:
-    """Extends a request's ``block_hashes`` as its tokens fill blocks."""
+    """Extends a sequence's ``block_hashes`` as its tokens fill blocks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._root = root_hash(block_size)
         self._pack = struct.Struct(f"<{block_size}I").pack
 
-    def extend(self, request: Request, num_tokens: int) -> None:
+    def extend(self, sequence: Hashed, num_tokens: int) -> None:
         """Hash every block that the first ``num_tokens`` tokens fill and that is not hashed yet."""
-        hashes = request.block_hashes
-        token_ids = request.all_token_ids
+        hashes = sequence.block_hashes
+        token_ids = sequence.all_token_ids
         for index in range(len(hashes), num_tokens // self.block_size):
             parent = hashes[-1] if hashes else self._root
             start = index * self.block_size
             end = start + self.block_size
             tokens = self._pack(*token_ids[start:end])
-            hashes.append(_digest(parent + tokens + extra_keys(request, start, end)))
+            hashes.append(_digest(parent + tokens + extra_keys(sequence, start, end)))

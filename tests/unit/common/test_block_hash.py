@@ -6,8 +6,8 @@ import sys
 
 import msgspec
 
+from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_enginecore.core.kv_cache.block_hash import DIGEST_SIZE, BlockHasher
 from penstock_enginecore.core.request import Request
 from tests.fakes.engines.engine_harness import make_request
 
@@ -58,7 +58,7 @@ def test_hashing_step_by_step_equals_hashing_at_once():
 
 def test_another_process_computes_the_same_hashes():
     script = (
-        "from penstock_enginecore.core.kv_cache.block_hash import BlockHasher\n"
+        "from penstock_common.block_hash import BlockHasher\n"
         "from penstock_enginecore.core.request import Request\n"
         "from penstock_common.types.request import EngineCoreRequest\n"
         "from penstock_common.types.request_context import RequestContext\n"

@@ -1,0 +1,144 @@
+"""What engines have cached of a prompt, as far as they have told."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock_common.block_hash import DIGEST_SIZE, BlockHasher
+from penstock_common.errors import Internal
+from penstock_common.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.request_context import RequestContext
+from penstock_frontend.engine.prefix_index import PrefixIndex
+
+MAX_BLOCKS_LOOKED_UP = 4096
+"""Of a prompt: hashing so many takes some 4 ms of the event loop. What an engine has cached beyond them does not count."""
+
+
+class _Sequence(msgspec.Struct):
+    """What blocks are hashed of: a ``penstock_common.block_hash.Hashed``."""
+
+    context: RequestContext
+    all_token_ids: list[int]
+    prompt_embeds: PromptEmbeds | None
+    block_hashes: list[bytes]
+
+
+class _Cache(msgspec.Struct):
+    """``recorded``: what has happened since the engine was asked for its whole state; None while that is not under way."""
+
+    block_size: int
+    recorded: list[KvCacheEvent] | None = None
+
+
+class PrefixCaches:
+    """Follows the prefix caches of engines, and looks prompts up in all of them at once. Does no I/O.
+
+    Events tell what changes during a session. What was there before an engine tells when it is asked: ``begin``, then ``settle``
+    with the answer. Events in between are kept and repeated over it: what they say last of a block holds, whether or not
+    the answer has it already, so the answer may be of any moment in between, and each part of it of another.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        """``max_blocks``: blocks that are remembered, each counted once for every engine that has it."""
+        self._index = PrefixIndex(max_blocks)
+        self._caches: dict[str, _Cache] = {}
+        self._hashers: dict[int, BlockHasher] = {}
+        """By block size, of the engines that there are."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are remembered, each counted once for every engine that has it."""
+        return len(self._index)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many are remembered as may be."""
+        return self._index.full
+
+    def num_on(self, engine: str) -> int:
+        """Blocks that an engine is known to have."""
+        return self._index.num_on(engine)
+
+    def begin(self, engine: str, block_size: int) -> None:
+        """Follow an engine, of which nothing is known yet. It is being asked for what it has: ``settle`` must follow."""
+        self._index.clear(engine)
+        self._caches[engine] = _Cache(block_size, recorded=[])
+        self._look_for_block_sizes()
+
+    def settle(self, engine: str, block_hashes: bytes | None) -> None:
+        """What an engine has answered: the digests of its blocks, one behind the other; None: nothing, so only what it has told
+        since is known. Raises Internal where they cannot be digests.
+        """
+        cache = self._caches.get(engine)
+        if cache is None or cache.recorded is None:
+            return
+        recorded, cache.recorded = cache.recorded, None
+        if block_hashes is None:
+            return
+        if len(block_hashes) % DIGEST_SIZE:
+            raise Internal(f"the engine's cached blocks are {len(block_hashes)} bytes; a digest has {DIGEST_SIZE}")
+        self._index.clear(engine)
+        starts = range(0, len(block_hashes), DIGEST_SIZE)
+        self._index.store(engine, (block_hashes[start : start + DIGEST_SIZE] for start in starts))
+        for event in recorded:
+            self._apply(engine, event)
+
+    def apply(self, engine: str, events: Sequence[KvCacheEvent]) -> None:
+        """An engine's prefix cache has changed. Engines that are not followed do not matter."""
+        cache = self._caches.get(engine)
+        if cache is None:
+            return
+        if cache.recorded is not None:
+            cache.recorded += events
+        for event in events:
+            self._apply(engine, event)
+
+    def gone(self, engine: str) -> None:
+        """An engine is followed no longer, and its cache may be gone."""
+        self._index.clear(engine)
+        self._caches.pop(engine, None)
+        self._look_for_block_sizes()
+
+    def cached_tokens(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> dict[str, int]:
+        """By engine, how many of the first tokens of a request, and of the output that it goes on from, need not be computed
+        there; engines that have none are not in it. The last token is always computed. Empty where the request does not read the
+        cache.
+        """
+        if not len(self._index) or request.skips_prefix_cache:
+            return {}
+        embeds = request.prompt_embeds
+        token_ids = request.prompt_token_ids
+        if embeds is not None and not token_ids:
+            token_ids = [0] * embeds.num_tokens
+        sequence = _Sequence(request.context, [*token_ids, *output_token_ids], embeds, [])
+        num_tokens = len(sequence.all_token_ids)
+        cached: dict[str, int] = {}
+        for size, hasher in self._hashers.items():
+            sequence.block_hashes = []
+            found = self._index.runs(_hashes(hasher, sequence), size)
+            if num_tokens % size == 0:  # an engine may have all of them
+                found = {engine: min(count, num_tokens - 1) for engine, count in found.items()}
+            cached |= found
+        return cached
+
+    def _apply(self, engine: str, event: KvCacheEvent) -> None:
+        match event:
+            case BlockStored():
+                self._index.store(engine, event.block_hashes, event.parent_hash)
+            case BlockRemoved():
+                self._index.remove(engine, event.block_hashes)
+            case AllBlocksCleared():
+                self._index.clear(engine)
+
+    def _look_for_block_sizes(self) -> None:
+        sizes = {cache.block_size for cache in self._caches.values()}
+        self._hashers = {size: self._hashers.get(size) or BlockHasher(size) for size in sorted(sizes)}
+
+
+def _hashes(hasher: BlockHasher, sequence: _Sequence) -> Iterator[bytes]:
+    """Of the sequence's full blocks, each computed when it is asked for."""
+    for index in range(min(len(sequence.all_token_ids) // hasher.block_size, MAX_BLOCKS_LOOKED_UP)):
+        hasher.extend(sequence, (index + 1) * hasher.block_size)
+        yield sequence.block_hashes[index]
