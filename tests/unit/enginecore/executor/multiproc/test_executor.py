@@ -45,6 +45,7 @@ def executor_of(
 
 
 def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
+    gc.collect()  # of what other tests have left, whose descriptors would be missed below
     before, descriptors = children(), len(list(Path("/proc/self/fd").iterdir()))
     lines: list[str] = []
     with executor_of(workers=3) as executor:
@@ -74,7 +75,7 @@ def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
     executor.shutdown()
     del executor
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
 
 
 def test_workers_that_have_stopped_wait_for_those_that_still_do() -> None:
