@@ -232,6 +232,11 @@ def _collectives(meeting: Meeting, config: WorkerConfig, device: torch.device) -
         return SharedMemoryCollectives(config.exchange, rank, size)
     host = GlooCollectives(meeting, rank, size, name)
     if device.type == "cpu":
+        if config.engine.executor.collectives == "auto" and rank == 0:
+            logger.warning(
+                "workers exchange what they computed over sockets, which is many times slower than memory that they share: this "
+                "package was built without a C++ compiler"
+            )
         return host
     group = nccl_group(meeting, f"{name} on GPUs", rank, size, device)
     return DeviceCollectives(host, NcclCollectives(group, rank, size))
