@@ -1,9 +1,10 @@
 // Products with weights packed in panels.
 //
 // A panel holds kPanel output features, two vectors, of all inputs: [k][kPanel], so that a product reads it from one end to
-// the other. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order,
+// the other; of 8-bit integers [k / 4][kPanel][4], with zeros at the end. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order,
 // whatever the tile: a row's result does not depend on how many rows are computed beside it. Weights that bfloat16 holds without
-// loss are kept in it, which is half the memory to read; sums are floats all the same.
+// loss are kept in it, which is half the memory to read, and those that are 8-bit integers times a number per output feature as
+// such integers, which is a quarter; sums are floats all the same.
 #pragma once
 
 #include <algorithm>
@@ -28,11 +29,36 @@ struct Output {
   const float* bias;
   int64_t n;
   Epilogue epilogue;
+  const float* scales = nullptr;
 };
 
 constexpr int64_t kPrefetch = 4096;  // bytes ahead of those that are multiplied
 
 inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
+
+// Inputs whose weights lie together.
+template <class Weight>
+constexpr int64_t kTogether = sizeof(Weight) == 1 ? 4 : 1;
+
+// Numbers of a panel.
+template <class Weight>
+int64_t panel_size(int64_t k) {
+  return kPanel * ((k + kTogether<Weight> - 1) / kTogether<Weight> * kTogether<Weight>);
+}
+
+// The weights of an output feature and of inputs that lie together, as floats: left and right vector of each input.
+template <class Weight>
+struct Weights {
+  explicit Weights(const Weight* from) {
+    if constexpr (kTogether<Weight> == 1) {
+      of[0][0] = load(from), of[0][1] = load(from + kLanes);
+    } else {
+      const vi left = load_bytes(from), right = load_bytes(from + 4 * kLanes);
+      for (int i = 0; i < 4; ++i) of[i][0] = byte(left, i), of[i][1] = byte(right, i);
+    }
+  }
+  vf of[kTogether<Weight>][2];
+};
 
 inline void keep_weight(float x, float* to) { *to = x; }
 
@@ -42,18 +68,27 @@ inline void keep_weight(float x, uint16_t* to) {
   *to = static_cast<uint16_t>(bits >> 16);
 }
 
+inline void keep_weight(float x, int8_t* to) { *to = static_cast<int8_t>(x); }
+
 template <class Weight>
 void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64_t panel) {
-  Weight* to = packed + panel * kPanel * k;
+  constexpr int64_t kStep = kTogether<Weight>;
+  const int64_t size = panel_size<Weight>(k);
+  Weight* to = packed + panel * size;
   for (int64_t j = 0; j < kPanel; ++j) {
     const int64_t row = panel * kPanel + j;
-    for (int64_t i = 0; i < k; ++i) keep_weight(row < n ? weight[row * k + i] : 0.0f, &to[i * kPanel + j]);
+    for (int64_t i = 0; i < size / kPanel; ++i)
+      keep_weight(row < n && i < k ? weight[row * k + i] : 0.0f, &to[(i / kStep * kPanel + j) * kStep + i % kStep]);
   }
 }
 
 template <int kRows>
 inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
   const int64_t column = panel * kPanel;
+  if (output.scales != nullptr) {
+    const vf left = load(output.scales + column), right = load(output.scales + column + kLanes);
+    for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
+  }
   if (output.epilogue == Epilogue::kSilu) {
     for (int i = 0; i < kRows; ++i)
       store(output.out + (row + i) * output.stride + panel * kLanes, silu(sums[i][0]) * sums[i][1]);
@@ -84,22 +119,28 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
 // Rows `row` .. `row + kRows` of `a` times one panel.
 template <class Weight, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
-  constexpr int64_t kAhead = kPrefetch / sizeof(Weight);
+  constexpr int64_t kAhead = kPrefetch / sizeof(Weight), kStep = kTogether<Weight>;
   vf sums[kRows][2] = {};
   const float* rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = a + (row + i) * stride;
-  const Weight* b = static_cast<const Weight*>(packed) + panel * kPanel * k;
-  for (int64_t j = 0; j < k; ++j, b += kPanel) {
-    __builtin_prefetch(b + kAhead);
-    if constexpr (kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
-    const vf left = load(b), right = load(b + kLanes);
+  const Weight* b = static_cast<const Weight*>(packed) + panel * panel_size<Weight>(k);
+  const auto add = [&](const Weights<Weight>& weights, int64_t j, int64_t count) {
+    for (int64_t t = 0; t < count; ++t) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const vf x = splat(rows[i][j]);
-      sums[i][0] += x * left;
-      sums[i][1] += x * right;
+      for (int i = 0; i < kRows; ++i) {
+        const vf x = splat(rows[i][j + t]);
+        sums[i][0] += x * weights.of[t][0];
+        sums[i][1] += x * weights.of[t][1];
+      }
     }
+  };
+  int64_t j = 0;
+  for (; j + kStep <= k; j += kStep, b += kStep * kPanel) {
+    __builtin_prefetch(b + kAhead);
+    if constexpr (kStep * kPanel * sizeof(Weight) > 64) __builtin_prefetch(b + kAhead + 64 / sizeof(Weight));
+    add(Weights<Weight>(b), j, kStep);
   }
+  if (j < k) add(Weights<Weight>(b), j, k - j);
   finish<kRows>(sums, output, row, panel);
 }
 
@@ -109,8 +150,10 @@ template <class Weight, int... kRows>
 constexpr std::array<Tile, sizeof...(kRows)> tiles(std::integer_sequence<int, kRows...>) {
   return {&tile<Weight, kRows + 1>...};
 }
-constexpr auto kTiles = tiles<float>(std::make_integer_sequence<int, kTile>{});
-constexpr auto kHalfTiles = tiles<uint16_t>(std::make_integer_sequence<int, kTile>{});
+// By what the weights are, then by rows.
+constexpr auto kTiles = std::array{tiles<float>(std::make_integer_sequence<int, kTile>{}),
+                                   tiles<uint16_t>(std::make_integer_sequence<int, kTile>{}),
+                                   tiles<int8_t>(std::make_integer_sequence<int, kTile>{})};
 
 // How a product of `rows` rows and `n` output features is cut into tasks of at most kBlockRows rows and `group` panels.
 struct Blocks {
@@ -126,21 +169,23 @@ struct Blocks {
 class Product {
  public:
   Product(const float* a, int64_t stride, const Linear& linear, const Output& output, const Blocks& cut)
-      : a_(a), stride_(stride), linear_(linear), output_(output), cut_(cut) {}
+      : a_(a), stride_(stride), linear_(linear), output_(output), cut_(cut) {
+    output_.scales = linear.scales;
+  }
 
   void operator()(int64_t task) const {
     const int64_t first_panel = task / cut_.blocks * cut_.group, block = task % cut_.blocks;
     const int64_t last_panel = std::min(first_panel + cut_.group, panels(linear_.n));
     const int64_t start = cut_.rows * block / cut_.blocks, end = cut_.rows * (block + 1) / cut_.blocks;
     const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
-    const bool widen = linear_.half && count > 1;
+    const bool widen = linear_.kind != kFloat32 && count > 1;
     if (widen) widen_panels(first_panel, last_panel);
+    const int64_t offset = first_panel * kPanel * linear_.k;  // of the panels that were widened
+    const void* packed = widen ? wide_panels().data() - offset : linear_.packed;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel)
-        (linear_.half && !widen ? kHalfTiles : kTiles)[to - from - 1](
-            a_, stride_, widen ? wide_panels().data() - first_panel * kPanel * linear_.k : linear_.packed, linear_.k, output_,
-            from, panel);
+        kTiles[widen ? kFloat32 : linear_.kind][to - from - 1](a_, stride_, packed, linear_.k, output_, from, panel);
     }
   }
 
@@ -152,11 +197,24 @@ class Product {
   }
 
   void widen_panels(int64_t first, int64_t last) const {
-    const int64_t count = (last - first) * kPanel * linear_.k;
+    if (linear_.kind == kInt8) widen<int8_t>(first, last);
+    else widen<uint16_t>(first, last);
+  }
+
+  template <class Weight>
+  void widen(int64_t first, int64_t last) const {
+    constexpr int64_t kStep = kTogether<Weight>;
+    const int64_t k = linear_.k, count = (last - first) * kPanel * k;
     std::vector<float>& wide = wide_panels();
     if (static_cast<int64_t>(wide.size()) < count) wide.resize(count);
-    const uint16_t* from = static_cast<const uint16_t*>(linear_.packed) + first * kPanel * linear_.k;
-    for (int64_t i = 0; i < count; i += kLanes) store(wide.data() + i, load(from + i));
+    const Weight* from = static_cast<const Weight*>(linear_.packed) + first * panel_size<Weight>(k);
+    float* to = wide.data();
+    for (int64_t panel = first; panel < last; ++panel)
+      for (int64_t j = 0; j < k; j += kStep, from += kStep * kPanel) {
+        const Weights<Weight> weights(from);
+        for (int64_t t = 0; t < std::min(kStep, k - j); ++t, to += kPanel)
+          store(to, weights.of[t][0]), store(to + kLanes, weights.of[t][1]);
+      }
   }
 
   const float* a_;

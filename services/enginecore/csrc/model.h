@@ -7,14 +7,18 @@ namespace penstock {
 
 constexpr int kChunk = 16;  // tokens of the KV cache that lie together: see attention.h
 
-// y = x W^T + bias. `packed`: W in panels, see gemm.h, of floats or, where `half` is not 0, of bfloat16. `n` output features,
-// `k` inputs.
+// What the numbers of a packed weight are.
+enum Kind : int64_t { kFloat32, kBfloat16, kInt8 };
+
+// y = x W^T + bias. `packed`: W in panels, see gemm.h, of `kind`. `scales` [n, whole panels]: what the integers of an output feature
+// are multiplied with; null for floats. `n` output features, `k` inputs.
 struct Linear {
   const void* packed;
+  const float* scales;
   const float* bias;
   int64_t n;
   int64_t k;
-  int64_t half;
+  int64_t kind;
 };
 
 // A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart.

@@ -13,6 +13,7 @@ typedef float vf_unaligned __attribute__((vector_size(PENSTOCK_LANES * 4), align
 typedef uint16_t vh __attribute__((vector_size(PENSTOCK_LANES * 2)));
 typedef uint32_t vu __attribute__((vector_size(PENSTOCK_LANES * 4)));
 typedef uint16_t vh_unaligned __attribute__((vector_size(PENSTOCK_LANES * 2), aligned(2), may_alias));
+typedef int32_t vi_unaligned __attribute__((vector_size(PENSTOCK_LANES * 4), aligned(1), may_alias));
 
 constexpr int kLanes = PENSTOCK_LANES;
 constexpr int kPanel = 2 * kLanes;  // output features that are computed together
@@ -24,6 +25,9 @@ inline vf load(const uint16_t* p) {
   const vh half = *reinterpret_cast<const vh_unaligned*>(p);
   return reinterpret_cast<vf>(__builtin_convertvector(half, vu) << 16);
 }
+inline vi load_bytes(const int8_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
+// Byte `i` of each of the lanes' four, a number with a sign.
+inline vf byte(vi v, int i) { return __builtin_convertvector((v << (24 - 8 * i)) >> 24, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }

@@ -51,21 +51,7 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
     Weights count by the names, types and shapes of all tensors and 4 KiB from the middle of each: enough to tell any training
     from any other, however the files are cut, and read in milliseconds from what was just loaded.
     """
-    values = {
-        "dtype": loaded.dtype,
-        "task": loaded.task,
-        "eos_token_ids": json.dumps(sorted(loaded.eos_token_ids)),
-    }
-    if loaded.enable_in_reasoning:
-        values["enable_in_reasoning"] = "true"
-    if loaded.tensor_parallel_size > 1:
-        values["tensor_parallel_size"] = str(loaded.tensor_parallel_size)
-    if loaded.cache_dtype != "auto":
-        values["cache_dtype"] = loaded.cache_dtype
-    if loaded.batch_invariant:
-        values["batch_invariant"] = "true"
-    if config.revision:
-        values["revision"] = config.revision
+    values = _settings(config, loaded)
     folder = _folder(config)
     if folder is None:  # nothing that a checkpoint's files could say
         return values | {"weights": config.path}
@@ -84,6 +70,24 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         if key not in _NOT_COMPUTED_WITH:
             values[f"config.{key}"] = _short(json.dumps(value, sort_keys=True))
     return values
+
+
+def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
+    """What settings say. Those that are as they are by default are left out."""
+    values = {
+        "dtype": loaded.dtype,
+        "task": loaded.task,
+        "eos_token_ids": json.dumps(sorted(loaded.eos_token_ids)),
+    }
+    others = {
+        "enable_in_reasoning": loaded.enable_in_reasoning and "true",
+        "tensor_parallel_size": loaded.tensor_parallel_size > 1 and str(loaded.tensor_parallel_size),
+        "cache_dtype": loaded.cache_dtype != "auto" and loaded.cache_dtype,
+        "batch_invariant": loaded.batch_invariant and "true",
+        "quantization": config.quantization != "auto" and config.quantization,
+        "revision": config.revision,
+    }
+    return values | {key: value for key, value in others.items() if value}
 
 
 def hash_of(values: Mapping[str, str]) -> str:

@@ -111,7 +111,7 @@ def _add_serve(commands: Any) -> None:
     engines = parser.add_argument_group("engines")
     network = parser.add_argument_group("network")
     flags.add_positional(parser, ServeOptions, "model")
-    flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", max_model_len="N")
+    flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", quantization="", max_model_len="N")
     flags.add_options(engines, ServeOptions, engines="N", tensor_parallel_size="N", pipeline_parallel_size="N")
     flags.add_options(engines, ServeOptions, device="", kv_cache_memory="SIZE", threads_per_engine="N")
     flags.add_options(

@@ -171,6 +171,7 @@ def _engine_config(
         "model": {
             **_model_config(options),
             "dtype": options.dtype,
+            "quantization": options.quantization,
             "device": options.device,
             "max_model_len": options.max_model_len,
         },

@@ -30,6 +30,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Type of weights and activations; auto: the checkpoint's own."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "int8"],
+        Meta(description="How weights are kept; auto: as the checkpoint has them; int8: rounded to 8 bits, on CPUs."),
+    ] = "auto"
     max_model_len: (
         Annotated[int, Meta(ge=1, description="Tokens of the longest sequence; unset: what fits.")] | None
     ) = None

@@ -11,6 +11,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Task = Literal["auto", "generate", "embed", "classify"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "int8"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +29,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description="Type of weights and activations; auto: the checkpoint's own, except that bfloat16 becomes float32 on a "
             "CPU without native support. CPUs compute float16 as float32."
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Meta(
+            description="How weights are kept; auto: as the checkpoint has them. int8: on CPUs those of linear layers, but the "
+            "head, are rounded to 8-bit integers and a scale per row, which decode steps of a few requests read in half the time."
         ),
     ] = "auto"
     load_format: Annotated[

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -12,6 +13,7 @@ from penstock_enginecore.executor.batch_invariance import check_batch_invariant
 from penstock_enginecore.executor.cache_dtype import check_cache_dtype
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.generation.stage_runner import StageRunner
+from penstock_enginecore.executor.int8_weights import check_int8, round_weights
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
@@ -43,6 +45,10 @@ def load_runner(
         raise ModelLoadError(f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1")
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
+    check_int8(config, device)
+    checkpoint = config.model
+    if rounded := checkpoint.quantization == "int8":
+        checkpoint = msgspec.structs.replace(checkpoint, dtype="float32")
     forward = ForwardConfig(
         device=device,
         attention_backend=config.model.attention_backend,
@@ -50,6 +56,7 @@ def load_runner(
         num_threads=torch.get_num_threads(),
         block_size=config.cache.block_size,
         cache_dtype=FLOAT8 if config.cache.dtype == "fp8" else None,
+        int8=rounded,
     )
     if task == "generate":
         if split is None and links is None:
@@ -57,7 +64,9 @@ def load_runner(
         else:
             keep = keep_none  # the fused decoder alone computes by them, and whole models
         # What a stage leaves to others need not fit its device.
-        model = load_model(config.model, device, progress, keep, split, on_host=links is not None)
+        model = load_model(checkpoint, device, progress, keep, split, on_host=links is not None)
+        if rounded:
+            round_weights(model.module)
         if links is None:
             return GenerationRunner(model, build_forward(model, _with_part(forward, split)))
         stage = StageConfig(
@@ -67,7 +76,9 @@ def load_runner(
             max_seqs=config.scheduler.max_num_seqs,
         )
         return StageRunner(model, build_stage(model, _with_part(forward, split), stage), links)
-    pooled = load_pooling_model(config.model, task, device, progress, split)
+    pooled = load_pooling_model(checkpoint, task, device, progress, split)
+    if rounded:
+        round_weights(pooled.module)
     return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
 
 

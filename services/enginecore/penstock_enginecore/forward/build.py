@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 class ForwardConfig:
     """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache.
     ``cache_dtype``: of the numbers in it, None for that of the model. ``part``: what a rank that shares the model has of it.
+    ``int8``: linear layers' weights were rounded to integers.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class ForwardConfig:
     block_size: int
     cache_dtype: torch.dtype | None = None
     part: Part | None = None
+    int8: bool = False
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
@@ -122,7 +124,9 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
-        computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
+        computing = native.describe(
+            proven.name, config.int8 and "int8 weights", attends and "attention", sampling and "sampler"
+        )
     launcher = _launcher(model, config, sampling)
     vocabulary = config.vocabulary if launcher is None else None  # a device chooses from all logits
     if launcher is not None:
@@ -161,7 +165,9 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
-        computing = native.describe(proven.name, attends and "attention", sampling and "sampler")
+        computing = native.describe(
+            proven.name, config.int8 and "int8 weights", attends and "attention", sampling and "sampler"
+        )
     computing += f", layers {left.own.start} to {left.own.stop - 1} of {left.num_layers}"
     _log(computing, proven)
     stage.links.open(
@@ -202,7 +208,9 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     proven = first_proven(candidates, run, config.agree)
     computing = proven.name or "torch"
     if native is not None:
-        computing = native.describe(proven.name, attends and not model.is_encoder and "attention")
+        computing = native.describe(
+            proven.name, config.int8 and "int8 weights", attends and not model.is_encoder and "attention"
+        )
     _log(computing, proven)
     return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
 

@@ -8,9 +8,16 @@ _Pointer = ctypes.c_void_p
 
 
 class Linear(ctypes.Structure):
-    """A packed weight ``[n, k]`` and its bias; ``half``: kept as bfloat16."""
+    """A packed weight ``[n, k]``, what its integers are multiplied with, and its bias; ``kind``: what its numbers are."""
 
-    _fields_ = [("packed", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int), ("half", _Int)]
+    _fields_ = [
+        ("packed", _Pointer),
+        ("scales", _Pointer),
+        ("bias", _Pointer),
+        ("n", _Int),
+        ("k", _Int),
+        ("kind", _Int),
+    ]
 
 
 class Cache(ctypes.Structure):

@@ -4,35 +4,45 @@ import ctypes
 import mmap
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
+from penstock_enginecore.native.int8 import as_int8
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Linear
 
 _HUGE_PAGE = 2 * 1024 * 1024
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""What the kernels call the dtypes that they keep weights in."""
 
 
 class PackedWeight:
     """A weight ``[n, k]`` and a bias ``[n]``, packed. ``struct`` points into them. A weight whose every number bfloat16 holds
-    is kept in it: half the memory, and half the time to read it.
+    is kept in it, and one whose rows are 8-bit integers times a number as such integers: a half and a quarter of the memory, and
+    of the time to read it.
     """
 
     def __init__(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        half = _fits_bfloat16(weight)
+        self.dtype = torch.bfloat16 if _fits_bfloat16(weight) else torch.float32
         weight = weight.detach().float().contiguous()
         self.n, self.k = weight.shape
-        self.dtype = torch.bfloat16 if half else torch.float32
-        panel = 2 * library.lanes
-        self._packed = _huge_empty(-(-self.n // panel) * panel * self.k, self.dtype)
+        padding = -self.n % (2 * library.lanes)
+        self._scales: torch.Tensor | None = None
+        if (integers := as_int8(weight)) is not None:
+            self.dtype = torch.int8
+            weight = integers.numbers.float()
+            self._scales = F.pad(integers.scales, (0, padding))
+        inputs = self.k + (-self.k % 4 if self.dtype == torch.int8 else 0)
+        self._packed = _huge_empty((self.n + padding) * inputs, self.dtype)
         self._bias = None if bias is None else bias.detach().float().clone()
-        bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self.struct = Linear(self._packed.data_ptr(), bias_pointer, self.n, self.k, half)
+        scales, bias_pointer = (None if part is None else part.data_ptr() for part in (self._scales, self._bias))
+        self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, _KINDS[self.dtype])
         self.pointer = ctypes.addressof(self.struct)
         library.call("pack", weight.data_ptr(), self.pointer)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and bias."""
-        return sum(part.numel() * part.element_size() for part in (self._packed, self._bias) if part is not None)
+        return sum(part.nbytes for part in (self._packed, self._scales, self._bias) if part is not None)
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:

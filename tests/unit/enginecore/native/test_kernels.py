@@ -13,6 +13,7 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import SLOTS, KVCache
 from penstock_enginecore.native import library as library_module
 from penstock_enginecore.native.attention import TILES, NativeAttention
+from penstock_enginecore.native.int8 import round_to_int8
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear, PackedLinears
 from penstock_enginecore.native.sampling import NativeSampling
@@ -49,13 +50,21 @@ def linear(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, bias: 
         return PackedLinear(library, layer)(x)
 
 
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def kept(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight that is packed as ``dtype``."""
+    return round_to_int8(weight) if dtype == torch.int8 else weight.to(dtype).float()
+
+
+KINDS = [torch.float32, torch.bfloat16, torch.int8]
+
+
+@pytest.mark.parametrize("kept_as", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (32, 16), (33, 40), (130, 65), (256, 1024)])
 def test_a_packed_product_equals_torchs_for_any_shape(
     library: NativeLibrary, n: int, k: int, kept_as: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(n)
-    weight, bias = torch.randn(n, k, generator=generator).to(kept_as).float(), torch.randn(n, generator=generator)
+    weight, bias = kept(torch.randn(n, k, generator=generator), kept_as), torch.randn(n, generator=generator)
     for rows in (1, 2, 5, 6, 7, 12, 13, 31, 100, 203):
         x = torch.randn(rows, k, generator=generator)
         for b in (None, bias):
@@ -63,14 +72,14 @@ def test_a_packed_product_equals_torchs_for_any_shape(
             torch.testing.assert_close(linear(library, x, weight, b), exact, rtol=1e-5, atol=1e-5 * k**0.5)
 
 
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept_as", KINDS)
 def test_a_rows_product_is_the_same_whatever_is_computed_beside_it(
     library: NativeLibrary, kept_as: torch.dtype
 ) -> None:
-    weight, x = torch.randn(70, 1024).to(kept_as).float(), torch.randn(64, 1024)
-    whole = linear(library, x, weight, None)
+    weight, bias, x = kept(torch.randn(70, 1022), kept_as), torch.randn(70), torch.randn(64, 1022)
+    whole = linear(library, x, weight, bias)
     for start, end in ((0, 1), (3, 5), (10, 23), (1, 64)):
-        assert torch.equal(linear(library, x[start:end], weight, None), whole[start:end])
+        assert torch.equal(linear(library, x[start:end], weight, bias), whole[start:end])
 
 
 def test_a_packed_layer_keeps_leading_dimensions_and_refuses_what_it_cannot_take(library: NativeLibrary) -> None:
@@ -299,7 +308,7 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.Mon
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     library_module._load.cache_clear()
-    monkeypatch.setattr(library_module, "ALL", (*library_module.ALL[:-1], library_module.ALL[0]))
+    monkeypatch.setattr(library_module, "ALL", (*library_module.ALL[:-1], library_module.ALL[1]))
     with pytest.raises(KernelsError, match="built from other sources"):
         open_library("baseline", 1)
     library_module._load.cache_clear()
@@ -309,6 +318,8 @@ def test_a_packed_weight_reports_its_bytes(library: NativeLibrary) -> None:
     panel = 2 * library.lanes
     assert PackedWeight(library, torch.randn(panel, 3)).num_bytes == 4 * panel * 3
     assert PackedWeight(library, torch.randn(1, 3), torch.randn(1)).num_bytes == 4 * (panel * 3 + 1)
+    rounded = round_to_int8(torch.randn(panel, 3))  # of each row four bytes, and a scale
+    assert PackedWeight(library, rounded).num_bytes == 4 * panel + 4 * panel
 
 
 def test_a_weight_that_bfloat16_holds_is_kept_in_it_and_no_other(library: NativeLibrary) -> None:
