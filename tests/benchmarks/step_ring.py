@@ -72,7 +72,7 @@ PAYLOADS = {
 
 def read(ring: int, index: int) -> None:
     """A reader: prints when each step was there, in nanoseconds, and its processor time, of which what went into decoding."""
-    reader = RingReader(RingMemory(ring), index)
+    reader = RingReader(RingMemory(ring), index, rehearse=decode_call)
     arrived, decoding = [], 0
     began, processor = time.monotonic_ns(), time.process_time_ns()
     while True:

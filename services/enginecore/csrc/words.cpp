@@ -1,62 +1,11 @@
-// Counters in memory that processes share: advanced by one of them, waited for by others. A counter is a word of 32 bits whose
-// lowest says that it will not be advanced any more. Beside it, who sleeps says so in a word of its own, so that advancing a
-// counter that nobody sleeps for makes no system call. Linux has futexes; elsewhere the functions are missing.
+// Counters in memory that processes share (words.h): advanced by one of them, waited for by others. Linux has futexes; elsewhere
+// the functions are missing.
+
+#include "words.h"
 
 #ifdef __linux__
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cerrno>
-#include <climits>
-#include <cstdint>
-
-namespace {
-
-using Word = std::atomic<uint32_t>;
-static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
-
-constexpr int kLooks = 64;  // between two readings of the clock
-
-int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");
-#endif
-}
-
-// Returns whether `word` was seen to differ from `seen` within `ns`.
-bool spin(const Word* word, uint32_t seen, int64_t ns) {
-  if (ns <= 0) return false;
-  for (const int64_t until = now() + ns; now() < until;)
-    for (int look = 0; look < kLooks; ++look) {
-      if (word->load(std::memory_order_acquire) != seen) return true;
-      relax();
-    }
-  return false;
-}
-
-void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride) {
-  // Who sleeps says so before it looks at the word for the last time: one of the two sees what the other wrote.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int64_t i = 0; i < count; ++i)
-    if (reinterpret_cast<const Word*>(reinterpret_cast<const char*>(sleeping) + i * stride)->load(std::memory_order_relaxed)) {
-      syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-      return;
-    }
-}
-
-}  // namespace
+using penstock::Word;
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -66,28 +15,20 @@ uint32_t penstock_word_load(const Word* word) { return word->load(std::memory_or
 // Adds `amount`, and wakes the sleepers if one of the `count` words at `sleeping`, `stride` bytes apart, is not 0.
 void penstock_word_add(Word* word, uint32_t amount, const Word* sleeping, int64_t count, int64_t stride) {
   word->fetch_add(amount, std::memory_order_release);
-  wake(word, sleeping, count, stride);
+  penstock::wake(word, sleeping, count, stride);
 }
 
 // Sets the lowest bit, and wakes likewise.
 void penstock_word_close(Word* word, const Word* sleeping, int64_t count, int64_t stride) {
   word->fetch_or(1, std::memory_order_release);
-  wake(word, sleeping, count, stride);
+  penstock::wake(word, sleeping, count, stride);
 }
 
 // Waits until `word` is not `seen`: for `spin_ns` looking at it, then asleep, until `deadline` on the monotonic clock, which is
 // negative where there is none. `sleeping` belongs to the caller alone. Returns 0, ETIMEDOUT, or EINTR after a signal.
 int penstock_word_wait(Word* word, uint32_t seen, Word* sleeping, int64_t spin_ns, int64_t deadline) {
-  if (spin(word, seen, spin_ns)) return 0;
-  const timespec until{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
-  sleeping->store(1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  int result = 0;
-  while (!result && word->load(std::memory_order_acquire) == seen)
-    if (syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, deadline < 0 ? nullptr : &until, nullptr, FUTEX_BITSET_MATCH_ANY) && errno != EAGAIN)
-      result = errno;
-  sleeping->store(0, std::memory_order_relaxed);
-  return word->load(std::memory_order_acquire) == seen ? result : 0;
+  if (spin_ns > 0 && penstock::spin_until(word, seen, penstock::now() + spin_ns)) return 0;
+  return penstock::sleep_until(word, seen, sleeping, deadline);
 }
 
 }  // extern "C"

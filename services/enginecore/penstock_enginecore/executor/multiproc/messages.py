@@ -116,7 +116,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 def execute(step: SchedulerOutput) -> Execute:
     """The message for a step. What the engine has found out about its vectors stays with the engine."""
-    if any(new.prompt_embeds is not None for new in step.new_requests):
+    if step.new_requests and any(new.prompt_embeds is not None for new in step.new_requests):
         step = msgspec.structs.replace(
             step,
             new_requests=[

@@ -4,9 +4,13 @@ The idea is that of vLLM's message queue in shared memory and of LMAX's Disrupto
 who waits sleeps after a moment, and a message may take any number of slots, more than the ring has.
 """
 
+from collections.abc import Callable
+
 from penstock_common.errors import PenstockError
 from penstock_enginecore.executor.multiproc.ring_memory import MASK, RingMemory
 from penstock_enginecore.executor.multiproc.words import deadline_after
+
+Rehearse = Callable[[bytes], object]
 
 
 class RingClosed(PenstockError):  # noqa: N818 - it says what happened
@@ -34,7 +38,11 @@ class RingWriter:
         Raises RingTimeout, when nothing is written, and RingClosed when a reader has ended. A message that is longer than the
         ring closes it where it times out: half of it was read.
         """
-        memory, deadline = self._memory, deadline_after(timeout)
+        memory = self._memory
+        if memory.put(self._number, message):
+            self._number += 1
+            return
+        deadline = deadline_after(timeout)
         slots = max(1, -(-len(message) // memory.slot_bytes))
         room = self._wait_for_room(min(slots, memory.num_slots), deadline)
         done = 0
@@ -92,8 +100,11 @@ class RingWriter:
 class RingReader:
     """Reads messages, one thread at a time. ``close`` may be called by any thread."""
 
-    def __init__(self, memory: RingMemory, index: int = 0) -> None:
-        """``index``: which of the ring's readers this is. Raises ValueError where it has fewer."""
+    def __init__(self, memory: RingMemory, index: int = 0, rehearse: Rehearse | None = None) -> None:
+        """``index``: which of the ring's readers this is. ``rehearse``: called with the last message that was waited for shortly
+        before the next is due, where that can be known, so that what becomes of it is in the processor's caches. Raises
+        ValueError where the ring has fewer readers.
+        """
         if not 0 <= index < memory.num_readers:
             raise ValueError(f"reader {index} of a ring of {memory.num_readers}")
         self._memory = memory
@@ -101,6 +112,10 @@ class RingReader:
         self._number = 0
         self._part: bytearray | None = None
         self._left = 0
+        self._inbox = memory.inbox(index, is_early=rehearse is not None)
+        self._is_soon = False
+        self._awaited = b""
+        self._rehearse = rehearse
 
     def read(self, timeout: float | None = None) -> bytes | bytearray:
         """The next message. Waits up to ``timeout`` seconds, None for ever.
@@ -108,32 +123,58 @@ class RingReader:
         Raises RingTimeout; RingClosed when the writer has ended and all that it wrote is read, or when this reader was closed;
         RingError for what nobody wrote.
         """
-        deadline = deadline_after(timeout)
+        deadline, inbox, waited = deadline_after(timeout), self._inbox, False
         while True:
-            message = self._take(self._wait_for_slots(deadline))
+            message: bytes | bytearray | None
+            if inbox is not None and self._part is None and (taken := inbox.take(self._number)) is not None:
+                message = taken
+                if waited:
+                    self._awaited = taken
+            elif available := self._available():
+                message = self._take(available)
+            else:
+                self._wait(deadline)
+                waited = True
+                continue
             if message is not None:
                 self._number += 1
+                self._is_soon = False
                 return message
 
     def close(self) -> None:
         """Read nothing any more: the writer gets RingClosed. Idempotent."""
         self._memory.close_reader(self._index)
 
-    def _wait_for_slots(self, deadline: float | None) -> int:
-        """How many slots there are to read, at least one."""
+    def _available(self) -> int:
+        """How many slots there are to read. Raises RingClosed where there will be none."""
         memory = self._memory
         read, closed = memory.read(self._index)
         if closed:
             raise RingClosed("the ring is closed")
-        while True:
-            written, closed = memory.written()
-            if available := written - read & MASK:
-                return available
-            if closed:
-                part = "" if self._part is None else ", in the middle of a message"
-                raise RingClosed(f"the writer of the ring has ended{part}")
-            if not memory.wait_written(written, self._index, deadline):
-                raise RingTimeout("nothing was written to the ring")
+        written, closed = memory.written()
+        available = written - read & MASK
+        if closed and not available:
+            part = "" if self._part is None else ", in the middle of a message"
+            raise RingClosed(f"the writer of the ring has ended{part}")
+        return available
+
+    def _wait(self, deadline: float | None) -> None:
+        """Wait for a slot, the writer's end or the moment before either is due, where all that was written is read. Raises
+        RingTimeout at the deadline.
+        """
+        memory, inbox = self._memory, self._inbox
+        seen, _ = memory.read(self._index)
+        if inbox is None:
+            here: bool | None = memory.wait_written(seen, self._index, deadline)
+        else:
+            here = inbox.wait(seen, deadline, is_soon=self._is_soon)
+        if here is None and self._rehearse is not None:
+            self._is_soon = True
+            self._rehearse(self._awaited)
+            return  # by the way that it takes when the message is there
+        self._is_soon = False
+        if not here:
+            raise RingTimeout("nothing was written to the ring")
 
     def _take(self, available: int) -> bytes | bytearray | None:
         """Read slots of one message; None unless they are its last."""

@@ -6,7 +6,8 @@ import mmap
 import os
 import struct
 
-from penstock_enginecore.executor.multiproc.words import CLOSED, STEP, Sleepers, Words, shared_words
+from penstock_enginecore.executor.multiproc.native_ring import NativeInbox, NativeRing, RingShape
+from penstock_enginecore.executor.multiproc.words import CLOSED, STEP, NativeWords, Sleepers, Words, shared_words
 
 MASK = 2**31 - 1
 """Slots are counted modulo one more."""
@@ -24,9 +25,10 @@ class RingMemory:
     """Anonymous shared memory, mapped: whatever ``/dev/shm`` holds does not matter, and it is gone with its last process.
 
     First a line for the ring's shape, one for the writer's counter (slots written) and one for each reader's (slots read), each
-    with the word in which its owner says that it sleeps. Then for each slot the number of the message that lies in it and the
-    bytes of that message from here on; then the slots' bytes, one behind the other, so that a message lies in one piece unless it
-    goes around the end. ``close_writer`` and ``close_reader`` may be called by any process, for one that has ended.
+    with the word in which its owner says that it sleeps; behind the writer's, when it wrote the last message of one slot. Then
+    for each slot the number of the message that lies in it and the bytes of that message from here on; then the slots' bytes, one
+    behind the other, so that a message lies in one piece unless it goes around the end. ``close_writer`` and ``close_reader`` may
+    be called by any process, for one that has ended.
     """
 
     def __init__(self, descriptor: int, words: Words | None = None) -> None:
@@ -49,6 +51,19 @@ class RingMemory:
         self._readers_asleep = Sleepers(self._tails[0] + 4, self.num_readers, _LINE)
         self._writer_asleep = Sleepers(self._head + 4)
         self._headers = (2 + self.num_readers) * _LINE
+        labels = start + self._headers
+        shape = RingShape(
+            head=self._head,
+            written_at=self._head + 8,
+            tails=self._tails[0],
+            stride=_LINE,
+            num_readers=self.num_readers,
+            labels=labels,
+            content=labels + _SLOT.size * self.num_slots,
+            num_slots=self.num_slots,
+            slot_bytes=self.slot_bytes,
+        )
+        self._native = NativeRing(self._words.path, shape) if isinstance(self._words, NativeWords) else None
         self.content = memoryview(self._map)[self._headers + _SLOT.size * self.num_slots :]
 
     @staticmethod
@@ -87,6 +102,16 @@ class RingMemory:
     def add_written(self, slots: int) -> None:
         """Let the readers have the next slots."""
         self._words.add(self._head, slots, self._readers_asleep)
+
+    def put(self, number: int, message: bytes) -> bool:
+        """Write a message into one slot, and let the readers have it. False where that cannot be done at once, or not here."""
+        return self._native is not None and self._native.put(number, message)
+
+    def inbox(self, reader: int, *, is_early: bool) -> NativeInbox | None:
+        """Where a reader gets messages of one slot; None where it must look for them itself. ``is_early``: it wants to be up
+        before a message is due.
+        """
+        return None if self._native is None else self._native.inbox(reader, is_early=is_early)
 
     def add_read(self, reader: int, slots: int) -> None:
         """Let the writer have what a reader has done with."""

@@ -62,7 +62,8 @@ class NativeWords:
     """By the library. A call releases the interpreter's lock, except those that cannot wait."""
 
     def __init__(self, path: Path = _LIBRARY, spin: float = SPIN) -> None:
-        """Raises OSError where it is not there, AttributeError where it was built from other sources."""
+        """Raises OSError where the library is not at ``path``, AttributeError where it was built from other sources."""
+        self.path = path
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         self._load, self._add, self._close = (
@@ -71,6 +72,7 @@ class NativeWords:
             holding.penstock_word_close,
         )
         self._wait = releasing.penstock_word_wait
+        _ = holding.penstock_ring_put  # what is built with it
         self._load.argtypes, self._load.restype = (pointer,), ctypes.c_uint32
         self._add.argtypes, self._add.restype = (pointer, ctypes.c_uint32, pointer, number, number), None
         self._close.argtypes, self._close.restype = (pointer, pointer, number, number), None

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from penstock_enginecore.child_process import end_with_parent
-from penstock_enginecore.executor.multiproc.messages import Start
+from penstock_enginecore.executor.multiproc.messages import Start, decode_call
 from penstock_enginecore.executor.multiproc.ring import RingReader, RingWriter
 from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
 from penstock_enginecore.executor.multiproc.stacks import DUMP_STACKS
@@ -26,7 +26,7 @@ def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine decides when its workers stop
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(DUMP_STACKS, file=start.stacks, all_threads=True)
-    calls = RingReader(RingMemory(start.calls), start.config.place)
+    calls = RingReader(RingMemory(start.calls), start.config.place, rehearse=decode_call)
     answers = RingWriter(RingMemory(start.answers))
     for inherited in (start.calls, start.answers):
         os.close(inherited)

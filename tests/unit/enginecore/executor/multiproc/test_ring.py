@@ -1,10 +1,12 @@
 """The ring: whatever its ends do, a message that is read is the next one that was written, whole."""
 
+import ctypes
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -265,3 +267,75 @@ def test_without_the_library_the_system_calls_are_made_from_python(monkeypatch: 
         assert isinstance(shared_words(), PlainWords)
     finally:
         shared_words.cache_clear()
+
+
+def even_rhythm(reader: RingReader, *intervals: int) -> None:
+    """As if messages had come at ``intervals``, nanoseconds, the last one now."""
+    assert reader._inbox is not None
+    rhythm = reader._inbox._rhythm
+    rhythm.last, rhythm.count = time.monotonic_ns(), len(rhythm.intervals)
+    for index in range(len(rhythm.intervals)):
+        rhythm.intervals[index] = intervals[index % len(intervals)]
+
+
+def read_asleep(writer: RingWriter, reader: RingReader, message: bytes) -> None:
+    """Write a message that the reader waits for."""
+    asleep = ctypes.c_uint32.from_address(reader._memory._tails[0] + 4)
+    with _thread(reader.read) as reading:
+        while not asleep.value:
+            assert not reading.done()
+        writer.write(message)
+        assert reading.result(PATIENCE) == message
+
+
+def rehearsing_ring(rehearse: Callable[[bytes], object]) -> tuple[RingWriter, RingReader]:
+    descriptor = RingMemory.create(4, SLOT, 1)
+    try:
+        return RingWriter(RingMemory(descriptor)), RingReader(RingMemory(descriptor), rehearse=rehearse)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_reader_rehearses_before_a_message_is_due_and_gets_it() -> None:
+    rehearsed: list[bytes] = []
+
+    def rehearse(message: bytes) -> None:
+        rehearsed.append(message)
+        writer.write(b"second")
+
+    writer, reader = rehearsing_ring(rehearse)
+    read_asleep(writer, reader, b"first")
+    writer.write(b"beside")
+    assert reader.read(PATIENCE) == b"beside"
+    while not rehearsed:  # a thread that was held up may come too late for it
+        even_rhythm(reader, 30_000_000)
+        with suppress(RingTimeout):
+            assert reader.read(timeout=0.1) == b"second"
+    assert rehearsed == [b"first"]
+    with pytest.raises(RingTimeout):  # it is not near any more
+        reader.read(timeout=0)
+
+
+def test_a_message_that_does_not_come_when_it_is_due_is_waited_for_asleep() -> None:
+    rehearsed: list[bytes] = []
+    writer, reader = rehearsing_ring(rehearsed.append)
+    read_asleep(writer, reader, b"first")
+    while not rehearsed:
+        even_rhythm(reader, 30_000_000)
+        with pytest.raises(RingTimeout):
+            reader.read(timeout=0.06)
+    assert rehearsed == [b"first"]
+    with _thread(reader.read) as reading:
+        writer.write(b"second")
+        assert reading.result(PATIENCE) == b"second"
+    assert rehearsed == [b"first"]
+
+
+def test_nothing_is_rehearsed_where_messages_come_at_no_even_intervals() -> None:
+    rehearsed: list[bytes] = []
+    writer, reader = rehearsing_ring(rehearsed.append)
+    read_asleep(writer, reader, b"first")
+    even_rhythm(reader, 20_000_000, 30_000_000)
+    with pytest.raises(RingTimeout):
+        reader.read(timeout=0.05)
+    assert rehearsed == []

@@ -1,0 +1,169 @@
+// What a ring (ring_memory.py) does with nearly all messages, those of one slot, in a call each: a message that is written or read
+// seldom finds the interpreter's way through the ring in no cache, and that way is most of its time. All else is Python's.
+//
+// A reader that waits for messages which come at even intervals may be up shortly before the next: waking it takes longer than all
+// that is done with a message.
+
+#include "words.h"
+
+#ifdef __linux__
+
+#include <sched.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cstring>
+
+using penstock::Word;
+
+namespace {
+
+constexpr uint32_t kClosed = 1, kStep = 2, kMask = 0x7fffffff;
+constexpr int kIntervals = 16, kMost = 10;
+constexpr int kSoon = -1;
+constexpr int64_t kLead = 200'000;      // ns to be up before the earliest: a timer is late by 100, and the reader gets ready
+constexpr int64_t kOverrun = 30'000;    // ns to wait longer than for the latest
+constexpr int64_t kShare = 50;          // of an interval, at most a 50th goes into that,
+constexpr int64_t kWidest = 300'000;    // and at most so many ns beside the lead
+
+struct Label {
+  uint64_t number, left;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Where what is in the memory. Words: the counter, and behind it whether its owner sleeps.
+struct Ring {
+  Word* head;
+  std::atomic<int64_t>* written_at;  // when the last message of one slot was, monotonic ns
+  char* tails;
+  int64_t stride, num_readers;
+  Label* labels;
+  char* content;
+  int64_t num_slots, slot_bytes;
+};
+
+// A reader's: when the messages came that it slept for. `sleeps`: the next is one of them.
+struct Rhythm {
+  int64_t sleeps, last, count, intervals[kIntervals];
+};
+
+}  // extern "C"
+
+namespace {
+
+Word* tail_of(const Ring& ring, int64_t reader) { return reinterpret_cast<Word*>(ring.tails + reader * ring.stride); }
+
+int64_t available(uint32_t head, uint32_t tail) { return ((head >> 1) - (tail >> 1)) & kMask; }
+
+struct Window {
+  int64_t from, until;  // 0: unknown
+};
+
+// When the next message is due: where most of the last intervals lie closely enough together.
+Window due(const Rhythm& rhythm) {
+  if (rhythm.count < kIntervals) return {0, 0};
+  int64_t sorted[kIntervals];
+  std::copy_n(rhythm.intervals, kIntervals, sorted);
+  std::sort(sorted, sorted + kIntervals);
+  const int64_t width = std::min(sorted[kIntervals / 2] / kShare - kLead, kWidest);
+  int first = 0, most = 0;
+  for (int i = 0; i < kIntervals; ++i) {
+    const int count = static_cast<int>(std::upper_bound(sorted + i, sorted + kIntervals, sorted[i] + width) - sorted) - i;
+    if (count > most) first = i, most = count;
+  }
+  if (width <= 0 || most < kMost) return {0, 0};
+  const int64_t latest = std::min(sorted[first + most - 1] + kOverrun, sorted[first] + width);
+  return {rhythm.last + sorted[first] - kLead, rhythm.last + latest};
+}
+
+void note(Rhythm& rhythm, int64_t at) {
+  if (at <= rhythm.last) return;  // of several slots
+  if (rhythm.last) rhythm.intervals[rhythm.count++ % kIntervals] = at - rhythm.last;
+  rhythm.last = at;
+}
+
+void keep_time() {
+  thread_local bool kept = false;
+  if (!kept) prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
+  kept = true;
+}
+
+// As `penstock::spin_until`, letting others have the core who wait for it, of whom one may be the writer.
+bool attend(const Word* word, uint32_t seen, int64_t until) {
+  constexpr int64_t kTurn = 10'000;
+  for (int64_t at = penstock::now(); at < until; at = penstock::now()) {
+    if (penstock::spin_until(word, seen, std::min(at + kTurn, until))) return true;
+    sched_yield();
+  }
+  return word->load(std::memory_order_acquire) != seen;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Writes message `number` into one slot. Returns 0 where that cannot be done at once.
+int penstock_ring_put(const Ring* ring, uint64_t number, const void* message, int64_t length) {
+  const uint32_t head = ring->head->load(std::memory_order_relaxed);
+  if (length > ring->slot_bytes || head & kClosed) return 0;
+  for (int64_t reader = 0; reader < ring->num_readers; ++reader) {
+    const uint32_t tail = tail_of(*ring, reader)->load(std::memory_order_acquire);
+    if (tail & kClosed || available(head, tail) >= ring->num_slots) return 0;
+  }
+  const int64_t slot = (head >> 1) % ring->num_slots;
+  ring->labels[slot] = {number, static_cast<uint64_t>(length)};
+  std::memcpy(ring->content + slot * ring->slot_bytes, message, length);
+  ring->written_at->store(penstock::now(), std::memory_order_relaxed);
+  ring->head->fetch_add(kStep, std::memory_order_release);
+  penstock::wake(ring->head, tail_of(*ring, 0) + 1, ring->num_readers, ring->stride);
+  return 1;
+}
+
+// Reads message `number` from one slot to `to`, of as many bytes. Returns its length, or -1 where it is not there or not such.
+int64_t penstock_ring_take(const Ring* ring, int64_t reader, uint64_t number, Rhythm* rhythm, void* to) {
+  Word* tail = tail_of(*ring, reader);
+  const uint32_t read = tail->load(std::memory_order_relaxed), head = ring->head->load(std::memory_order_acquire);
+  if (read & kClosed || !available(head, read)) return -1;
+  const int64_t slot = (read >> 1) % ring->num_slots;
+  const Label label = ring->labels[slot];
+  if (label.number != number || label.left > static_cast<uint64_t>(ring->slot_bytes)) return -1;
+  if (rhythm) {
+    if (rhythm->sleeps) note(*rhythm, ring->written_at->load(std::memory_order_relaxed));
+    rhythm->sleeps = 0;
+  }
+  std::memcpy(to, ring->content + slot * ring->slot_bytes, label.left);
+  tail->fetch_add(kStep, std::memory_order_release);
+  penstock::wake(tail, ring->head + 1, 1, 0);
+  return label.left;
+}
+
+// Waits until the head is not `seen`, as `penstock_word_wait` does. Where it is known when the next message is due, it returns -1
+// once, shortly before, unless it is called with `is_soon`: it looks at the head then until the message is overdue. `rhythm` is
+// null for a reader that is not to be up before.
+int penstock_ring_wait(const Ring* ring, int64_t reader, uint32_t seen, Rhythm* rhythm, int is_soon, int64_t spin_ns, int64_t deadline) {
+  Word* sleeping = tail_of(*ring, reader) + 1;
+  const Window window = rhythm ? due(*rhythm) : Window{0, 0};
+  const int64_t began = penstock::now();
+  if (!is_soon && window.from > began && (deadline < 0 || window.from < deadline)) {
+    keep_time();
+    rhythm->sleeps = 1;
+    const int result = penstock::sleep_until(ring->head, seen, sleeping, window.from);
+    return result == ETIMEDOUT ? kSoon : result;
+  }
+  if (began < window.until) {
+    if (attend(ring->head, seen, std::min(window.until, began + window.until - window.from))) return 0;
+  } else if (spin_ns > 0 && penstock::spin_until(ring->head, seen, began + spin_ns)) {
+    return 0;
+  }
+  if (rhythm) rhythm->sleeps = 1;
+  return penstock::sleep_until(ring->head, seen, sleeping, deadline);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+#endif  // __linux__
