@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.engines.late_device import LastMoment, choose_on_device
+from tests.fakes.models.fused_models import offer_fused
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
@@ -98,6 +100,23 @@ def test_no_token_is_taken_from_the_host_before_a_request_needs_it(path: Path, m
     runner = engine.executor._worker.runner
     assert len(runner._coming) > 10
     assert runner._batch._num_unknown > 60
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["plain", "with rules beside"])
+def test_replayed_steps_choose_the_tokens_that_the_host_would(
+    path: Path, others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer_fused(monkeypatch)
+    requests = plain_requests() + (other_requests() if others else [])
+    expected = generate(build_engine(path), requests)
+    choose_on_device(monkeypatch, LastMoment)
+    apart: list[int] = []
+    launch = DeviceLauncher.launch
+    monkeypatch.setattr(DeviceLauncher, "launch", lambda self, *args: apart.append(1) or launch(self, *args))
+    engine = build_engine(path)
+    assert generate(engine, requests).tokens == expected.tokens
+    assert engine.executor.worker_stats()[0].graphs.replays > 5
+    assert len(apart) == 0
 
 
 def test_constrained_requests_and_their_neighbours_get_the_same_tokens(

@@ -10,7 +10,7 @@ import torch
 from penstock_enginecore.executor.completion import BeginCopy
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
-from tests.fakes.models.torch_sampling import TorchSampling
+from tests.fakes.models.recorded_launches import RecordedSampling
 from tests.fakes.patience import PATIENCE
 
 
@@ -63,7 +63,7 @@ def choose_on_device(monkeypatch: pytest.MonkeyPatch, begin_copy: BeginCopy) -> 
     """Engines of this test have tokens chosen by the device, which is a CPU, and get them by ``begin_copy``."""
     monkeypatch.setattr(
         "penstock_enginecore.forward.build.device_launcher",
-        lambda device, uses, sampler, vocab, dtype: DeviceLauncher(vocab, device, TorchSampling),
+        lambda device, uses, sampler, vocab, dtype: DeviceLauncher(vocab, device, RecordedSampling),
     )
     monkeypatch.setattr(
         "penstock_enginecore.executor.loading.GenerationRunner", partial(GenerationRunner, begin_copy=begin_copy)

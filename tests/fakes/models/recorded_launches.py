@@ -9,14 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from tests.fakes.models.torch_kernels import TorchKernels
+from tests.fakes.models.torch_sampling import TorchSampling
 
 READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
 COPIES = ("_to_copy", "copy_")
 WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,), "quantized_product": (4,)}
-WRITTEN |= {"product": (4,), "grouped_product": (4,), "weighted_sum": (4,)}
+WRITTEN |= {"product": (4,), "grouped_product": (4,), "weighted_sum": (4,), "sample": (2, 3, 4)}
 """By launch, which of its arguments it writes to."""
 
 
@@ -48,6 +49,8 @@ class Recorder(TorchDispatchMode):
         self.static = None if static is None else {storage(tensor) for tensor in static}
         self.may_allocate = may_allocate
         self.allocated: dict[int, torch.Tensor] = {}
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By its address, memory that was written to, and what stood there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
@@ -73,10 +76,24 @@ class Recorder(TorchDispatchMode):
         return result
 
     def check_write(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Refuse what is not static."""
+        """Refuse what is not static, and note what stands there."""
+        if tensor is not None and self.static is None and storage(tensor) not in self.before:
+            with _disable_current_modes():
+                memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                self.before[storage(tensor)] = memory, memory.clone()
         if tensor is not None and self.static is not None:
             may = storage(tensor) in self.static or storage(tensor) in self.allocated
             assert may, f"{name} writes to what is not static"
+
+    def launch(self, name: str, launch: functools.partial[None], written: tuple[int, ...]) -> None:
+        """Do what ``launch`` does as one operation that writes to its arguments numbered ``written``."""
+        for index in written:
+            self.check_write(name, launch.args[index])
+        tensors = [tensor for arg in launch.args for tensor in tensors_of(arg)]
+        rest = [arg for arg in (*launch.args, *launch.keywords.values()) if isinstance(arg, str | float | int)]
+        self.note(name, tensors, rest, launch)
+        with _disable_current_modes():
+            launch()
 
     def note(self, name: str, tensors: list[torch.Tensor], rest: list[Any], again: Callable[[], object]) -> None:
         """An operation of ``tensors`` and other arguments."""
@@ -99,15 +116,21 @@ class RecordedKernels(TorchKernels):
 
         @functools.wraps(found)
         def launch(*args: Any, **options: Any) -> None:
-            for index in WRITTEN[name]:
-                recorder.check_write(name, args[index])
-            tensors = [tensor for arg in args for tensor in tensors_of(arg)]
-            rest = [arg for arg in (*args, *options.values()) if isinstance(arg, str | float | int)]
-            recorder.note(name, tensors, rest, functools.partial(found, *args, **options))
-            with _disable_current_modes():
-                found(*args, **options)
+            recorder.launch(name, functools.partial(found, *args, **options), WRITTEN[name])
 
         return launch
+
+
+class RecordedSampling(TorchSampling):
+    """Sampling kernels in plain torch, whose launches are one operation to the recorder in force, if there is one."""
+
+    def sample(self, *args: Any, **options: Any) -> None:
+        launch = functools.partial(super().sample, *args, **options)
+        recorder = _get_current_dispatch_mode()
+        if isinstance(recorder, Recorder):
+            recorder.launch("sample", launch, WRITTEN["sample"])
+        else:
+            launch()
 
 
 class RecordedGraph:
@@ -119,13 +142,16 @@ class RecordedGraph:
         self._kernels = kernels
 
     def capture(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Captures what it runs, and runs it."""
+        """Runs what it captures, and puts back what that has overwritten: a device runs nothing."""
         self._kernels.recorder = self.recorder
         try:
             with self.recorder:
                 return launch()
         finally:
             self._kernels.recorder = None
+            for memory, before in self.recorder.before.values():
+                memory.copy_(before)
+            self.recorder.before.clear()
 
     def replay(self) -> None:
         """In the order of the recording."""

@@ -12,6 +12,7 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,22 @@ class FedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """How a step's tokens are to be chosen on the device, right behind its logits: by ``draws`` of the rows that get logits. They
+    become the newest of ``kept_rows`` int64 ``[rows]`` of ``newest`` int32, whose last number is nobody's.
+    """
+
+    draws: PlainDraws
+    newest: torch.Tensor
+    kept_rows: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The tokens of a step, flat, on the host: ``token_ids`` and ``positions`` int64 ``[tokens]``, ``attention`` one entry per
     KV cache group. ``embedded`` ``[tokens, hidden size]`` stands for the token ids where some of them are vectors: made by
     ``ForwardPass.embed``, then changed. It may be overwritten. ``fed``: tokens whose ids are not those of ``token_ids``; there
-    are none beside ``embedded``.
+    are none beside ``embedded``. ``choice``: for a pass that can choose tokens itself; others leave that to whoever calls.
     """
 
     token_ids: IntArray
@@ -43,14 +55,18 @@ class ForwardBatch:
     attention: Sequence[AttentionMetadata]
     embedded: torch.Tensor | None = None
     fed: FedTokens | None = None
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """``logits`` ``[rows, vocab]``. ``states``: what ``ForwardPass.head`` takes; None where they were not asked for."""
+    """``logits`` ``[rows, vocab]``. ``states``: what ``ForwardPass.head`` takes; None where they were not asked for.
+    ``launched``: the tokens, where the pass was to choose them and did.
+    """
 
     logits: torch.Tensor
     states: Any = None
+    launched: LaunchedTokens | None = None
 
 
 class ForwardPass(Protocol):

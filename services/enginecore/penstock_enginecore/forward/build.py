@@ -127,7 +127,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         computing = native.describe(
             proven.name, config.int8 and "int8 weights", attends and "attention", sampling and "sampler"
         )
-    launcher = _launcher(model, config, sampling)
+    launcher = _launcher(model, config, sampling, proven.serves)
     vocabulary = config.vocabulary if launcher is None else None  # a device chooses from all logits
     if launcher is not None:
         computing += ", Triton sampler"
@@ -215,10 +215,16 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
 
 
-def _launcher(model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None) -> TokenLauncher | None:
-    """What chooses tokens on the device, where it does on those of all ranks."""
+def _launcher(
+    model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None, serves: ForwardPass | None
+) -> TokenLauncher | None:
+    """What chooses tokens on the device, where it does on those of all ranks. What ``serves`` may do it by the same kernels."""
     launcher = device_launcher(config.device, config.kernels, TorchSampler(kernels), model.vocab_size, model.dtype)
-    return launcher if config.agree(launcher is not None) else None
+    if not config.agree(launcher is not None) or launcher is None:
+        return None
+    if isinstance(serves, FusedForward):
+        serves.choose_by(launcher.for_steps)
+    return launcher
 
 
 def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None) -> Sampler:

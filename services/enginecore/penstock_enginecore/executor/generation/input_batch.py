@@ -153,6 +153,10 @@ class InputBatch:
         values = settings.temperature, settings.top_k, settings.top_p, settings.min_p
         return PlainDraws.of(*values, self._seed[rows], index)
 
+    def rows_of(self, request_ids: Sequence[str]) -> IntArray:
+        """Int64 ``[requests]``."""
+        return self._settings_of(request_ids).rows
+
     def plain(self, request_ids: Sequence[str]) -> Sequence[int]:
         """Which of the requests, by index, have no rules, nor want log-probabilities."""
         others = self._rules.keys() | self._logprobs.keys()

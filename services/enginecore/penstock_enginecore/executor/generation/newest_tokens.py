@@ -6,22 +6,28 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import FedTokens
 from penstock_enginecore.forward.upload import to_device
 
-_INITIAL_ROWS = 16
+_INITIAL_ROWS = 1024
+"""More than that move what steps were captured with, which are captured anew."""
 
 
 class NewestTokens:
-    """By row of the batch, on the device."""
+    """By row of the batch, on the device; behind them one that is nobody's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._ids = torch.zeros(_INITIAL_ROWS, dtype=torch.int32, device=device)
+        self._ids = torch.zeros(_INITIAL_ROWS + 1, dtype=torch.int32, device=device)
+
+    def room_for(self, rows: IntArray) -> torch.Tensor:
+        """int32 ``[more than any of rows, and one]``: the same memory, unless it has become too small."""
+        most = int(rows.max(initial=0))
+        if most >= len(self._ids) - 1:
+            grown = self._ids.new_zeros((1 << most.bit_length()) + 1)
+            grown[: len(self._ids) - 1] = self._ids[:-1]
+            self._ids = grown
+        return self._ids
 
     def keep(self, rows: IntArray, token_ids: torch.Tensor) -> None:
         """Make ``token_ids`` int32 ``[n]`` the newest of ``rows`` int64 ``[n]``, behind the work that chooses them."""
-        if int(rows.max()) >= len(self._ids):
-            grown = self._ids.new_zeros(1 << int(rows.max()).bit_length())
-            grown[: len(self._ids)] = self._ids
-            self._ids = grown
-        self._ids.index_copy_(0, to_device(rows, self._ids.device), token_ids)
+        self.room_for(rows).index_copy_(0, to_device(rows, self._ids.device), token_ids)
 
     def feed(self, places: IntArray, rows: IntArray) -> FedTokens | None:
         """The newest tokens of ``rows`` for ``places`` of a flat batch; None for none."""

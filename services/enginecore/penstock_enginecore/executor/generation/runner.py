@@ -23,11 +23,11 @@ from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
-from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.base import Choice, ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, SamplingInputs
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """The tokens of the step that was executed last, in the order of its requests; None where they are not read."""
@@ -36,12 +36,19 @@ ChosenElsewhere = Callable[[], Arrival | None]
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A forward pass whose tokens are not sampled yet. ``logits`` ``[sampling requests, vocab]``, or of the vocabulary what this
-    rank has.
+    rank has. ``draws``: of the rows, where none needs more than a device can do. ``launched``: what the pass chose by them.
     """
 
     inputs: StepInputs
     logits: torch.Tensor
     prompt_logprobs: dict[str, Logprobs]
+    draws: PlainDraws | None = None
+    launched: LaunchedTokens | None = None
+
+    @property
+    def sampling_ids(self) -> list[str]:
+        """The requests that get a token."""
+        return [self.inputs.request_ids[i] for i in self.inputs.sampling_requests]
 
 
 class GenerationRunner:
@@ -154,15 +161,19 @@ class GenerationRunner:
             self._pending = None
             return
         inputs = self._prepare(self._batch, step)
+        choice = self._choice(self._batch, inputs)
         fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs), fed)
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs), fed, choice)
         targets = self._batch.prompt_targets(inputs)
+        launched = None
         if targets and self._chosen_elsewhere is None:
             logits, prompt_logprobs = score_prompts(self._forward, batch, inputs.logits_indices, targets)
         else:
             with nullcontext() if self._vocabulary is None else self._vocabulary.apart():
-                logits, prompt_logprobs = self._forward.run(batch, inputs.logits_indices).logits, {}
-        self._pending = _Pending(inputs, logits, prompt_logprobs)
+                output = self._forward.run(batch, inputs.logits_indices)
+                logits, prompt_logprobs, launched = output.logits, {}, output.launched
+        draws = None if choice is None else choice.draws
+        self._pending = _Pending(inputs, logits, prompt_logprobs, draws, launched)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
@@ -174,12 +185,10 @@ class GenerationRunner:
             self._expect(self._batch, pending, self._chosen_elsewhere())
             return ModelRunnerOutput()
         if self._launcher is not None:
-            sampling_ids = [pending.inputs.request_ids[i] for i in pending.inputs.sampling_requests]
             constrained = grammar is not None and bool(grammar.request_ids)
-            draws = None if constrained else self._batch.plain_draws(sampling_ids)
-            if draws is not None:
-                launched = self._launcher.launch(pending.logits, draws)
-                return self._late_output(self._batch, pending, sampling_ids, launched)
+            if pending.draws is not None and not constrained:
+                launched = pending.launched or self._launcher.launch(pending.logits, pending.draws)
+                return self._late_output(self._batch, pending, launched)
             self._take_tokens(self._batch, wait=True)
         return self._sample_now(self._batch, pending, grammar)
 
@@ -228,14 +237,22 @@ class GenerationRunner:
         draws = batch.plain_draws([sampling_ids[i] for i in plain]) if plain else None
         return plain, None if draws is None else self._launcher.launch(logits[plain], draws)
 
-    def _late_output(
-        self, batch: InputBatch, pending: _Pending, sampling_ids: Sequence[str], launched: LaunchedTokens
-    ) -> Late[ModelRunnerOutput]:
+    def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
+        """How a device is to choose the step's tokens, where it can."""
+        sampling_ids = [inputs.request_ids[i] for i in inputs.sampling_requests]
+        draws = None if self._launcher is None else batch.plain_draws(sampling_ids)
+        if draws is None:
+            return None
+        rows = batch.rows_of(sampling_ids)
+        return Choice(draws, self._newest.room_for(rows), rows)
+
+    def _late_output(self, batch: InputBatch, pending: _Pending, launched: LaunchedTokens) -> Late[ModelRunnerOutput]:
         """The output of a step whose tokens a device chooses, once they are on the host."""
         arrival = self._begin_copy(launched.results)
-        if sampling_ids:
+        if sampling_ids := pending.sampling_ids:
             expected = batch.expect_tokens(sampling_ids)
-            self._newest.keep(expected.rows, launched.token_ids)
+            if pending.launched is None:
+                self._newest.keep(expected.rows, launched.token_ids)
             self._coming.append((expected, arrival))
         return Late(partial(_read, pending.inputs, pending.prompt_logprobs, arrival))
 

@@ -4,20 +4,31 @@ A step's inputs are laid out in page-locked host memory and cross to the device 
 that kernels read. There are two host slots: one is written while the copy out of the other may still be under way.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.forward.cuda.launches import GroupInputs
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.forward.base import FedTokens, ForwardBatch
+from penstock_enginecore.forward.cuda.launches import Draws, GroupInputs
+from penstock_enginecore.sample.base import PlainDraws
 
 MAX_CAPTURED_TOKENS = 512
 """Steps of up to so many tokens, padding included, run on tensors that never move."""
 _MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
 """Requests that a step with more tokens than requests is padded to."""
+DRAW_DTYPES = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
+"""Those of the fields of ``Draws``, in their order."""
+_GREEDY = (0.0, 0, 0, math.inf, 0, 1.0)
+"""By field of ``Draws``, what rows have that are not drawn."""
+_NUM_DRAWS = len(DRAW_DTYPES)
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+_UNDRAWN = (_NONE,) * _NUM_DRAWS
 ALIGNMENT = 256
 """Bytes at a multiple of which each tensor begins: what CUDA's own allocations do, and vector loads rely on."""
 
@@ -60,15 +71,30 @@ def _padded(count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class FedInputs:
+    """Tokens that the device knows, ``[tokens]`` each: ``known`` bool, the ``rows`` int64 whose newest they are; ``ids`` int32 is
+    room for them.
+    """
+
+    known: torch.Tensor
+    rows: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """What kernels read of a step, on the device: ``token_ids`` and ``positions`` int32 ``[tokens]``, ``rows`` int32
-    ``[requests]``, which tokens get logits; ``groups``: one per KV cache group.
+    ``[requests]``, which tokens get logits; ``groups``: one per KV cache group. ``draws``: how the rows' tokens are chosen, and
+    ``kept_rows`` int64 ``[requests]`` whose newest these become.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     rows: torch.Tensor
     groups: tuple[GroupInputs, ...]
+    fed: FedInputs
+    draws: Draws
+    kept_rows: torch.Tensor
 
 
 class InputBuffers:
@@ -83,15 +109,19 @@ class InputBuffers:
         self._slots = slots
         tokens, requests = max_shape.tokens, max_shape.requests
         of_all = [(length, torch.int32) for length in (tokens, tokens, requests, requests + 1, requests)]
-        self._layout = VectorLayout([*of_all, *[(tokens, torch.int64)] * num_groups])
+        of_fed = [(tokens, torch.bool), (tokens, torch.int64)]
+        of_choice = [(requests, dtype) for dtype in (*DRAW_DTYPES, torch.int64)]
+        self._layout = VectorLayout([*of_all, *of_fed, *of_choice, *[(tokens, torch.int64)] * num_groups])
         self._flat = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._views = self._layout.views(self._flat)
+        self._fed_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._tables = [torch.zeros(requests, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
 
     def of(self, shape: StepShape) -> StepInputs:
         """The tensors of a step of ``shape``: the same memory each time."""
         tokens, requests = shape.tokens, shape.requests
-        token_ids, positions, rows, starts, seq_lens, *slots = self._views
+        token_ids, positions, rows, starts, seq_lens, known, fed_rows, *others = self._views
+        draws, kept_rows, slots = others[:_NUM_DRAWS], others[_NUM_DRAWS], others[_NUM_DRAWS + 1 :]
         return StepInputs(
             token_ids[:tokens],
             positions[:tokens],
@@ -100,28 +130,32 @@ class InputBuffers:
                 GroupInputs(table[:requests], starts[: requests + 1], seq_lens[:requests], slot[:tokens])
                 for table, slot in zip(self._tables, slots, strict=True)
             ),
+            FedInputs(known[:tokens], fed_rows[:tokens], self._fed_ids[:tokens]),
+            Draws(*(vector[:requests] for vector in draws)),
+            kept_rows[:requests],
         )
 
-    def load(
-        self,
-        token_ids: IntArray,
-        positions: IntArray,
-        attention: Sequence[AttentionMetadata],
-        rows: IntArray,
-        shape: StepShape,
-    ) -> None:
-        """Bring a step to the device, padded to ``shape``. Begins the copies, and does not wait for them."""
-        first = attention[0]
+    def load(self, batch: ForwardBatch, rows: IntArray, shape: StepShape, nobody: int = 0) -> None:
+        """Bring a step to the device, padded to ``shape``. Begins the copies, and does not wait for them. ``nobody``: the row
+        whose newest token nobody reads.
+        """
+        attention, first = batch.attention, batch.attention[0]
         tables = [np.ascontiguousarray(metadata.block_table, dtype=np.int32) for metadata in attention]
         fixed = self._layout.num_bytes
         host = self._slots.take(fixed + sum(table.nbytes for table in tables))
         views = [view.numpy() for view in self._layout.views(host.memory)]
-        _fill(views[0], token_ids, shape.tokens, 0)
-        _fill(views[1], positions, shape.tokens, 0)
+        _fill(views[0], batch.token_ids, shape.tokens, 0)
+        _fill(views[1], batch.positions, shape.tokens, 0)
         _fill(views[2], rows, shape.requests, 0)
-        _fill(views[3], first.query_start_loc, shape.requests + 1, len(token_ids))
+        _fill(views[3], first.query_start_loc, shape.requests + 1, len(batch.token_ids))
         _fill(views[4], first.seq_lens, shape.requests, 0)
-        for view, metadata in zip(views[5:], attention, strict=True):
+        _lay_out_fed(views[5:7], batch.fed, shape)
+        *draws, kept_rows = views[7 : 8 + _NUM_DRAWS]
+        chosen = _UNDRAWN if batch.choice is None else draw_values(batch.choice.draws)
+        for view, values, neutral in zip(draws, chosen, _GREEDY, strict=True):
+            _fill(view, values, shape.requests, neutral)
+        _fill(kept_rows, _NONE if batch.choice is None else batch.choice.kept_rows, shape.requests, nobody)
+        for view, metadata in zip(views[8 + _NUM_DRAWS :], attention, strict=True):
             _fill(view, metadata.slot_mapping, shape.tokens, -1)
         end = fixed
         for table in tables:
@@ -200,7 +234,28 @@ class VectorLayout:
         return [memory[start:end].view(dtype) for start, end, dtype in self._parts]
 
 
-def _fill(view: Any, values: IntArray, length: int, padding: int) -> None:
+def draw_values(draws: PlainDraws) -> tuple[npt.NDArray[Any], ...]:
+    """What ``Draws`` are on the device, in its order, and in ``DRAW_DTYPES``."""
+    return (
+        draws.temperature,
+        draws.seeds.view(np.int64),
+        draws.output_indices,
+        draws.max_distance,
+        draws.top_k,
+        draws.top_p,
+    )
+
+
+def _lay_out_fed(views: Sequence[Any], fed: FedTokens | None, shape: StepShape) -> None:
+    known, rows = (view[: shape.tokens] for view in views)
+    known[:] = False
+    rows[:] = 0
+    if fed is not None:
+        known[fed.places] = True
+        rows[fed.places] = fed.rows
+
+
+def _fill(view: Any, values: npt.NDArray[Any], length: int, padding: float) -> None:
     """``values`` and then ``padding`` in the first ``length`` numbers of ``view``."""
     view[: len(values)] = values
     view[len(values) : length] = padding

@@ -18,8 +18,9 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
+from penstock_enginecore.forward.cuda.feedback import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
-from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.launches import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
 from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
@@ -46,6 +47,7 @@ class FusedForward:
         self._layers = Layers(self._plan, self._max_len, kernels, self.device)
         self._head = merged([self._plan.head], kernels)
         self._graphs = graphs
+        self._feedback = TokenFeedback(self.device)
         self._memory: StepMemory | None = None
         self._caches: list[LayerCache] = []
         self._after_layer: AfterLayer | None = None
@@ -75,6 +77,11 @@ class FusedForward:
                 self._memory = None
                 self._memory = StepMemory(shape, self._layers.widths, self._probed.model.dtype, self.device)
 
+    def choose_by(self, kernels: SamplingKernels) -> None:
+        """Choose the tokens of steps of padded shapes, by ``kernels``, within what is replayed."""
+        self._forget_graphs()
+        self._feedback = TokenFeedback(self.device, kernels)
+
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Rows of the embedding in the model's dtype, scaled as the model does."""
         weight = self._plan.embedding
@@ -88,12 +95,13 @@ class FusedForward:
             raise RuntimeError("bind must come before the first step")
         num_tokens, first = len(batch.token_ids), batch.attention[0]
         step = self._memory.step(padded_shape(num_tokens, max(first.num_requests, len(rows))))
-        step.buffers.load(batch.token_ids, batch.positions, batch.attention, rows, step.shape)
-        if batch.fed is not None:
-            batch.fed.write(step.inputs.token_ids)
+        if self._feedback.moves(batch):
+            self._forget_graphs()
+        step.buffers.load(batch, rows, step.shape, self._feedback.nobody)
         hidden = self._compute(step, batch.embedded, padding=step.shape.tokens - num_tokens)
         states = hidden[:num_tokens].clone() if keep_states else None
-        return ForwardOutput(step.activations.logits[: len(rows)], states)
+        logits = step.activations.logits[: len(rows)]
+        return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape))
 
     def head(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The head alone: a new tensor."""
@@ -146,15 +154,17 @@ class FusedForward:
 
     def _launch_all(self, step: Step) -> torch.Tensor:
         """All work of a step from its token ids on."""
+        self._feedback.feed(step.inputs)
         self._layers.embed(step.inputs.token_ids, step.activations.residual)
         return self._launch(step)
 
     def _launch(self, step: Step) -> torch.Tensor:
-        """The layers and the head, for what the first layer gets."""
+        """The layers, the head and the choice of tokens, for what the first layer gets."""
         activations = step.activations
         hidden = self._layers.run(step.inputs, activations, self._caches, self._after_layer)
         torch.index_select(hidden, 0, step.inputs.rows, out=activations.chosen)
         self._logits(activations.chosen, activations.logits)
+        self._feedback.choose(activations.logits, step.inputs, step.shape)
         return hidden
 
     def _forget_graphs(self) -> None:

@@ -5,26 +5,26 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS, VectorLayout
+from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_TOKENS, VectorLayout, draw_values
 from penstock_enginecore.forward.cuda.launches import Draws, SamplingKernels
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, Sampler, SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 
-_ALIGNED = 4
-"""Rows to a multiple of which results are padded, so that they begin at multiples of 16 bytes: kernels are compiled for that."""
 MakeSampling = Callable[[int, int, torch.device], SamplingKernels]
 """Makes kernels with memory for so many rows of a vocabulary on a device."""
 
 
 class DeviceLauncher:
-    """A ``TokenLauncher``. What it puts out is new with each call; the kernels' memory grows with the rows."""
+    """A ``TokenLauncher``. What it puts out is new with each call; the kernels' memory grows with the rows. ``for_steps``:
+    kernels for the rows of captured steps, whose memory never moves.
+    """
 
     def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
         self._vocab = vocab
         self._device = device
         self._make = make
         self._max_rows = MAX_CAPTURED_TOKENS
-        self._kernels = make(self._max_rows, vocab, device)
+        self._kernels = self.for_steps = make(self._max_rows, vocab, device)
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
         """One copy to the device where rows are drawn, none where all are greedy."""
@@ -32,7 +32,7 @@ class DeviceLauncher:
         if rows > self._max_rows:
             self._max_rows = 1 << (rows - 1).bit_length()
             self._kernels = self._make(self._max_rows, self._vocab, self._device)
-        width = -(-rows // _ALIGNED) * _ALIGNED
+        width = aligned_rows(rows)
         results = torch.zeros(2, width, dtype=torch.int32, device=self._device)
         peaks = torch.empty(rows, dtype=torch.float32, device=self._device)
         on_device = _upload(draws, self._device) if draws.any_drawn else None
@@ -40,6 +40,11 @@ class DeviceLauncher:
             logits.contiguous(), on_device, results[0, :rows], peaks, results[1, :rows], filtered=draws.any_filtered
         )
         return LaunchedTokens(results, rows)
+
+
+def aligned_rows(rows: int) -> int:
+    """To how many results of ``rows`` are padded, so that they begin at multiples of 16 bytes: kernels are compiled for that."""
+    return -(-rows // 4) * 4
 
 
 def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor) -> str:
@@ -61,17 +66,8 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
 
 def _upload(draws: PlainDraws, device: torch.device) -> Draws:
     """In one copy, which is not waited for."""
-    values = (
-        draws.temperature,
-        draws.seeds.view(np.int64),
-        draws.output_indices,
-        draws.max_distance,
-        draws.top_k,
-        draws.top_p,
-    )
-    dtypes = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
-    layout = VectorLayout([(len(draws.temperature), dtype) for dtype in dtypes])
+    layout = VectorLayout([(len(draws.temperature), dtype) for dtype in DRAW_DTYPES])
     host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, of_rows in zip(layout.views(host), values, strict=True):
+    for view, of_rows in zip(layout.views(host), draw_values(draws), strict=True):
         view.numpy()[:] = of_rows
     return Draws(*layout.views(host.to(device, non_blocking=True)))

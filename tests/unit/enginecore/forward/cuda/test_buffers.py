@@ -5,11 +5,15 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata
+from penstock_enginecore.forward.base import Choice, FedTokens, ForwardBatch
 from penstock_enginecore.forward.cuda.activations import ActivationBuffers, Widths
 from penstock_enginecore.forward.cuda.buffers import HostSlot, HostSlots, InputBuffers, StepShape, padded_shape
 from penstock_enginecore.forward.cuda.steps import CacheShape, StepMemory
+from penstock_enginecore.sample.base import PlainDraws
+from tests.fakes.models.recorded_launches import tensors_of
 
 CPU = torch.device("cpu")
+INF = float("inf")
 WIDTHS = Widths(hidden=8, qkv=24, attended=12, intermediate=20, vocab=30)
 
 
@@ -50,7 +54,7 @@ def test_a_step_is_padded_with_requests_of_no_tokens_and_tokens_of_no_slot() -> 
         tensor.fill_(77)
     groups = [metadata([9, 2], [3, 2]), metadata([9, 2], [3, 2], first_block=20)]
     ids, rows = np.arange(5) + 50, np.array([2, 4])
-    buffers.load(ids, groups[0].positions(), groups, rows, shape)
+    buffers.load(ForwardBatch(ids, groups[0].positions(), groups), rows, shape)
     assert inputs.token_ids.tolist() == [50, 51, 52, 53, 54, 0, 0, 0]
     assert inputs.positions.tolist() == [6, 7, 8, 0, 1, 0, 0, 0]
     assert inputs.rows.tolist() == [2, 4, 0, 0]
@@ -62,6 +66,39 @@ def test_a_step_is_padded_with_requests_of_no_tokens_and_tokens_of_no_slot() -> 
         assert group.block_table.shape == (4, 6)
     assert {t.dtype for t in (inputs.token_ids, inputs.positions, inputs.rows)} == {torch.int32}
     assert inputs.groups[0].slots.dtype == torch.int64
+
+
+def test_rows_that_nobody_draws_are_greedy_and_kept_by_nobody() -> None:
+    buffers, shape = InputBuffers(StepShape(8, 8), 1, 6, HostSlots.on(CPU), CPU), StepShape(4, 4)
+    inputs, step = buffers.of(shape), metadata([9, 2, 1], [1, 1, 1])
+    draws = PlainDraws.of(
+        np.array([0.5, 0.0]),
+        np.array([7, 0]),
+        np.array([0.9, 1.0]),
+        np.array([1.0, 0.0]),
+        np.array([2**64 - 1, 5], dtype=np.uint64),
+        np.array([3, 4]),
+    )
+    fed = FedTokens(torch.zeros(9), np.array([2]), np.array([6]))
+    choice = Choice(draws, torch.zeros(9), np.array([1, 6]))
+    batch = ForwardBatch(np.zeros(3, dtype=np.int64), step.positions(), [step], None, fed, choice)
+    for _ in range(2):
+        buffers.load(batch, np.array([0, 2]), shape, nobody=8)
+        assert [tensor.tolist() for tensor in tensors_of(inputs.draws)] == [
+            [0.5, 0.0, 0.0, 0.0],
+            [-1, 5, 0, 0],
+            [3, 4, 0, 0],
+            [0.0, INF, INF, INF],
+            [7, 0, 0, 0],
+            [0.9, 1.0, 1.0, 1.0],
+        ]
+        assert inputs.kept_rows.tolist() == [1, 6, 8, 8]
+        assert inputs.fed.known.tolist() == [False, False, True, False]
+        assert inputs.fed.rows.tolist() == [0, 0, 6, 0]
+    buffers.load(ForwardBatch(batch.token_ids, batch.positions, [step]), np.array([0]), shape, nobody=8)
+    assert inputs.draws.temperature.tolist() == [0.0] * 4
+    assert inputs.kept_rows.tolist() == [8] * 4
+    assert not inputs.fed.known.any()
 
 
 def test_tensors_of_padded_shapes_begin_at_aligned_addresses_and_never_move() -> None:

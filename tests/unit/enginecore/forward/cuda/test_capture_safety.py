@@ -1,5 +1,6 @@
 """What a step launches could be captured and replayed: it depends on the step's shape alone, and stays within buffers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata
-from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.base import Choice, FedTokens, ForwardBatch
 from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.sample.base import PlainDraws
 from tests.fakes.models.fused_models import FUSED_FAMILIES, fused, save_varied_model
-from tests.fakes.models.recorded_launches import RecordedKernels, Recorder, tensors_of
+from tests.fakes.models.recorded_launches import RecordedKernels, RecordedSampling, Recorder, tensors_of
 from tests.fakes.models.torch_kernels import TorchKernels
 
 BLOCK_SIZE = 16
 OTHER = torch.zeros(3)
+NEWEST = torch.zeros(100, dtype=torch.int32)
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 """Families whose steps allocate: a graph has memory for that, of sizes that the shape alone says."""
 
@@ -29,9 +32,11 @@ class Spied(FusedForward):
     def _launch_all(self, step: Any) -> torch.Tensor:
         kernels = self._layers._kernels
         caches = [part for layer in self._caches for part in (layer.cache.keys, layer.cache.values)]
-        kernels.recorder = self.recorder = Recorder(
-            tensors_of(step.activations) + caches, may_allocate=self.may_allocate
-        )
+        feedback = self._feedback
+        inputs = [step.inputs.token_ids, step.inputs.fed.ids]
+        results = [feedback._results, feedback._peaks, feedback._newest]
+        static = [*tensors_of(step.activations), *caches, *inputs, *results]
+        kernels.recorder = self.recorder = Recorder(static, may_allocate=self.may_allocate)
         try:
             with self.recorder:
                 return super()._launch_all(step)
@@ -44,6 +49,7 @@ def spied(path: Path, architecture: str, *, batch_invariant: bool = False) -> Fu
     forward = fused(path, RecordedKernels(batch_invariant=batch_invariant))
     forward.__class__ = Spied
     forward.may_allocate = architecture in WITH_EXPERTS
+    forward.choose_by(RecordedSampling(512, 320, torch.device("cpu")))
     forward.bind(forward.memory.throwaway(BLOCK_SIZE, 64))
     return forward
 
@@ -57,7 +63,22 @@ def decodes(lengths: list[int], seed: int) -> tuple[ForwardBatch, np.ndarray]:
     found = AttentionMetadata(np.arange(count + 1), ends, table, np.zeros(count, dtype=np.int64), BLOCK_SIZE)
     slots = np.concatenate([found.slots(i, n - 1, n) for i, n in enumerate(lengths)])
     metadata = AttentionMetadata(found.query_start_loc, ends, table, slots, BLOCK_SIZE)
-    return ForwardBatch(generator.integers(0, 320, count), ends - 1, [metadata]), np.arange(count)
+    fed = FedTokens(NEWEST, np.arange(count)[::2], generator.permutation(99)[: len(range(0, count, 2))])
+    choice = Choice(draws(count, generator), NEWEST, generator.permutation(99)[:count])
+    batch = ForwardBatch(generator.integers(0, 320, count), ends - 1, [metadata], None, fed, choice)
+    return batch, np.arange(count)
+
+
+def draws(count: int, generator: np.random.Generator) -> PlainDraws:
+    """Some greedy, some drawn, some of these from what filters leave."""
+    return PlainDraws.of(
+        generator.choice([0.0, 0.5, 1.0], count),
+        generator.choice([0, 5], count),
+        generator.choice([1.0, 0.9], count),
+        generator.choice([0.0, 0.1], count),
+        generator.integers(0, 2**64, count, dtype=np.uint64),
+        generator.integers(0, 99, count),
+    )
 
 
 def mixed(seed: int) -> tuple[ForwardBatch, np.ndarray]:
@@ -80,6 +101,9 @@ def test_steps_of_one_shape_launch_the_same_work_on_the_same_memory(architecture
         forward.run(batch, rows)
         seen.append(forward.recorder.seen)
     assert len(seen[0]) > 20
+    names = [operation[0] for operation in seen[0]]
+    assert names[:2] == ["index_select", "where"]
+    assert names[-2:] == ["sample", "index_copy_"]
     assert seen[0] == seen[1] == seen[2]
     forward.run(*decodes([5, 5, 5, 5, 5], 3))
     assert forward.recorder.seen != seen[0]
@@ -126,6 +150,7 @@ def test_what_could_not_be_captured_is_found(
 def test_padding_changes_neither_logits_nor_what_others_have_in_the_cache(tmp_path: Path) -> None:
     forward = spied(tmp_path, "qwen3")
     batch, rows = decodes([60, 2, 40], 1)
+    batch = dataclasses.replace(batch, fed=None)
     for cache in forward._caches:
         cache.cache.keys.normal_()
         cache.cache.values.normal_()
