@@ -47,7 +47,8 @@ def config_of(
         scheduler=SchedulerConfig(**(scheduler or {})),
         executor=ExecutorConfig(num_threads=1, **(executor or {})),
         profiler=ProfilerConfig(**(profiler or {})),
-        kernels=KernelsConfig(**(kernels or {})),
+        # Recorded steps are computed once more, which takes a CPU long for all sizes.
+        kernels=KernelsConfig(**{"capture_at_start": False, **(kernels or {})}),
         plugins=plugins,
     )
 

@@ -168,6 +168,26 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampler: Annotated[
         bool, Meta(description="Find the likeliest tokens, and draw where a request has no filters.")
     ] = True
+    graphs: Annotated[
+        bool,
+        Meta(
+            description="Replay steps of up to 512 tokens as CUDA graphs; false: launch each piece by piece, to find faults."
+        ),
+    ] = True
+    capture_at_start: Annotated[
+        bool,
+        Meta(
+            description="Capture the graphs of decode steps before the engine is ready, and leave room for them beside the KV "
+            "cache; false: each at its first step, which waits for it."
+        ),
+    ] = True
+    graph_sizes: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=512)], ...],
+        Meta(
+            description="Decode steps of how many requests are captured at start, each number rounded up to a size that steps "
+            "are padded to; empty: all up to scheduler.max_num_seqs. Others are captured at their first step."
+        ),
+    ] = ()
     batch_invariant: Annotated[
         bool,
         Meta(

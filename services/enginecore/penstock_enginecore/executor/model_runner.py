@@ -9,6 +9,7 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Late
+from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 
 
 class ModelRunner(Protocol):
@@ -17,6 +18,10 @@ class ModelRunner(Protocol):
     ``initialize_kv_cache`` comes before the first step. A step is ``execute`` followed by ``sample``, one at a time. Where one
     has raised, ``recover`` comes before the next.
     """
+
+    @property
+    def graph_capture(self) -> GraphCapture | None:
+        """Captures steps before there are requests; None where none are replayed."""
 
     @property
     def info(self) -> ModelInfo:

@@ -17,6 +17,7 @@ from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.device import resolve_device
+from penstock_enginecore.executor.graph_sizes import sizes_to_capture
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
@@ -87,12 +88,25 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(self._device)
         self.runner.profile(self._engine.scheduler.max_num_batched_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()
-        return cuda_kv_cache_bytes(self._engine.cache, self._device)
+        left = cuda_kv_cache_bytes(self._engine.cache, self._device)
+        return max(left - self._graph_bytes(), 0)
+
+    def _graph_bytes(self) -> int:
+        """What graphs will take that are captured at start."""
+        capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
+        if capture is None or not sizes:
+            return 0
+        taken = capture.measure(sizes, self._engine.cache.block_size, self._free_bytes)
+        torch.cuda.empty_cache()
+        return taken
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache."""
+        """Allocate the KV cache, and capture the steps that are to be replayed on it."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
+        capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
+        if capture is not None and sizes:
+            capture.run(sizes, len(config.groups), config.block_size, self._free_bytes)
 
     def skip(self, step: SchedulerOutput) -> None:
         """A step that is not run, behind one that failed. The other stages are told."""
@@ -134,7 +148,7 @@ class Worker:
         if "kv_cache" in tags:
             self._kv_cache_asleep = False
         if not self._kv_cache_asleep and self._kv_cache is not None and self._runner is not None:
-            self._runner.initialize_kv_cache(self._kv_cache)
+            self.initialize_kv_cache(self._kv_cache)
 
     @utility
     def start_profile(self) -> None:
@@ -198,6 +212,10 @@ class Worker:
             stage=self._config.stage,
             waited_for_stages=self._links.waited if self._links else None,
         )
+
+    def _free_bytes(self) -> int:
+        """What the device has left; 0 on a CPU."""
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     def _free_memory(self) -> None:
         if self._device.type == "cuda":

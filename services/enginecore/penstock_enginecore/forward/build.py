@@ -64,15 +64,16 @@ class ForwardConfig:
 @dataclass(frozen=True, slots=True)
 class BuiltForward:
     """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
-    choose tokens, where it can. ``graphs``: of the steps that are replayed; any thread may ask. ``vocabulary``: of logits that
-    the pass leaves in parts where it is asked to, and the sampler takes so. ``batch_invariant``: logits are, tokens are to be.
+    choose tokens, where it can. ``graphs``: of the steps that are replayed, None where none are; any thread may ask.
+    ``vocabulary``: of logits that the pass leaves in parts where it is asked to, and the sampler takes so. ``batch_invariant``:
+    logits are, tokens are to be.
     """
 
     forward: ForwardPass
     sampler: Sampler
     computing: str
     launcher: TokenLauncher | None = None
-    graphs: Callable[[], GraphStats] = GraphStats
+    graphs: Callable[[], GraphStats] | None = None
     vocabulary: SplitVocabulary | None = None
     batch_invariant: bool = False
 
@@ -135,7 +136,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         computing += ", batch invariant"
     _log(computing, proven)
     forward = serve() if proven.serves is None else proven.serves
-    graphs = forward.graph_stats if isinstance(forward, FusedForward) else GraphStats
+    graphs = forward.graph_stats if isinstance(forward, FusedForward) and forward.replays else None
     invariant = config.kernels.batch_invariant
     return BuiltForward(forward, _sampler(sampling, vocabulary), computing, launcher, graphs, vocabulary, invariant)
 

@@ -18,6 +18,7 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
+from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
@@ -78,7 +79,8 @@ class GenerationRunner:
         self._newest = NewestTokens(self._forward.device)
         self._coming: deque[tuple[ExpectedTokens, Arrival]] = deque()
         self.computing = built.computing
-        self._graphs = built.graphs
+        self.graph_capture = None if built.graphs is None else GraphCapture(self._forward, self._newest, built.graphs)
+        self._graphs = built.graphs or GraphStats
         self._caches: LayerCaches = {}
         self._batch: InputBatch | None = None
         self._kv_cache: KVCacheConfig | None = None

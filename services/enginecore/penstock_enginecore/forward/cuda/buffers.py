@@ -63,6 +63,11 @@ def padded_shape(tokens: int, requests: int) -> StepShape:
     return StepShape(padded, min(padded, next(count for count in _MIXED_REQUESTS if count >= requests)))
 
 
+def decode_sizes(most: int) -> list[int]:
+    """Tokens of the padded shapes of steps that have up to ``most`` requests of one token each, in ascending order."""
+    return sorted({_padded(count) for count in range(1, min(most, MAX_CAPTURED_TOKENS) + 1)})
+
+
 def _padded(count: int) -> int:
     if count <= 16:
         return 1 << (count - 1).bit_length()

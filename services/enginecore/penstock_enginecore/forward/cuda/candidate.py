@@ -28,7 +28,7 @@ def fused_candidates(probed: ProbedModel, uses: KernelsConfig, attention_backend
     """
     if not _is_offered(probed.device, uses, attention_backend):
         return []
-    return [Candidate("fused decoder", lambda: _build(probed, batch_invariant=uses.batch_invariant))]
+    return [Candidate("fused decoder", lambda: _build(probed, uses))]
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
@@ -74,10 +74,11 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> Sampli
     return TokenSampler(max_rows, vocab, device)
 
 
-def _build(probed: ProbedModel, *, batch_invariant: bool) -> FusedForward:
+def _build(probed: ProbedModel, uses: KernelsConfig) -> FusedForward:
     # Triton is imported where there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError as e:
         raise UnsuitableError(f"its kernels cannot be compiled: {e}") from e
-    return FusedForward(probed, TritonKernels(batch_invariant=batch_invariant), cuda_graphs())
+    graphs = cuda_graphs() if uses.graphs else None
+    return FusedForward(probed, TritonKernels(batch_invariant=uses.batch_invariant), graphs)

@@ -60,6 +60,11 @@ class FusedForward:
             products.append(self._head)
         return module_bytes(self._module) + sum(product.num_bytes for product in products)
 
+    @property
+    def replays(self) -> bool:
+        """Whether steps of padded shapes are captured at their first run."""
+        return self._graphs is not None
+
     def graph_stats(self) -> GraphStats:
         """Steps that were replayed. Any thread may ask."""
         return GraphStats() if self._graphs is None else self._graphs.stats

@@ -1,0 +1,85 @@
+"""Decode steps that are captured before there are requests, and what their graphs take."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from penstock_common.memory import in_units
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
+from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass
+from penstock_enginecore.sample.base import PlainDraws
+
+logger = logging.getLogger(__name__)
+
+_SILENCE = 2.0
+"""Seconds after which the log tells how far it is."""
+
+
+class GraphCapture:
+    """Runs decode steps of no meaning, which ``forward`` captures, as the first of their sizes. ``newest``: what steps with
+    requests are captured with. ``stats``: of ``forward``.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardPass,
+        newest: NewestTokens,
+        stats: Callable[[], GraphStats],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._forward = forward
+        self._newest = newest
+        self._stats = stats
+        self._clock = clock
+
+    @torch.inference_mode()
+    def run(self, sizes: Sequence[int], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
+        """Decode steps of ``sizes`` tokens, on the KV cache that is bound, in which nothing is written. Where one cannot be
+        captured none is, and the log has said so. ``free``: bytes that the device has left.
+        """
+        before, begun = free(), self._clock()
+        told = begun
+        logger.info("capturing decode steps of %d sizes", len(sizes))
+        for count, size in enumerate(sizes, 1):
+            self._step(size, num_groups, block_size)
+            if not self._stats().captured:
+                return
+            if (now := self._clock()) - told >= _SILENCE:
+                logger.info("captured %d of %d sizes in %.1f s", count, len(sizes), now - begun)
+                told = now
+        took = in_units(max(before - free(), 0))
+        logger.info("captured %d decode steps in %.1f s: their graphs take %s", len(sizes), self._clock() - begun, took)
+
+    @torch.inference_mode()
+    def measure(self, sizes: Sequence[int], block_size: int, free: Callable[[], int]) -> int:
+        """Bytes that graphs of ``sizes`` will take, reckoned from those of the two largest, on a cache of their own: the first of
+        them takes what all share, too. Nothing is left of them, nor of a cache that was bound.
+        """
+        largest = sorted(sizes, reverse=True)
+        taken = []
+        self._forward.bind(self._forward.memory.throwaway(block_size, 2))
+        try:
+            for size in largest[:2]:
+                before = free()
+                self._step(size, 1, block_size)
+                taken.append(max(before - free(), 0))
+        finally:
+            self._forward.bind({})
+        return sum(taken) + sum(taken[1:]) * (len(largest) - 2)
+
+    def _step(self, size: int, num_groups: int, block_size: int) -> None:
+        """A token for each of ``size`` requests, which see the null block, write nowhere, and whose next tokens nobody reads."""
+        none: IntArray = np.zeros(size, dtype=np.int64)
+        one = np.ones(size)
+        newest = self._newest.room_for(none)
+        draws = PlainDraws.of(0 * one, none, one, 0 * one, none.astype(np.uint64), none)
+        choice = Choice(draws, newest, np.full(size, len(newest) - 1))
+        starts: IntArray = np.arange(size + 1)
+        table = np.zeros((size, 1), dtype=np.int32)
+        metadata = AttentionMetadata(starts, none + 1, table, none - 1, block_size)
+        self._forward.run(ForwardBatch(none, none, [metadata] * num_groups, choice=choice), starts[:-1])
