@@ -8,8 +8,11 @@ import torch
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.forward.cuda import attention_candidate
+from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.engines.late_device import LastMoment, choose_on_device
 from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.tiny_models import CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.fakes.models.transformers_greedy import greedy_tokens
@@ -25,13 +28,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def make_engine(path: Path, **sections: dict[str, int]) -> EngineCore:
+def make_engine(path: Path, computing: str = "Triton attention", **sections: dict[str, int]) -> EngineCore:
     torch.set_num_threads(1)
     # Windows of several groups share the arena; blocks are few, so that requests are preempted.
     engine = build_engine(
         path, model={"attention_backend": "triton"}, cache={"block_size": 16}, kernels={"isa": "off"}, **sections
     )
-    assert engine.executor.collective_rpc("worker_info")[0]["computing"] == "Triton attention"
+    assert engine.executor.collective_rpc("worker_info")[0]["computing"].startswith(computing)
     return engine
 
 
@@ -57,6 +60,24 @@ def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
     again, hits = greedy(engine, "second", prompts(), NEW_TOKENS)
     assert again == expected
     assert hits >= 32
+
+
+def test_replayed_steps_that_choose_their_tokens_give_the_same_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of several groups; tokens reach the host at the last moment."""
+    kernels = RecordedKernels()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(attention_candidate, "_kernels", lambda: kernels)
+    monkeypatch.setattr(attention_candidate, "can_capture", lambda device: True)
+    graphs = StepGraphs(lambda: RecordedGraph(kernels, of_modules=True))
+    monkeypatch.setattr(attention_candidate, "make_graphs", lambda: graphs)
+    choose_on_device(monkeypatch, LastMoment)
+    model = save_tiny_model("cohere2", tmp_path)
+    expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
+    engine = make_engine(tmp_path, "Triton attention in graphs", scheduler={"max_num_batched_tokens": 11})
+    assert greedy(engine, "first", prompts(), NEW_TOKENS)[0] == expected
+    assert graphs.stats.replays > 8
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "deepseek_v3"])

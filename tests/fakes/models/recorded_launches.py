@@ -9,15 +9,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.fakes.models.torch_sampling import TorchSampling
 
+HOST = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__")
+"""Methods of tensors that wait for a device. On a CPU some of them are no operations."""
 READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
 COPIES = ("_to_copy", "copy_")
-WRITTEN = {"prologue": (6, 7, 8), "attend": (5,), "add_rms_norm": (1, 3), "gated": (2,), "quantized_product": (4,)}
-WRITTEN |= {"product": (4,), "grouped_product": (4,), "weighted_sum": (4,), "sample": (2, 3, 4)}
+WRITTEN = {
+    "write": (3, 4),
+    "prologue": (6, 7, 8),
+    "attend": (5,),
+    "add_rms_norm": (1, 3),
+    "gated": (2,),
+    "quantized_product": (4,),
+}
+WRITTEN |= {"write": (3, 4), "product": (4,), "grouped_product": (4,), "weighted_sum": (4,), "sample": (2, 3, 4)}
 """By launch, which of its arguments it writes to."""
 
 
@@ -36,14 +46,38 @@ def tensors_of(arg: Any) -> list[torch.Tensor]:
     return [tensor for name in fields for tensor in tensors_of(getattr(arg, name))]
 
 
+class Reads(TorchFunctionMode):
+    """Refuses with ``error`` what reads a tensor on the host."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in HOST:
+            raise self.error(f"{name} reads on the host")
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):
     """Notes each operation with the addresses and shapes of its tensors (``seen``), and how to do it again (``work``). Refuses
-    reads on the host, copies, and writes to others than ``static``; None allows any. New tensors only if it ``may_allocate``: a
-    graph has memory of its own for them, but their addresses say nothing.
+    reads on the host, copies unless it ``may_copy``, and writes to others than ``static``; None allows any. New tensors only if
+    it ``may_allocate``: a graph has memory of its own for them, but their addresses say nothing. ``error``: what refusals are.
     """
 
-    def __init__(self, static: list[torch.Tensor] | None, *, may_allocate: bool = False) -> None:
+    def __init__(
+        self,
+        static: list[torch.Tensor] | None,
+        *,
+        may_allocate: bool = False,
+        may_copy: bool = False,
+        error: type[Exception] = AssertionError,
+    ) -> None:
         super().__init__()
+        self.error = error
+        self.may_copy = may_copy
+        self.reads = Reads(error)
         self.seen: list[tuple[Any, ...]] = []
         self.work: list[Callable[[], object]] = []
         self.static = None if static is None else {storage(tensor) for tensor in static}
@@ -52,10 +86,22 @@ class Recorder(TorchDispatchMode):
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By its address, memory that was written to, and what stood there."""
 
+    def __enter__(self) -> "Recorder":
+        self.reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.reads.__exit__(*error)
+
+    def require(self, condition: bool, reason: str) -> None:
+        if not condition:
+            raise self.error(reason)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        assert name not in READS, f"{name} reads on the host"
-        assert name not in COPIES, f"{name} may cross to the host"
+        self.require(name not in READS, f"{name} reads on the host")
+        self.require(self.may_copy or name not in COPIES, f"{name} may cross to the host")
         for index, spec in enumerate(func._schema.arguments):
             if spec.alias_info is not None and spec.alias_info.is_write:
                 self.check_write(name, kwargs.get(spec.name) if spec.kwarg_only else args[index])
@@ -63,7 +109,7 @@ class Recorder(TorchDispatchMode):
         known = {storage(tensor) for tensor in tensors}
         result = func(*args, **kwargs)
         for out in tensors_of(result):
-            assert self.may_allocate or storage(out) in known, f"{name} allocates"
+            self.require(self.may_allocate or storage(out) in known, f"{name} allocates")
             if storage(out) not in known:
                 self.allocated[storage(out)] = out
 
@@ -83,7 +129,7 @@ class Recorder(TorchDispatchMode):
                 self.before[storage(tensor)] = memory, memory.clone()
         if tensor is not None and self.static is not None:
             may = storage(tensor) in self.static or storage(tensor) in self.allocated
-            assert may, f"{name} writes to what is not static"
+            self.require(may, f"{name} writes to what is not static")
 
     def launch(self, name: str, launch: functools.partial[None], written: tuple[int, ...]) -> None:
         """Do what ``launch`` does as one operation that writes to its arguments numbered ``written``."""
@@ -92,7 +138,7 @@ class Recorder(TorchDispatchMode):
         tensors = [tensor for arg in launch.args for tensor in tensors_of(arg)]
         rest = [arg for arg in (*launch.args, *launch.keywords.values()) if isinstance(arg, str | float | int)]
         self.note(name, tensors, rest, launch)
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             launch()
 
     def note(self, name: str, tensors: list[torch.Tensor], rest: list[Any], again: Callable[[], object]) -> None:
@@ -116,7 +162,11 @@ class RecordedKernels(TorchKernels):
 
         @functools.wraps(found)
         def launch(*args: Any, **options: Any) -> None:
-            recorder.launch(name, functools.partial(found, *args, **options), WRITTEN[name])
+            self.recorder = None  # what it launches itself is part of it
+            try:
+                recorder.launch(name, functools.partial(found, *args, **options), WRITTEN[name])
+            finally:
+                self.recorder = recorder
 
         return launch
 
@@ -134,10 +184,13 @@ class RecordedSampling(TorchSampling):
 
 
 class RecordedGraph:
-    """A ``Graph`` that does again what it has recorded, on the same tensors. ``kernels``: those of the captured decoder."""
+    """A ``Graph`` that does again what it has recorded, on the same tensors. ``kernels``: those of the captured decoder.
+    ``of_modules``: they may convert numbers, and what they cannot be captured for is told as a device tells it.
+    """
 
-    def __init__(self, kernels: RecordedKernels) -> None:
-        self.recorder = Recorder(None, may_allocate=True)
+    def __init__(self, kernels: RecordedKernels, *, of_modules: bool = False) -> None:
+        error = RuntimeError if of_modules else AssertionError
+        self.recorder = Recorder(None, may_allocate=True, may_copy=of_modules, error=error)
         self.replays = 0
         self._kernels = kernels
 

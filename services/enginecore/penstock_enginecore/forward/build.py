@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,10 +14,13 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.attention_candidate import Attending, attention_candidates
 from penstock_enginecore.forward.cuda.candidate import device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.modules import ModulesForward, in_cache_dtype, probe_model
+from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.proof import Proven, first_proven
@@ -33,6 +37,8 @@ from penstock_enginecore.sample.sampler import SamplingKernels, TorchSampler
 from penstock_enginecore.sample.split import SplitSampler
 
 logger = logging.getLogger(__name__)
+
+_REPLAYING = FusedForward | ReplayedModules
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,9 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     def serve(packed_bytes: int = 0) -> ForwardPass:
         return ModulesForward(probed, backend, packed_bytes)
 
-    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts)
+    # What ranks exchange is not captured.
+    replay = None if config.part else partial(_replayed, probed)
+    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay)
     # The fused decoder sums nothing up.
     candidates = [] if config.part else fused_candidates(probed, config.kernels, config.attention_backend)
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
@@ -136,7 +144,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         computing += ", batch invariant"
     _log(computing, proven)
     forward = serve() if proven.serves is None else proven.serves
-    graphs = forward.graph_stats if isinstance(forward, FusedForward) and forward.replays else None
+    graphs = forward.graph_stats if isinstance(forward, _REPLAYING) and forward.replays else None
     invariant = config.kernels.batch_invariant
     return BuiltForward(forward, _sampler(sampling, vocabulary), computing, launcher, graphs, vocabulary, invariant)
 
@@ -216,6 +224,14 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
 
 
+def _replayed(
+    probed: ProbedModel, attends: TritonAttention, graphs: StepGraphs
+) -> tuple[ForwardPass, Callable[[], str]]:
+    """The modules, steps of which are replayed, and what tells why they are not."""
+    forward = ReplayedModules(probed, attends, graphs)
+    return forward, lambda: forward.failure
+
+
 def _launcher(
     model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None, serves: ForwardPass | None
 ) -> TokenLauncher | None:
@@ -223,7 +239,7 @@ def _launcher(
     launcher = device_launcher(config.device, config.kernels, TorchSampler(kernels), model.vocab_size, model.dtype)
     if not config.agree(launcher is not None) or launcher is None:
         return None
-    if isinstance(serves, FusedForward):
+    if isinstance(serves, _REPLAYING):
         serves.choose_by(launcher.for_steps)
     return launcher
 

@@ -47,11 +47,12 @@ def probe_model(
     """Run a token through ``model`` and look at what its layers ask for. ``cache_dtype``: of their keys and values in the cache,
     None for that of the model. Raises ModelLoadError.
     """
+    _expect_no_padding(model.module)
     context, head = ProbeContext(), Head(model.module)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
         with use_context(context), head.capture() as states:
-            logits = _logits(model.module, {"input_ids": zero[None]}, zero, zero)
+            logits = module_logits(model.module, {"input_ids": zero[None]}, zero, zero)
         separate = head.reproduces(states, logits)
     except Exception as e:
         raise ModelLoadError(unsupported(model.module, e)) from e
@@ -63,6 +64,13 @@ def probe_model(
             f"{type(model.module).__name__}; use 'auto'"
         )
     return ProbedModel(model, device, context.calls, specs, head, separate, dtype)
+
+
+def _expect_no_padding(module: PreTrainedModel) -> None:
+    """Some models look, in every call, for padding without a mask, to warn of it: a read on the host. There is none here."""
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            part.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *args: None  # noqa: ARG005
 
 
 def in_cache_dtype(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype | None) -> dict[str, KVCacheSpec]:
@@ -117,7 +125,7 @@ class ModulesForward:
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
         capture = self._head.capture() if keep_states else nullcontext()
         with use_context(StepContext(self._backend, self._caches, plans)), capture as states:
-            logits = _logits(self._module, inputs, self._to_device(batch.positions), self._to_device(rows))
+            logits = module_logits(self._module, inputs, self._to_device(batch.positions), self._to_device(rows))
         return ForwardOutput(logits, states)
 
     def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
@@ -144,8 +152,9 @@ def module_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def _logits(
+def module_logits(
     module: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
+    """Logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]``."""
     output: Any = module(**inputs, position_ids=positions[None], logits_to_keep=rows, use_cache=False)
     return cast("torch.Tensor", output.logits[0])

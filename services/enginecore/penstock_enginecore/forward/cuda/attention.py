@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
+from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, IntArray, StepPlan
 from penstock_enginecore.attention.kv_arena import HEADS, KVArena
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVCache, KVLayout, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
@@ -17,12 +17,17 @@ from penstock_enginecore.forward.cuda.launches import AttentionKernels, GroupInp
 _COLUMNS = 16
 """Block tables are widened to a multiple of so many blocks: kernels are compiled anew for widths that are none."""
 
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+_UNKNOWN = AttentionMetadata(_NONE, _NONE, np.zeros((0, 0), dtype=np.int32), _NONE, 0)
+"""Of steps that the device alone knows."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PagedPlan(StepPlan):
-    """What kernels read of a step's metadata, on the device."""
+    """What kernels read of a step's metadata, on the device. ``padded``: rows behind the tokens are to be zeros."""
 
     group: GroupInputs
+    padded: bool = False
 
 
 class TritonAttention(AttentionBackend):
@@ -69,6 +74,12 @@ class TritonAttention(AttentionBackend):
         group = GroupInputs(tables.view(requests, width), starts, lengths, slots)
         return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
 
+    def padded_plan(self, group: GroupInputs, positions: torch.Tensor) -> PagedPlan:
+        """Of a step of padded shape, whose metadata is on the device alone. ``positions`` int64 ``[tokens]``."""
+        return PagedPlan(
+            _UNKNOWN, positions.device, _slot_mapping=group.slots, _positions=positions, group=group, padded=True
+        )
+
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One launch. TypeError for a plan of another backend."""
         keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
@@ -84,7 +95,9 @@ class TritonAttention(AttentionBackend):
         params: AttentionParams,
     ) -> torch.Tensor:
         """The launches of the kernels. TypeError for a plan of another backend."""
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        padded = isinstance(plan, PagedPlan) and plan.padded
+        shape = query.shape[0], query.shape[1], value.shape[2]
+        out = query.new_zeros(shape) if padded else query.new_empty(shape)
         self._kernels.attend(query.contiguous(), cache.keys, cache.values, _group(plan), params, out, cache.scales)
         return out
 

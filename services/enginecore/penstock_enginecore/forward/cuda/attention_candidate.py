@@ -11,22 +11,31 @@ from penstock_enginecore.attention.factory import TRITON
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.attention import TritonAttention, why_not
+from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.launches import AttentionKernels
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 
 T = TypeVar("T")
+Replay = Callable[[TritonAttention, StepGraphs], tuple[T, Callable[[], str]]]
+"""Makes what replays steps, and tells why it does not; empty while it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attended(Generic[T]):
-    """A ``Replacement``: ``serves`` runs the model's modules with another attention, ``run`` makes it compute the probe."""
+    """A ``Replacement``: ``serves`` runs the model's modules with another attention, ``run`` makes it compute the probe.
+    ``failure``: why it computes otherwise than it was to, after that.
+    """
 
     serves: T
     run: Callable[[T], torch.Tensor]
+    failure: Callable[[], str] = str
 
     def probe(self) -> torch.Tensor:
-        """What ``run`` gives."""
-        return self.run(self.serves)
+        """What ``run`` gives. RuntimeError where there is a ``failure``."""
+        result = self.run(self.serves)
+        if failure := self.failure():
+            raise RuntimeError(failure)
+        return result
 
     def where(self) -> str:
         """Nothing: all layers attend alike."""
@@ -43,7 +52,7 @@ class Attended(Generic[T]):
 @dataclass(frozen=True, slots=True)
 class Attending(Generic[T]):
     """What attends in a model: layers of ``specs``, numbers of ``dtype``. ``serve``: makes what runs the model with a backend.
-    ``run``: what that makes of the probe.
+    ``run``: what that makes of the probe. ``replay``: as ``serve``, with whole steps replayed; None where they cannot be.
     """
 
     device: torch.device
@@ -51,22 +60,43 @@ class Attending(Generic[T]):
     dtype: torch.dtype
     serve: Callable[[AttentionBackend], T]
     run: Callable[[T], torch.Tensor]
+    replay: Replay[T] | None = None
 
 
 def attention_candidates(model: Attending[T], uses: KernelsConfig, attention_backend: str) -> list[Candidate[T]]:
-    """The model's modules with ``TritonAttention``; none for a model that keeps no keys, nor where neither the device nor
-    ``attention_backend`` asks for it.
+    """The model's modules with ``TritonAttention``, steps replayed or launched; none for a model that keeps no keys, nor where
+    neither the device nor ``attention_backend`` asks for it.
     """
     best = attention_backend == "auto" and model.device.type == "cuda" and uses.attention
     if not model.specs or not (best or attention_backend == TRITON):
         return []
-    return [Candidate("Triton attention", lambda: _build(model))]
+    candidates = [Candidate("Triton attention", lambda: _build(model))]
+    if (replay := model.replay) is not None and uses.graphs and can_capture(model.device):
+        candidates.insert(0, Candidate("Triton attention in graphs", lambda: _build_replayed(model, replay)))
+    return candidates
 
 
 def _build(model: Attending[T]) -> Attended[T]:
+    return Attended(model.serve(_attention(model)), model.run)
+
+
+def _build_replayed(model: Attending[T], replay: Replay[T]) -> Attended[T]:
+    serves, failure = replay(_attention(model), make_graphs())
+    return Attended(serves, model.run, failure)
+
+
+def _attention(model: Attending[T]) -> TritonAttention:
     if reason := why_not(model.specs, model.dtype):
         raise UnsuitableError(reason)
-    return Attended(model.serve(TritonAttention(_kernels())), model.run)
+    return TritonAttention(_kernels())
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a device replays what it was told once."""
+    return device.type == "cuda"
+
+
+make_graphs = cuda_graphs
 
 
 def _kernels() -> AttentionKernels:

@@ -6,6 +6,7 @@ replays: they read their inputs from, and leave their results in, the tensors th
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +42,8 @@ class StepGraphs:
     def __init__(self, make_graph: Callable[[], Graph]) -> None:
         self._make_graph = make_graph
         self._captured: dict[Hashable, _Captured] = {}
-        self._usable = True
+        self.failure = ""
+        """Why steps are not captured any more; empty while they are."""
         self._replays = self._padding_tokens = 0
 
     @property
@@ -58,7 +60,7 @@ class StepGraphs:
             self._padding_tokens += padding
             return known.result
         result = launch()
-        if self._usable:
+        if not self.failure:
             self._capture(shape, launch)
         return result
 
@@ -71,7 +73,7 @@ class StepGraphs:
         try:
             self._captured[shape] = _Captured(graph, graph.capture(launch))
         except RuntimeError as e:
-            self._usable = False
+            self.failure = str(e)
             logger.warning("steps are launched one by one from now on, which is slower: capturing %s: %s", shape, e)
 
 
@@ -91,9 +93,13 @@ class CudaGraph:
         with torch.cuda.stream(self._stream):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                return launch()
-            finally:
-                self._graph.capture_end()
+                result = launch()
+            except BaseException:
+                with suppress(RuntimeError):  # that says no more than that something went wrong before
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+            return result
 
     def replay(self) -> None:
         """On the current stream."""

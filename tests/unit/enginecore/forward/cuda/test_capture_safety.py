@@ -126,7 +126,7 @@ def test_steps_that_mix_prompts_and_decodes_do_so_too(architecture: str, batch_i
     ("name", "fault", "error"),
     [
         ("gated", lambda self, gate_up, kind, out: out.copy_(gate_up[:, : out.shape[1]]), "copy_ may cross"),
-        ("gated", lambda self, gate_up, kind, out: float(out[0, 0]), "item reads on the host"),
+        ("gated", lambda self, gate_up, kind, out: float(out[0, 0]), "__float__ reads on the host"),
         ("gated", lambda self, gate_up, kind, out: gate_up.nonzero(), "nonzero reads on the host"),
         ("gated", lambda self, gate_up, kind, out: OTHER.fill_(0), "fill_ writes to what is not static"),
         ("gated", lambda self, gate_up, kind, out: gate_up + 1, "add allocates"),

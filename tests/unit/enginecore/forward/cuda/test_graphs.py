@@ -128,6 +128,23 @@ def test_a_capture_that_fails_is_ended(fake_cuda: list[Any]) -> None:
     assert steps.run("a", launch) is result
 
 
+def test_why_a_capture_fails_is_told_and_not_that_it_did(
+    fake_cuda: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def invalidated(self: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", invalidated)
+    steps, answers = cuda_graphs(), [torch.zeros(1), None]
+    steps.run("a", lambda: answers.pop(0) if len(answers) > 1 else fails("model.layers.3: a read on the host"))
+    assert steps.failure == "model.layers.3: a read on the host"
+    assert "capturing a: model.layers.3: a read" in caplog.text
+
+
+def fails(reason: str) -> torch.Tensor:
+    raise RuntimeError(reason)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 @torch.inference_mode()
 def test_replayed_steps_of_a_model_are_proved_with_the_others(architecture: str, tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""The forward pass by transformers' own modules, whole steps of which are replayed."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from penstock_enginecore.attention.base import IntArray, StepPlan
+from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
+from penstock_enginecore.forward.cuda.attention import TritonAttention
+from penstock_enginecore.forward.cuda.buffers import (
+    CAPTURED,
+    HostSlots,
+    InputBuffers,
+    StepInputs,
+    StepShape,
+    padded_shape,
+)
+from penstock_enginecore.forward.cuda.feedback import TokenFeedback
+from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.launches import SamplingKernels
+from penstock_enginecore.forward.cuda.steps import CacheShape
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, module_logits
+from penstock_enginecore.forward.probe import NUM_TOKENS
+from penstock_enginecore.models.attention_hook import StepContext, use_context
+from penstock_enginecore.models.head import HiddenStates
+from penstock_enginecore.models.loader import first_line
+
+
+class ReplayedModules:
+    """A ``ForwardPass``. Steps of padded shapes read their inputs from, and write their results to, tensors that never move, and
+    are captured by ``graphs`` at their first run; what is larger, has vectors for tokens or is to keep its states is run as by
+    ``ModulesForward``. So are all once a step could not be captured: ``failure`` says in which module.
+    """
+
+    replays = True
+
+    def __init__(self, probed: ProbedModel, attention: TritonAttention, graphs: StepGraphs) -> None:
+        self._modules = ModulesForward(probed, attention)
+        self.device = probed.device
+        self.separate_head = probed.separate_head
+        self.specs = probed.specs
+        self.memory = self._modules.memory
+        self._module = probed.model.module
+        self._max_len = max(probed.model.max_len, NUM_TOKENS)
+        self._attention = attention
+        self._graphs = graphs
+        self._feedback = TokenFeedback(self.device)
+        self._caches: Mapping[torch.nn.Module, LayerCache] = {}
+        self._shape: CacheShape | None = None
+        self._buffers: InputBuffers | None = None
+
+    @property
+    def failure(self) -> str:
+        """Why steps are not replayed; empty where they are."""
+        return self._graphs.failure
+
+    @property
+    def weight_bytes(self) -> int:
+        """Those of the modules."""
+        return self._modules.weight_bytes
+
+    def graph_stats(self) -> GraphStats:
+        """Steps that were replayed. Any thread may ask."""
+        return self._graphs.stats
+
+    def choose_by(self, kernels: SamplingKernels) -> None:
+        """Choose the tokens of steps of padded shapes, by ``kernels``, within what is replayed."""
+        self._graphs.clear()
+        self._feedback = TokenFeedback(self.device, kernels)
+
+    def bind(self, caches: LayerCaches) -> None:
+        """What was captured on another cache is forgotten."""
+        self._graphs.clear()
+        self._modules.bind(caches)
+        self._caches = caches_by_module(self._module, caches)
+        if not caches:
+            return
+        layers = list(caches.values())
+        block_size = layers[0].cache.keys.shape[2]
+        shape = CacheShape(1 + max(layer.group for layer in layers), -(-self._max_len // block_size))
+        if shape != self._shape:
+            self._shape, self._buffers = shape, None
+            self._buffers = self._allocate(shape)
+
+    def embed(self, token_ids: IntArray) -> torch.Tensor:
+        """As ``ModulesForward``."""
+        return self._modules.embed(token_ids)
+
+    def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
+        """Logits of a step that is replayed are in memory that the next one overwrites. RuntimeError without a KV cache."""
+        if self._buffers is None or not self._caches:
+            raise RuntimeError("bind must come before the first step")
+        num_tokens = len(batch.token_ids)
+        shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
+        if keep_states or batch.embedded is not None or shape.is_large or self._graphs.failure:
+            return self._modules.run(batch, rows, keep_states=keep_states)
+        if self._feedback.moves(batch):
+            self._graphs.clear()
+        inputs = self._buffers.of(shape)
+        self._buffers.load(batch, rows, shape, self._feedback.nobody)
+        launch = functools.partial(self._launch, inputs, shape)
+        logits = self._graphs.run(shape, launch, padding=shape.tokens - num_tokens)
+        return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape))
+
+    def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+        """As ``ModulesForward``."""
+        return self._modules.head(states, rows)
+
+    def to(self, device: torch.device) -> None:
+        """Moves all of the model's modules."""
+        self._graphs.clear()
+        self._modules.to(device)
+
+    def _launch(self, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+        """All work of a step from its token ids on: logits ``[requests, vocab]``."""
+        self._feedback.feed(inputs)
+        token_ids, positions, rows = inputs.token_ids.long(), inputs.positions.long(), inputs.rows.long()
+        plans: list[StepPlan] = [self._attention.padded_plan(group, positions) for group in inputs.groups]
+        with use_context(StepContext(self._attention, self._caches, plans)), _failures_named(self._module):
+            logits = module_logits(self._module, {"input_ids": token_ids[None]}, positions, rows).contiguous()
+        self._feedback.choose(logits, inputs, shape)
+        return logits
+
+    @torch.inference_mode(False)
+    def _allocate(self, shape: CacheShape) -> InputBuffers:
+        return InputBuffers(CAPTURED, shape.num_groups, shape.max_blocks, HostSlots.on(self.device), self.device)
+
+
+@contextmanager
+def _failures_named(module: torch.nn.Module) -> Iterator[None]:
+    """RuntimeErrors of the forward pass in the ``with`` block say in which of the modules they arose."""
+    running: list[str] = []
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            entered = functools.partial(_enter, running, name or type(module).__name__)
+            hooks.callback(part.register_forward_pre_hook(entered).remove)
+            hooks.callback(part.register_forward_hook(lambda *_: running.pop() and None).remove)
+        try:
+            yield
+        except torch.OutOfMemoryError:  # which others look for
+            raise
+        except RuntimeError as e:
+            raise RuntimeError(f"{running[-1] if running else type(module).__name__}: {first_line(e)}") from e
+
+
+def _enter(running: list[str], name: str, *_: object) -> None:
+    running.append(name)
