@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVCache, KVLayout, KVScales
-from penstock_enginecore.attention.kv_memory import KVMemory, Width
+from penstock_enginecore.attention.kv_memory import Empty, KVMemory, Width
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
 HEADS = KVLayout("heads")
@@ -27,13 +27,13 @@ class KVArena(KVMemory):
         super().__init__(specs, lambda *_: HEADS, dtype, device, scales)
 
     def _memory(
-        self, widths: Sequence[Width], block_size: int, num_blocks: int
+        self, widths: Sequence[Width], block_size: int, num_blocks: int, empty: Empty
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values ``[num_blocks, block_size * width]`` of each width, in one piece of memory. The null block is
         cleared.
         """
         sizes = [block_size * part for width in widths for part in (width.key_width, width.value_width)]
-        arena = torch.empty(num_blocks, sum(sizes), dtype=self._dtype, device=self._device)
+        arena = empty(num_blocks, sum(sizes), self._dtype)
         arena[:1] = 0
         parts = torch.split(arena, sizes, dim=1)
         return list(zip(parts[::2], parts[1::2], strict=True))

@@ -24,6 +24,10 @@ Width = KVTensorWidth | KVCacheSpec
 """Either says how many numbers the keys of a token take, and the values."""
 
 
+Empty = Callable[[int, int, torch.dtype], torch.Tensor]
+"""Makes a tensor ``[rows, columns]`` of a type of numbers on the device, of no meaning."""
+
+
 class KVMemory:
     """``specs``: by layer name. ``layout``: how a layer of a spec lies in memory. Numbers are kept in ``dtype`` on
     ``device``, in fp8 by the ``scales`` of their layers.
@@ -42,6 +46,11 @@ class KVMemory:
         self._dtype = dtype
         self._device = device
         self._scales = dict(scales)
+        self._place: Empty = self._anywhere
+
+    def place(self, empty: Empty) -> None:
+        """Have ``allocate`` take memory from ``empty``."""
+        self._place = empty
 
     def allocate(self, config: KVCacheConfig) -> LayerCaches:
         """The whole cache. The i-th layers of all groups share memory, as wide as the widest: no block belongs to two groups.
@@ -49,7 +58,8 @@ class KVMemory:
         """
         if not self._specs:
             return {}
-        shared = self._memory(kv_tensor_widths(self._specs, config.groups), config.block_size, config.num_blocks)
+        widths = kv_tensor_widths(self._specs, config.groups)
+        shared = self._memory(widths, config.block_size, config.num_blocks, self._place)
         index = {name: (i, g) for g, group in enumerate(config.groups) for i, name in enumerate(group.layer_names)}
         return {
             name: LayerCache(self._scaled(name, config.block_size, *shared[index[name][0]]), group=index[name][1])
@@ -58,7 +68,7 @@ class KVMemory:
 
     def throwaway(self, block_size: int, num_blocks: int) -> LayerCaches:
         """A cache of one group, each layer with memory of its own."""
-        memory = self._memory(list(self._specs.values()), block_size, num_blocks)
+        memory = self._memory(list(self._specs.values()), block_size, num_blocks, self._anywhere)
         return {
             name: LayerCache(self._scaled(name, block_size, *parts), group=0)
             for name, parts in zip(self._specs, memory, strict=True)
@@ -70,7 +80,7 @@ class KVMemory:
         return dataclasses.replace(cache, scales=self._scales.get(name, UNSCALED))
 
     def _memory(
-        self, widths: Sequence[Width], block_size: int, num_blocks: int
+        self, widths: Sequence[Width], block_size: int, num_blocks: int, empty: Empty
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]`` of each width. Only the null block is cleared:
         attention reads no slot that its request has not written.
@@ -78,13 +88,15 @@ class KVMemory:
         memory = []
         for width in widths:
             keys, values = (
-                torch.empty(num_blocks * block_size, numbers, dtype=self._dtype, device=self._device)
-                for numbers in (width.key_width, width.value_width)
+                empty(num_blocks * block_size, numbers, self._dtype) for numbers in (width.key_width, width.value_width)
             )
             keys[:block_size] = 0
             values[:block_size] = 0
             memory.append((keys, values))
         return memory
+
+    def _anywhere(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=self._device)
 
     def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
         """A layer's view of memory that may be wider than the layer."""

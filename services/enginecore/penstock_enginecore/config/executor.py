@@ -79,6 +79,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "those of one node, unless the process is kept to one node already."
         ),
     ] = True
+    keep_addresses: Annotated[
+        bool,
+        Meta(
+            description="On a GPU, keep weights and KV cache in memory of which the addresses stay when the engine sleeps: it "
+            "wakes with the graphs that it had. For one worker, and models that generate."
+        ),
+    ] = False
     max_concurrent_batches: Annotated[
         int, Meta(ge=1, le=16, description="Steps that are handed to the executor at once.")
     ] = 1
@@ -116,7 +123,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"executor.stage_layers names {len(self.stage_layers)} stages, and executor.pipeline_parallel_size is "
                 f"{self.pipeline_parallel_size}; give one number of layers per stage"
             )
-
+        if self.keep_addresses and self.num_workers > 1:
+            raise ConfigError(
+                f"executor.keep_addresses is true, and there are {self.num_workers} workers; it is for one, set it to false"
+            )
         self._check_devices()
 
     def _check_devices(self) -> None:

@@ -82,6 +82,12 @@ def load_runner(
     return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
 
 
+def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch.device, progress: Progress) -> None:
+    """The checkpoint, by way of the host, to where the weights of ``runner`` on ``device`` were. Raises ModelLoadError."""
+    keep = kept_weights(device, config.kernels, config.model.attention_backend)
+    runner.read(load_model(config.model, torch.device("cpu"), progress, keep, on_host=True))
+
+
 class _Split:
     """Splits a model, and keeps what is known of the ``part`` that is left."""
 

@@ -18,6 +18,7 @@ from penstock_enginecore.core.utility import utility
 from penstock_enginecore.core.worker_stats import GraphStats, WorkerStats
 from penstock_enginecore.executor.device import resolve_device
 from penstock_enginecore.executor.graph_sizes import sizes_to_capture
+from penstock_enginecore.executor.kept_sleep import KeptSleep, kept_sleep
 from penstock_enginecore.executor.loading import load_runner
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes, cuda_kv_cache_bytes
 from penstock_enginecore.executor.model_runner import ModelRunner
@@ -49,6 +50,7 @@ class Worker:
         self._kv_cache: KVCacheConfig | None = None
         self._kv_cache_asleep = False
         self._profiler: torch.profiler.profile | None = None
+        self._kept: KeptSleep | None = None
 
     def _settle(self) -> int:
         """Move near the device. The worker's share of the cores."""
@@ -71,6 +73,7 @@ class Worker:
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
         self._runner = load_runner(self._engine, self._device, progress, self._collectives, self._links)
+        self._kept = kept_sleep(self._engine, self._runner, self._device)
         return self._runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -129,6 +132,10 @@ class Worker:
     @utility
     def sleep(self, level: int) -> None:
         """Drop the KV cache, and move the weights to host memory (level 1) or drop them too (level 2)."""
+        if self._kept is not None:
+            self._kept.sleep(level)
+            self._free_memory()
+            return
         self.runner.drop_kv_cache()
         self._kv_cache_asleep = True
         if level == 1:
@@ -140,6 +147,9 @@ class Worker:
     @utility
     def wake_up(self, tags: list[str]) -> None:
         """Take back what ``tags`` name: weights, kv_cache. The cache of dropped weights comes with them, or after."""
+        if self._kept is not None:
+            self._kept.wake_up(tags, self._device)
+            return
         if "weights" in tags:
             if self._runner is None:
                 self.load_model(logger.info)
@@ -195,8 +205,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """What metrics say of the worker. Any thread may ask, while steps run."""
-        runner = self._runner
-        device = self._device
+        runner, kept, device = self._runner, self._kept, self._device
         on_device = device.type == "cuda"
         free, total = torch.cuda.mem_get_info(device) if on_device else (0, 0)
         return WorkerStats(
@@ -205,8 +214,8 @@ class Worker:
             device_name=torch.cuda.get_device_name(device) if on_device else "",
             total_memory=total,
             used_memory=total - free,
-            weight_bytes=runner.weight_bytes if runner else 0,
-            kv_cache_bytes=runner.kv_cache_bytes if runner else 0,
+            weight_bytes=0 if runner is None or (kept and kept.weights_are_gone) else runner.weight_bytes,
+            kv_cache_bytes=0 if runner is None or (kept and kept.cache_is_gone) else runner.kv_cache_bytes,
             graphs=runner.graphs if runner else GraphStats(),
             collectives=self._collectives.times() if self._collectives else {},
             stage=self._config.stage,
@@ -224,6 +233,9 @@ class Worker:
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
         self._runner = None
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
         self._free_memory()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.upload import to_device
+from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 
 
@@ -67,6 +68,17 @@ class ForwardOutput:
     logits: torch.Tensor
     states: Any = None
     launched: LaunchedTokens | None = None
+
+
+@runtime_checkable
+class KeptWeights(Protocol):
+    """What a pass does besides whose weights may leave the device and come back to where they were."""
+
+    def weights(self) -> list[torch.Tensor]:
+        """All that depends on the checkpoint, in an order of the model's."""
+
+    def read(self, model: LoadedModel) -> None:
+        """Copy the weights of ``model``, the same checkpoint on the host, to where these are. It is used up."""
 
 
 class ForwardPass(Protocol):

@@ -1,6 +1,6 @@
 """The forward pass by transformers' own modules, with attention over the paged cache. Every family that is served runs so."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +18,7 @@ from penstock_enginecore.models.attention_hook import AttentionCall, StepContext
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.quantization.linear import dequantize_linears
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 
 
@@ -137,6 +138,15 @@ class ModulesForward:
         module: torch.nn.Module = self._module
         module.to(device)
 
+    def weights(self) -> list[torch.Tensor]:
+        """Those of the modules, and their buffers."""
+        return module_tensors(self._module)
+
+    def read(self, model: LoadedModel) -> None:
+        """Quantized layers of ``model`` are dequantized first, as these were."""
+        dequantize_linears(model.module, model.dtype)
+        copy_weights(module_tensors(model.module), self.weights())
+
     def _to_device(self, array: IntArray) -> torch.Tensor:
         return to_device(array, self.device)
 
@@ -145,6 +155,23 @@ def caches_by_module(module: torch.nn.Module, caches: LayerCaches) -> dict[torch
     """Those of the attention modules in ``module``, in place of their names."""
     modules = dict(module.named_modules())
     return {modules[name]: cache for name, cache in caches.items()}
+
+
+def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, each once."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@torch.inference_mode()
+def copy_weights(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Overwrite ``targets`` one by one. RuntimeError where they are not of the same shapes and types."""
+    of_sources, of_targets = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (sources, targets))
+    if of_sources != of_targets:
+        raise RuntimeError(
+            "the checkpoint is another one than when the engine was started: its weights differ in shape"
+        )
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def module_bytes(module: torch.nn.Module) -> int:

@@ -17,14 +17,16 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.device_memory.kept import KeptMemory
 from penstock_enginecore.executor.completion import Arrival, BeginCopy, Late, begin_copy
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
+from penstock_enginecore.executor.generation.late_output import read_late
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
-from penstock_enginecore.forward.base import Choice, ForwardBatch
+from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
@@ -127,6 +129,26 @@ class GenerationRunner:
         self._coming.clear()
         self._kv_cache = config
 
+    def forget_requests(self) -> None:
+        """Begin with no requests, on the KV cache that there is."""
+        self._pending = None
+        self._coming.clear()
+        self._vectors = self._no_vectors()
+        if self._kv_cache is not None:
+            self._batch = self._empty_batch(self._kv_cache)
+
+    def keep(self, kept: KeptMemory) -> None:
+        """Move the weights to ``kept``, where the KV cache will be too. RuntimeError for a pass that cannot do without them."""
+        if not isinstance(self._forward, KeptWeights):
+            raise RuntimeError(f"{type(self._forward).__name__} holds its weights where they are")
+        kept.move_in(self._forward.weights())
+        self._forward.memory.place(kept.empty)
+
+    def read(self, model: LoadedModel) -> None:
+        """Take the weights of ``model``, which is the same checkpoint on the host, to where they were."""
+        if isinstance(self._forward, KeptWeights):
+            self._forward.read(model)
+
     def drop_kv_cache(self) -> None:
         """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
         self._caches = {}
@@ -138,11 +160,7 @@ class GenerationRunner:
     @torch.inference_mode()
     def recover(self) -> None:
         """Forget every request, and sample a token on a cache of its own. Raises what is wrong when that does not work."""
-        self._pending = None
-        self._coming.clear()
-        self._vectors = self._no_vectors()
-        if self._kv_cache is not None:
-            self._batch = self._empty_batch(self._kv_cache)
+        self.forget_requests()
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
@@ -256,7 +274,7 @@ class GenerationRunner:
             if pending.launched is None:
                 self._newest.keep(expected.rows, launched.token_ids)
             self._coming.append((expected, arrival))
-        return Late(partial(_read, pending.inputs, pending.prompt_logprobs, arrival))
+        return Late(partial(read_late, pending.inputs, pending.prompt_logprobs, arrival))
 
     def _expect(self, batch: InputBatch, pending: _Pending, arrival: Arrival | None) -> None:
         """Count the tokens of a step that another worker samples. ``arrival``: None where nobody here reads them."""
@@ -320,20 +338,3 @@ class GenerationRunner:
             return
         half = np.full(len(logits), 0.5)
         self._sampler.sample(logits, SamplingInputs(half, np.zeros(len(logits), dtype=np.int64), half, half, half))
-
-
-def _read(inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], arrival: Arrival) -> ModelRunnerOutput:
-    """What a step has put out, once its tokens have arrived: on any thread."""
-    token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
-    tokens: list[list[int]] = [[] for _ in inputs.request_ids]
-    nans: dict[str, int] = {}
-    for i, token, count in zip(inputs.sampling_requests.tolist(), token_ids, num_nans, strict=True):
-        tokens[i].append(token)
-        if count:
-            nans[inputs.request_ids[i]] = count
-    return ModelRunnerOutput(
-        request_ids=inputs.request_ids,
-        sampled_token_ids=tokens,
-        prompt_logprobs=prompt_logprobs,
-        num_nans_in_logits=nans,
-    )

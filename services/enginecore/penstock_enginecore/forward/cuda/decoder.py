@@ -25,8 +25,16 @@ from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
 from penstock_enginecore.forward.cuda.linear import Dense, empty, merged
 from penstock_enginecore.forward.cuda.steps import CacheShape, Step, StepMemory
-from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, module_bytes
+from penstock_enginecore.forward.modules import (
+    ModulesForward,
+    ProbedModel,
+    copy_weights,
+    module_bytes,
+    module_tensors,
+    probe_model,
+)
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
+from penstock_enginecore.models.loader import LoadedModel
 
 
 class FusedForward:
@@ -44,6 +52,7 @@ class FusedForward:
         self._module: Any = probed.model.module
         self._plan = plan_model(probed)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
+        self._kernels = kernels
         self._layers = Layers(self._plan, self._max_len, kernels, self.device)
         self._head = merged([self._plan.head], kernels)
         self._graphs = graphs
@@ -121,6 +130,17 @@ class FusedForward:
         self._module.to(device)
         self._layers.to(device)
         self._head.to(device)
+
+    def weights(self) -> list[torch.Tensor]:
+        """What the modules still hold, and the products."""
+        products = [*self._layers.products, self._head]
+        return [*module_tensors(self._module), *(tensor for product in products for tensor in product.tensors)]
+
+    def read(self, model: LoadedModel) -> None:
+        """Builds a decoder of ``model`` on the host, with products merged and packed as these are."""
+        block_size = next(iter(self.specs.values())).block_size
+        fresh = FusedForward(probe_model(model, torch.device("cpu"), block_size), self._kernels).take_over()
+        copy_weights(fresh.weights(), self.weights())
 
     def probe(self) -> torch.Tensor:
         """Logits of a few tokens, computed in several steps."""

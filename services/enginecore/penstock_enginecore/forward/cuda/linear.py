@@ -36,6 +36,10 @@ class Product(Protocol):
     def num_bytes(self) -> int:
         """Bytes of weight and bias."""
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Weight and bias, in all their parts."""
+
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
 
@@ -69,7 +73,12 @@ class Dense:
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and bias."""
-        return sum(p.numel() * p.element_size() for p in self._parameters())
+        return sum(p.numel() * p.element_size() for p in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weight, and the bias where there is one."""
+        return [p for p in (self.weight, self.bias) if p is not None]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
@@ -91,11 +100,8 @@ class Dense:
 
     def to(self, device: torch.device) -> None:
         """Move the weights."""
-        for parameter in self._parameters():
+        for parameter in self.tensors:
             parameter.data = parameter.data.to(device)
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for p in (self.weight, self.bias) if p is not None]
 
 
 def merged(linears: Sequence[Linear], kernels: Kernels) -> Product:

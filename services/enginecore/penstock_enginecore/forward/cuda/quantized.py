@@ -51,10 +51,14 @@ class QuantizedProduct:
     @property
     def num_bytes(self) -> int:
         """Bytes of numbers, zeros, scales and bias."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Numbers, scales, zeros and bias, as far as there are any."""
         weight = self._weight
-        zeros = (weight.zeros,) if isinstance(weight, Int4Weight) else ()
-        tensors = (weight.numbers, weight.scales, *zeros, *(() if self.bias is None else (self.bias,)))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        zeros = [weight.zeros] if isinstance(weight, Int4Weight) else []
+        return [weight.numbers, weight.scales, *zeros, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""

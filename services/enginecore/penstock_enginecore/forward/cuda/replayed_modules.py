@@ -27,7 +27,7 @@ from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, cac
 from penstock_enginecore.forward.probe import NUM_TOKENS
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.head import HiddenStates
-from penstock_enginecore.models.loader import first_line
+from penstock_enginecore.models.loader import LoadedModel, first_line
 
 
 class ReplayedModules:
@@ -114,6 +114,14 @@ class ReplayedModules:
         """Moves all of the model's modules."""
         self._graphs.clear()
         self._modules.to(device)
+
+    def weights(self) -> list[torch.Tensor]:
+        """Those of the modules."""
+        return self._modules.weights()
+
+    def read(self, model: LoadedModel) -> None:
+        """As ``ModulesForward``."""
+        self._modules.read(model)
 
     def _launch(self, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
         """All work of a step from its token ids on: logits ``[requests, vocab]``."""
