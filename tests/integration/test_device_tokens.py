@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.engines.late_device import LastMoment, choose_on_device
@@ -125,9 +124,12 @@ def test_decodes_are_replays_from_the_first_on(path: Path, monkeypatch: pytest.M
     choose_on_device(monkeypatch, LastMoment)
     engine = build_engine(path, kernels={"capture_at_start": True, "graph_sizes": (1, 3)})
     stats = engine.executor.worker_stats
-    assert stats()[0].graphs == GraphStats(captured=2, replays=2)  # replays of the proof, at load
+    before = stats()[0].graphs
+    assert (before.captured, before.replays) == (2, 2)  # replays of the proof, at load
     generate(engine, [("a", prompt(5, 1), SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True))])
-    assert stats()[0].graphs == GraphStats(captured=3, replays=8)  # the third is the prompt's
+    after = stats()[0].graphs
+    assert (after.captured, after.replays, after.launched) == (3, 8, before.launched + 1)  # the third is the prompt's
+    assert (after.padding_tokens, after.padding_rows) == (0, 0)
 
 
 def test_constrained_requests_and_their_neighbours_get_the_same_tokens(

@@ -12,10 +12,23 @@ _GRAPHS: tuple[tuple[str, str, type[CounterMetricFamily | GaugeMetricFamily], Ca
     ("penstock:cuda_graphs", "Steps that the device can replay", GaugeMetricFamily, lambda w: w.graphs.captured),
     ("penstock:cuda_graph_replays", "Steps replayed", CounterMetricFamily, lambda w: w.graphs.replays),
     (
+        "penstock:launched_steps",
+        "Steps launched piece by piece by a device that replays others",
+        CounterMetricFamily,
+        lambda w: w.graphs.launched,
+    ),
+    ("penstock:replayed_tokens", "Tokens computed by replayed steps", CounterMetricFamily, lambda w: w.graphs.tokens),
+    (
         "penstock:padding_tokens",
         "Tokens computed because of the shapes of replayed steps",
         CounterMetricFamily,
         lambda w: w.graphs.padding_tokens,
+    ),
+    (
+        "penstock:padding_rows",
+        "Rows of logits computed because of the shapes of replayed steps",
+        CounterMetricFamily,
+        lambda w: w.graphs.padding_rows,
     ),
 )
 

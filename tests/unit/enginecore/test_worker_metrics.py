@@ -23,7 +23,7 @@ def value(workers: list[WorkerStats], name: str, **labels: str) -> float | None:
 
 
 def test_a_gpu_tells_its_memory_and_what_it_replayed() -> None:
-    graphs = GraphStats(captured=3, replays=50, padding_tokens=7)
+    graphs = GraphStats(captured=3, replays=50, launched=4, tokens=90, padding_tokens=7, padding_rows=5)
     workers = [
         WorkerStats(
             device="cuda:0", total_memory=100, used_memory=60, weight_bytes=40, kv_cache_bytes=10, graphs=graphs
@@ -38,7 +38,10 @@ def test_a_gpu_tells_its_memory_and_what_it_replayed() -> None:
     assert value(workers, "penstock:worker_up", rank="1") == 0
     assert value(workers, "penstock:cuda_graphs", rank="0") == 3
     assert value(workers, "penstock:cuda_graph_replays_total", rank="0") == 50
+    assert value(workers, "penstock:launched_steps_total", rank="0") == 4
+    assert value(workers, "penstock:replayed_tokens_total", rank="0") == 90
     assert value(workers, "penstock:padding_tokens_total", rank="0") == 7
+    assert value(workers, "penstock:padding_rows_total", rank="0") == 5
 
 
 def test_a_cpu_has_no_memory_of_its_own_and_replays_nothing() -> None:

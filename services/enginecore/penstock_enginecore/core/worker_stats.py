@@ -6,13 +6,17 @@ from penstock_common.observability.histogram import BucketCounts
 
 
 class GraphStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that a device replays. ``captured``: graphs that there are. ``replays``, and ``padding_tokens`` that were computed
-    because of their shapes, since the start.
+    """Steps that a device replays. ``captured``: graphs that there are. Since the start: ``replays``, and steps that were
+    ``launched`` piece by piece, where they might have been replays; ``tokens`` that replays computed, ``padding_tokens`` among
+    them because of their shapes, and ``padding_rows`` of logits.
     """
 
     captured: int = 0
     replays: int = 0
+    launched: int = 0
+    tokens: int = 0
     padding_tokens: int = 0
+    padding_rows: int = 0
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):

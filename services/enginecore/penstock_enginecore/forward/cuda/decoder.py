@@ -19,7 +19,7 @@ from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.feedback import TokenFeedback
-from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
 from penstock_enginecore.forward.cuda.launches import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
@@ -112,7 +112,8 @@ class FusedForward:
         if self._feedback.moves(batch):
             self._forget_graphs()
         step.buffers.load(batch, rows, step.shape, self._feedback.nobody)
-        hidden = self._compute(step, batch.embedded, padding=step.shape.tokens - num_tokens)
+        padded = Padded(step.shape.tokens, step.shape.tokens - num_tokens, step.shape.requests - len(rows))
+        hidden = self._compute(step, batch.embedded, padded)
         states = hidden[:num_tokens].clone() if keep_states else None
         logits = step.activations.logits[: len(rows)]
         return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape))
@@ -168,14 +169,17 @@ class FusedForward:
         self._forget_graphs()
         self._memory = None
 
-    def _compute(self, step: Step, embedded: torch.Tensor | None, *, padding: int) -> torch.Tensor:
+    def _compute(self, step: Step, embedded: torch.Tensor | None, padded: Padded) -> torch.Tensor:
         """What the last norm puts out, in a buffer, logits being in theirs. Replays what it can."""
+        replayed = embedded is None and not step.shape.is_large and self._after_layer is None
+        if self._graphs is not None and replayed:
+            return self._graphs.run(step.shape, functools.partial(self._launch_all, step), padded)
+        if self._graphs is not None:
+            self._graphs.count_launched()
         if embedded is not None:
             step.activations.residual[: len(embedded)].copy_(embedded)
             return self._launch(step)
-        if self._graphs is None or step.shape.is_large or self._after_layer is not None:
-            return self._launch_all(step)
-        return self._graphs.run(step.shape, functools.partial(self._launch_all, step), padding=padding)
+        return self._launch_all(step)
 
     def _launch_all(self, step: Step) -> torch.Tensor:
         """All work of a step from its token ids on."""

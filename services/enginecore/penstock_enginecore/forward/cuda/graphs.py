@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from penstock_enginecore.core.worker_stats import GraphStats
 
@@ -36,6 +37,18 @@ class _Captured:
     result: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """What a step computes: ``tokens``, ``padding_tokens`` among them, and ``padding_rows`` among the rows that get logits."""
+
+    tokens: int = 0
+    padding_tokens: int = 0
+    padding_rows: int = 0
+
+
+UNPADDED = Padded()
+
+
 class StepGraphs:
     """Graphs by the shape of a step. ``make_graph`` makes an empty one."""
 
@@ -44,25 +57,36 @@ class StepGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self.failure = ""
         """Why steps are not captured any more; empty while they are."""
-        self._replays = self._padding_tokens = 0
+        self._counts = GraphStats()
 
     @property
     def stats(self) -> GraphStats:
         """Any thread may ask."""
-        return GraphStats(captured=len(self._captured), replays=self._replays, padding_tokens=self._padding_tokens)
+        return replace(self._counts, captured=len(self._captured))
 
-    def run(self, shape: Hashable, launch: Launch, *, padding: int = 0) -> torch.Tensor:
-        """The results of a step of ``shape``, whose inputs have been brought. ``padding``: tokens of it that nobody asked for."""
+    def run(self, shape: Hashable, launch: Launch, padded: Padded = UNPADDED) -> torch.Tensor:
+        """The results of a step of ``shape``, whose inputs have been brought. ``padded``: how much of it nobody asked for."""
         known = self._captured.get(shape)
         if known is not None:
             known.graph.replay()
-            self._replays += 1
-            self._padding_tokens += padding
+            counts = self._counts
+            self._counts = replace(
+                counts,
+                replays=counts.replays + 1,
+                tokens=counts.tokens + padded.tokens,
+                padding_tokens=counts.padding_tokens + padded.padding_tokens,
+                padding_rows=counts.padding_rows + padded.padding_rows,
+            )
             return known.result
+        self.count_launched()
         result = launch()
         if not self.failure:
             self._capture(shape, launch)
         return result
+
+    def count_launched(self) -> None:
+        """A step that is launched piece by piece."""
+        self._counts = replace(self._counts, launched=self._counts.launched + 1)
 
     def clear(self) -> None:
         """Forget all of them: the tensors that they read or write are going."""

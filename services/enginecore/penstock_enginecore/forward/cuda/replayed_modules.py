@@ -20,7 +20,7 @@ from penstock_enginecore.forward.cuda.buffers import (
     padded_shape,
 )
 from penstock_enginecore.forward.cuda.feedback import TokenFeedback
-from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
 from penstock_enginecore.forward.cuda.launches import SamplingKernels
 from penstock_enginecore.forward.cuda.steps import CacheShape
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, module_logits
@@ -97,13 +97,15 @@ class ReplayedModules:
         num_tokens = len(batch.token_ids)
         shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
         if keep_states or batch.embedded is not None or shape.is_large or self._graphs.failure:
+            self._graphs.count_launched()
             return self._modules.run(batch, rows, keep_states=keep_states)
         if self._feedback.moves(batch):
             self._graphs.clear()
         inputs = self._buffers.of(shape)
         self._buffers.load(batch, rows, shape, self._feedback.nobody)
         launch = functools.partial(self._launch, inputs, shape)
-        logits = self._graphs.run(shape, launch, padding=shape.tokens - num_tokens)
+        padded = Padded(shape.tokens, shape.tokens - num_tokens, shape.requests - len(rows))
+        logits = self._graphs.run(shape, launch, padded)
         return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape))
 
     def head(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:

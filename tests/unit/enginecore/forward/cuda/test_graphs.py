@@ -12,7 +12,7 @@ import torch
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.cuda import graphs
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
+from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
 from tests.fakes.models.fused_models import load_probed, prove, save_varied_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 
@@ -56,10 +56,12 @@ def test_replays_and_the_tokens_that_pad_them_are_counted() -> None:
     steps = StepGraphs(lambda: CountingGraph([]))
     result = torch.zeros(1)
     for shape, padding in (("a", 3), ("a", 2), ("b", 1), ("a", 1)):
-        steps.run(shape, lambda: result, padding=padding)
-    assert steps.stats == GraphStats(captured=2, replays=2, padding_tokens=3)
+        steps.run(shape, lambda: result, Padded(tokens=8, padding_tokens=padding, padding_rows=padding + 1))
+    steps.count_launched()
+    counts = {"replays": 2, "launched": 3, "tokens": 16, "padding_tokens": 3, "padding_rows": 5}
+    assert steps.stats == GraphStats(captured=2, **counts)
     steps.clear()
-    assert steps.stats == GraphStats(captured=0, replays=2, padding_tokens=3)
+    assert steps.stats == GraphStats(captured=0, **counts)
 
 
 def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
