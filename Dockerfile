@@ -95,12 +95,27 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && pip --python /opt/penstock/venv/bin/python install --constraint constraints.txt /wheels/*.whl \
     && cyclonedx-py environment --output-reproducible --output-file /opt/penstock/sbom.json /opt/penstock/venv/bin/python
 
+FROM enginecore-build AS kernels
+# Kernels for GPUs, which need not be here. Without them an engine compiles for minutes when it starts, and without what Triton launches
+# by, which is compiled beside them, it cannot: there is no C compiler where it runs. Torch's CPU build has no Triton, and gets none.
+# KERNEL_SHAPES: none if it is empty.
+ARG KERNEL_SHAPES="llama-1b llama-8b qwen3-8b"
+ARG KERNEL_CAPABILITIES="80 89 90 100"
+# hadolint ignore=SC2086
+RUN mkdir /opt/penstock/kernels \
+    && if [ -n "$KERNEL_SHAPES" ] && /opt/penstock/venv/bin/python -c "import triton"; then \
+        /opt/penstock/venv/bin/python -m penstock_enginecore.kernel_cache --directory /opt/penstock/kernels \
+            --shapes $KERNEL_SHAPES --capabilities $KERNEL_CAPABILITIES; \
+    fi
+
 FROM runtime AS enginecore
 LABEL org.opencontainers.image.title=penstock-enginecore \
       org.opencontainers.image.description="Penstock's engine: schedules and computes the requests of one model"
 COPY --from=enginecore-build /opt/penstock/sbom.json /usr/share/penstock/sbom.json
 COPY --from=enginecore-build /opt/penstock/venv /opt/penstock/venv
+COPY --from=kernels /opt/penstock/kernels /opt/penstock/kernels
 COPY examples/demo_model/penstock-tiny /opt/penstock/demo-model
+ENV PENSTOCK_KERNELS__CACHE=/opt/penstock/kernels
 # What the NVIDIA container runtime mounts from the driver. Which GPUs there are is the device plugin's to say.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50052 9100

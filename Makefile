@@ -27,7 +27,7 @@ TAG ?= $(shell sed -n 's/^appVersion: *//p' charts/penstock/Chart.yaml)
 DEVICE ?= cuda
 REVISION = $(shell git describe --always --abbrev=40 --exclude='*' --dirty)
 # Those of the Dockerfile that are set, here or in the environment.
-IMAGE_ARGS = $(foreach name,PYTHON_IMAGE PIP_INDEX_URL TORCH_INDEX_URL,$(if $($(name)),--build-arg $(name)="$($(name))"))
+IMAGE_ARGS = $(foreach name,PYTHON_IMAGE PIP_INDEX_URL TORCH_INDEX_URL KERNEL_SHAPES KERNEL_CAPABILITIES,$(if $($(name)),--build-arg $(name)="$($(name))"))
 IMAGE_LABELS = --label org.opencontainers.image.version=$(TAG) --label org.opencontainers.image.revision=$(REVISION) \
 	$(if $(SOURCE),--label org.opencontainers.image.source=$(SOURCE))
 # What the tests of one `make test` have skipped.
@@ -225,6 +225,11 @@ bench-routing: setup ## Cached prompts, evenness and time of the router's choice
 .PHONY: bench-gpu
 bench-gpu: setup ## How near an engine comes to what the GPU can do; ARGS=--tiny for every phase on the CPU
 	@$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
+
+.PHONY: kernels-cache
+kernels-cache: setup ## Compile kernels for a GPU that need not be here, and see that another process finds all; ARGS="--shapes llama-8b"
+	@$(BIN)/python -m penstock_enginecore.kernel_cache --directory build/kernels --capabilities 90 $(ARGS)
+	@$(BIN)/python -m penstock_enginecore.kernel_cache --directory build/kernels --capabilities 90 --check $(ARGS)
 
 .PHONY: bench-coordinator
 bench-coordinator: setup ## The coordinator with 1000 engines and 100 frontends, simulated and as real streams (3 minutes)

@@ -198,6 +198,13 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "are padded to; empty: all up to scheduler.max_num_seqs. Others are captured at their first step."
         ),
     ] = ()
+    cache: Annotated[
+        str,
+        Meta(
+            description="Directory of kernels for GPUs that python -m penstock_enginecore.kernel_cache has compiled; it is never "
+            "written to. Others are compiled when they are first needed, into TRITON_CACHE_DIR; empty: all are."
+        ),
+    ] = ""
     batch_invariant: Annotated[
         bool,
         Meta(

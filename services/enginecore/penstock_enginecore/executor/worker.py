@@ -24,6 +24,7 @@ from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_ca
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.numa import settle
 from penstock_enginecore.executor.worker_config import WorkerConfig
+from penstock_enginecore.kernel_cache.opening import open_cache
 from penstock_enginecore.parallel.collectives import Collectives, GlooCollectives
 from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.nccl import DeviceCollectives, NcclCollectives, nccl_group
@@ -51,6 +52,7 @@ class Worker:
         self._kv_cache_asleep = False
         self._profiler: torch.profiler.profile | None = None
         self._kept: KeptSleep | None = None
+        self._kernels = open_cache(self._engine.kernels.cache, self._device)
 
     def _settle(self) -> int:
         """Move near the device. The worker's share of the cores."""
@@ -110,6 +112,8 @@ class Worker:
         capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
         if capture is not None and sizes:
             capture.run(sizes, len(config.groups), config.block_size, self._free_bytes)
+        if (kernels := self._kernels) is not None:
+            logger.info("%d kernels were compiled before, %d are now", kernels.found, kernels.compiled)
 
     def skip(self, step: SchedulerOutput) -> None:
         """A step that is not run, behind one that failed. The other stages are told."""

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from penstock_common.memory import in_units
-from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
-from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass
-from penstock_enginecore.sample.base import PlainDraws
+from penstock_enginecore.forward.base import ForwardPass
+from penstock_enginecore.forward.blank import blank_decodes
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class GraphCapture:
         told = begun
         logger.info("capturing decode steps of %d sizes", len(sizes))
         for count, size in enumerate(sizes, 1):
-            self._step(size, num_groups, block_size)
+            self._forward.run(*blank_decodes(size, num_groups, block_size, self._room()))
             if not self._stats().captured:
                 return
             if (now := self._clock()) - told >= _SILENCE:
@@ -66,20 +65,11 @@ class GraphCapture:
         try:
             for size in largest[:2]:
                 before = free()
-                self._step(size, 1, block_size)
+                self._forward.run(*blank_decodes(size, 1, block_size, self._room()))
                 taken.append(max(before - free(), 0))
         finally:
             self._forward.bind({})
         return sum(taken) + sum(taken[1:]) * (len(largest) - 2)
 
-    def _step(self, size: int, num_groups: int, block_size: int) -> None:
-        """A token for each of ``size`` requests, which see the null block, write nowhere, and whose next tokens nobody reads."""
-        none: IntArray = np.zeros(size, dtype=np.int64)
-        one = np.ones(size)
-        newest = self._newest.room_for(none)
-        draws = PlainDraws.of(0 * one, none, one, 0 * one, none.astype(np.uint64), none)
-        choice = Choice(draws, newest, np.full(size, len(newest) - 1))
-        starts: IntArray = np.arange(size + 1)
-        table = np.zeros((size, 1), dtype=np.int32)
-        metadata = AttentionMetadata(starts, none + 1, table, none - 1, block_size)
-        self._forward.run(ForwardBatch(none, none, [metadata] * num_groups, choice=choice), starts[:-1])
+    def _room(self) -> torch.Tensor:
+        return self._newest.room_for(np.zeros(0, dtype=np.int64))

@@ -1,0 +1,45 @@
+"""What Triton launches by: a module in C that it compiles when it first runs, for which images have no compiler."""
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from triton import knobs
+from triton.backends import nvidia
+from triton.runtime.build import compile_module_from_src
+
+_NAME = "cuda_utils"
+_LIBRARY = "libcuda.so.1"
+
+
+def build_driver_module() -> Path:
+    """Compile it into Triton's cache, linked to the driver's library by its name, and tell where it is. No driver need be here.
+    RuntimeError without a C compiler.
+    """
+    source = (Path(nvidia.__path__[0]) / "driver.c").read_text(encoding="utf-8")
+    include, libraries = (str(Path(nvidia.__path__[0]) / name) for name in ("include", "lib"))
+    with tempfile.TemporaryDirectory() as folder:
+        _stand_in(Path(folder))
+        with contextlib.suppress(ImportError):  # it is loaded as well, which only a driver's machine can
+            compile_module_from_src(source, _NAME, [libraries, folder], [include], [_LIBRARY])
+    found = sorted(Path(knobs.cache.dir).glob(f"*/{_NAME}*.so"))
+    if not found:
+        raise RuntimeError(f"{_NAME} was not compiled")
+    return found[-1]
+
+
+def _stand_in(folder: Path) -> None:
+    """A library of the driver's name, with nothing in it."""
+    empty = folder / "empty.c"
+    empty.touch()
+    compiler = os.environ.get("CC", "cc")
+    made = subprocess.run(  # noqa: S603 - the compiler that Triton takes
+        [compiler, "-shared", f"-Wl,-soname,{_LIBRARY}", "-o", str(folder / _LIBRARY), str(empty)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise RuntimeError(f"{compiler} cannot make a library: {made.stderr}")

@@ -1,0 +1,78 @@
+"""Compiles the kernels of the fused decoder for a shape, by launching its steps as an engine would."""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.attention.kv_cache import FLOAT8
+from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.config.model import Dtype
+from penstock_enginecore.forward.base import ForwardBatch
+from penstock_enginecore.forward.blank import blank_decodes
+from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_TOKENS, decode_sizes
+from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
+from penstock_enginecore.forward.cuda.launches import Draws
+from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+from penstock_enginecore.forward.modules import probe_model
+from penstock_enginecore.kernel_cache.compile_only import compile_only
+from penstock_enginecore.kernel_cache.shapes import Shape
+from penstock_enginecore.models.loader import load_model
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_BLOCK_SIZE = 16
+_FLOAT8_FROM = 89
+_PROMPTS = ((24,), (512,), (1024,), (1023,), (300, 301), (700, 1, 1))
+"""New tokens of requests of steps that are no decodes."""
+
+
+@torch.inference_mode()
+def warm(
+    shape: Shape, capability: int, dtype: Dtype = "bfloat16", sizes: Sequence[int] = (), *, float8_cache: bool = False
+) -> None:
+    """For decodes of ``sizes`` requests, of all that are captured if it is empty, for prompts and for sampling. ``float8_cache``:
+    with an fp8 cache, too, where GPUs of ``capability`` have one. Once per process.
+    """
+    caches = [None, FLOAT8] if float8_cache and capability >= _FLOAT8_FROM else [None]
+    with tempfile.TemporaryDirectory() as folder:
+        config = ModelConfig(path=str(shape.write(Path(folder))), load_format="dummy", dtype=dtype)
+        model = load_model(config, _CPU, logger.debug)
+        forwards = [probe_model(model, _CPU, _BLOCK_SIZE, cache) for cache in caches]
+        with compile_only(capability):
+            for probed in forwards:
+                forward = FusedForward(probed, TritonKernels())
+                blocks = 1 + sum(_PROMPTS[2]) // _BLOCK_SIZE
+                forward.bind(forward.memory.throwaway(_BLOCK_SIZE, blocks))
+                for batch, rows in _steps(sizes or decode_sizes(MAX_CAPTURED_TOKENS)):
+                    forward.run(batch, rows)
+            _sample(shape.vocab, model.dtype)
+
+
+def _steps(sizes: Sequence[int]) -> Iterator[tuple[ForwardBatch, IntArray]]:
+    newest = torch.zeros(1025, dtype=torch.int32)
+    for size in sizes:
+        yield blank_decodes(size, 1, _BLOCK_SIZE, newest)
+    for lengths in _PROMPTS:
+        starts: IntArray = np.cumsum([0, *lengths])
+        none: IntArray = np.zeros(starts[-1], dtype=np.int64)
+        table = np.zeros((len(lengths), -(-max(lengths) // _BLOCK_SIZE)), dtype=np.int32)
+        metadata = AttentionMetadata(starts, np.diff(starts), table, none - 1, _BLOCK_SIZE)
+        yield ForwardBatch(none, metadata.positions(), [metadata]), starts[1:] - 1
+
+
+def _sample(vocab: int, dtype: torch.dtype) -> None:
+    rows = 16
+    sampler = TokenSampler(rows, vocab, _CPU)
+    logits = torch.zeros(rows, vocab, dtype=dtype)
+    draws = Draws(*(torch.zeros(rows, dtype=each) for each in DRAW_DTYPES))
+    token_ids, num_nans = torch.zeros(2, rows, dtype=torch.int32)
+    peaks = torch.zeros(rows)
+    sampler.sample(logits, draws, token_ids, peaks, num_nans, filtered=True)
+    sampler.sample(logits, draws, token_ids, peaks, num_nans, filtered=False)
