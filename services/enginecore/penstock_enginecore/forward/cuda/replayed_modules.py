@@ -52,6 +52,7 @@ class ReplayedModules:
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
         self._shape: CacheShape | None = None
         self._buffers: InputBuffers | None = None
+        self._logits: torch.Tensor | None = None
 
     @property
     def failure(self) -> str:
@@ -113,8 +114,9 @@ class ReplayedModules:
         return self._modules.head(states, rows)
 
     def to(self, device: torch.device) -> None:
-        """Moves all of the model's modules."""
+        """Moves all of the model's modules. What steps run on is freed, and allocated again when a KV cache is bound."""
         self._graphs.clear()
+        self._shape = self._buffers = self._logits = None
         self._modules.to(device)
 
     def weights(self) -> list[torch.Tensor]:
@@ -131,9 +133,19 @@ class ReplayedModules:
         token_ids, positions, rows = inputs.token_ids.long(), inputs.positions.long(), inputs.rows.long()
         plans: list[StepPlan] = [self._attention.padded_plan(group, positions) for group in inputs.groups]
         with use_context(StepContext(self._attention, self._caches, plans)), _failures_named(self._module):
-            logits = module_logits(self._module, {"input_ids": token_ids[None]}, positions, rows).contiguous()
+            computed = module_logits(self._module, {"input_ids": token_ids[None]}, positions, rows)
+        # Held by their graphs, those of all shapes would be there at once.
+        logits = self._logits_like(computed)[: shape.requests]
+        logits.copy_(computed)
         self._feedback.choose(logits, inputs, shape)
         return logits
+
+    def _logits_like(self, logits: torch.Tensor) -> torch.Tensor:
+        """Room for those of the largest shape, allocated before anything is captured."""
+        if self._logits is None:
+            with torch.inference_mode(False):
+                self._logits = torch.zeros(CAPTURED.requests, logits.shape[1], dtype=logits.dtype, device=self.device)
+        return self._logits
 
     @torch.inference_mode(False)
     def _allocate(self, shape: CacheShape) -> InputBuffers:

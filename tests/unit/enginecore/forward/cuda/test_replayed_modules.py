@@ -36,7 +36,8 @@ class Spied(ReplayedModules):
     def _launch(self, inputs: Any, shape: Any) -> torch.Tensor:
         kernels, feedback = self._attention._kernels, self._feedback
         caches = [part for layer in self._caches.values() for part in (layer.cache.keys, layer.cache.values)]
-        static = [inputs.token_ids, inputs.fed.ids, feedback._results, feedback._peaks, feedback._newest, *caches]
+        room = self._logits_like(torch.empty(1, 320))
+        static = [room, inputs.token_ids, inputs.fed.ids, feedback._results, feedback._peaks, feedback._newest, *caches]
         kernels.recorder = self.recorder = Recorder(static, may_allocate=True, may_copy=True)
         try:
             with self.recorder:
