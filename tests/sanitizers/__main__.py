@@ -24,7 +24,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENGINE = ROOT / "services" / "enginecore"
 BUILD = ROOT / "build" / "sanitize"
-TESTS = ("native/test_kernels.py", "native/test_ownership.py", "attention/test_poisoned_pools.py")
+TESTS = (
+    "native/test_kernels.py",
+    "native/test_experts.py",
+    "native/test_ownership.py",
+    "attention/test_poisoned_pools.py",
+)
 COMMON = ("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wno-psabi", "-pthread", f"-I{ENGINE / 'csrc'}")
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREADS = ("-fsanitize=thread",)

@@ -39,7 +39,7 @@ int penstock_lanes() { return penstock::kLanes; }
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
-                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask)})
+                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -57,6 +57,10 @@ int penstock_pack(void* context, const float* weight, const penstock::Linear* to
 int penstock_linear(void* context, const penstock::Linear* linear, const float* x, int64_t rows, int64_t stride, float* out,
                     int64_t out_stride) {
   return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });
+}
+
+int penstock_grouped(void* context, const penstock::Grouped* grouped) {
+  return guarded([&] { static_cast<Context*>(context)->operators.grouped(*grouped); });
 }
 
 int penstock_attend(void* context, const penstock::Attention* attention) {

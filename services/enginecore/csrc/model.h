@@ -21,6 +21,21 @@ struct Linear {
   int64_t kind;
 };
 
+// Products of some rows by one weight, of others by another: rows `ends[g - 1]` to `ends[g]` by `linears[g]`, all of one `n` and
+// `k`. `from` [rows]: where in `x` a row's inputs lie; null where they lie in order. `silu` is not 0: rows of gate and up alternate
+// in the weights, a vector's lanes of each, which have no bias, and `out` is silu(gate) * up.
+struct Grouped {
+  int64_t num_groups;
+  const Linear* linears;
+  const int64_t* ends;
+  const int64_t* from;
+  const float* x;
+  int64_t stride;
+  float* out;
+  int64_t out_stride;
+  int64_t silu;
+};
+
 // A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart.
 struct Cache {
   float* keys;

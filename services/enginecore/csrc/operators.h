@@ -36,6 +36,21 @@ class Operators {
     pool_.run(linear_job_);
   }
 
+  void grouped(const Grouped& grouped) {
+    pool_.prepare(2);
+    grouped_ = grouped;
+    rows_ = grouped.ends[grouped.num_groups - 1], stride_ = grouped.stride;
+    products_.clear();
+    for (int64_t group = 0, first = 0; group < grouped.num_groups; first = grouped.ends[group++]) {
+      const Blocks blocks(grouped.ends[group] - first, grouped.linears[group].n);
+      for (int64_t task = 0; task < blocks.tasks(); ++task) products_.push_back({group, first, task});
+    }
+    if (gathers()) padded_.resize(rows_, grouped.linears[0].k);
+    num_copies_ = gathers() ? rows_ : 0;
+    num_tasks_ = static_cast<int64_t>(products_.size());
+    pool_.run(grouped_job_);
+  }
+
   void attend(const Attention& attention) {
     pool_.prepare(1);
     attention_ = attention;
@@ -92,6 +107,25 @@ class Operators {
     });
   }
 
+  bool gathers() const { return grouped_.from != nullptr || conflicts(); }
+
+  void grouped(Cursor& cursor) {
+    const auto copy = [this](int64_t row) {
+      const int64_t from = grouped_.from != nullptr ? grouped_.from[row] : row;
+      std::memcpy(padded_.row(row), grouped_.x + from * grouped_.stride, grouped_.linears[0].k * sizeof(float));
+    };
+    if (!cursor(num_copies_, copy)) return;
+    cursor(num_tasks_, [this](int64_t task) {
+      const auto [group, first, part] = products_[task];
+      const Linear& linear = grouped_.linears[group];
+      const Blocks blocks(grouped_.ends[group] - first, linear.n);
+      const float* x = gathers() ? padded_.row(first) : grouped_.x + first * grouped_.stride;
+      const Output output{grouped_.out + first * grouped_.out_stride, grouped_.out_stride, linear.bias, linear.n,
+                          grouped_.silu ? Epilogue::kSilu : Epilogue::kStore};
+      Product(x, gathers() ? padded_.stride() : grouped_.stride, linear, output, blocks)(part);
+    });
+  }
+
   void attend(Cursor& cursor) {
     cursor(num_tasks_, [this](int64_t task) { penstock::attend(attention_, plan_[task]); });
   }
@@ -113,11 +147,17 @@ class Operators {
     });
   }
 
+  // A part of the product of a group, whose rows begin with `first`.
+  struct GroupTask {
+    int64_t group, first, part;
+  };
+
   static constexpr int64_t kTokens = 8;
   static constexpr int64_t kAlone = 65536;  // logits that are masked sooner than other threads are there
   Pool& pool_;
   const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
   const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};
+  const Pool::Job grouped_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->grouped(cursor); }, this};
   const Pool::Job attend_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this};
   const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
   const Pool::Job mask_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->mask(cursor); }, this};
@@ -129,6 +169,8 @@ class Operators {
   const float* x_ = nullptr;
   int64_t rows_ = 0, stride_ = 0;
   Output output_{};
+  Grouped grouped_{};
+  std::vector<GroupTask> products_;
   Attention attention_{};
   std::vector<AttentionTask> plan_;
   Write write_{};

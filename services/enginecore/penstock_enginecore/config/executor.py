@@ -166,9 +166,9 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "kernels.attention, on GPUs steps are replayed as CUDA graphs."
         ),
     ] = True
-    linear: Annotated[bool, Meta(description="Compute the linear layers of all other models with packed weights.")] = (
-        True
-    )
+    linear: Annotated[
+        bool, Meta(description="Compute the linear layers and experts of all other models with packed weights.")
+    ] = True
     attention: Annotated[
         bool,
         Meta(

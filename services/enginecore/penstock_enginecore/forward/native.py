@@ -22,7 +22,7 @@ from penstock_enginecore.forward.native_models import own_layers, unsuitable, un
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 from penstock_enginecore.native.attention import TILES, cache_struct, group_struct, params_struct
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.linear import PackedLinears
+from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.structs import Cache, Exchange, Group, Layer, Linear, Model, Step
 from penstock_enginecore.native.weights import PackedWeight
 from penstock_enginecore.parallel.part import Part
@@ -54,7 +54,7 @@ def linear_candidate(
     """The linear layers of ``module`` packed, for models whose other parts the kernels do not know. ``run``: what the model makes
     of a probe. ``serve``: makes what serves then, of the bytes that are packed.
     """
-    return Candidate("linear", lambda: _PackedModules(PackedLinears(module, library), run, serve))
+    return Candidate("linear", lambda: _PackedModules(PackedLayers(module, library), run, serve))
 
 
 class NativeForward:
@@ -253,8 +253,8 @@ class NativeForward:
 class _PackedModules(Generic[T]):
     """Packed layers in place of a model's own."""
 
-    def __init__(self, linears: PackedLinears, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
-        self._linears = linears
+    def __init__(self, layers: PackedLayers, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
+        self._layers = layers
         self._run = run
         self._serve = serve
 
@@ -268,12 +268,12 @@ class _PackedModules(Generic[T]):
 
     def take_over(self) -> T:
         """Lets go of the layers that were replaced. Those that stand for them have their names and sizes."""
-        self._linears.keep()
-        return self._serve(self._linears.num_bytes)
+        self._layers.keep()
+        return self._serve(self._layers.num_bytes)
 
     def undo(self) -> None:
         """Puts the layers back."""
-        self._linears.undo()
+        self._layers.undo()
 
 
 class _Rotary:

@@ -114,6 +114,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "context_new": (ctypes.c_int, pointer),
         "pack": (pointer, pointer, pointer),
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
+        "grouped": (pointer, pointer),
         "attend": (pointer, pointer),
         "write": (pointer, pointer),
         "mask": (pointer, pointer),

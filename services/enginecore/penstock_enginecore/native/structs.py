@@ -20,6 +20,22 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Grouped(ctypes.Structure):
+    """Products of rows by the weights of their groups."""
+
+    _fields_ = [
+        ("num_groups", _Int),
+        ("linears", ctypes.POINTER(Linear)),
+        ("ends", _Pointer),
+        ("from_rows", _Pointer),
+        ("x", _Pointer),
+        ("stride", _Int),
+        ("out", _Pointer),
+        ("out_stride", _Int),
+        ("silu", _Int),
+    ]
+
+
 class Cache(ctypes.Structure):
     """A layer's keys and values; strides in numbers per slot."""
 
@@ -170,5 +186,18 @@ class Mask(ctypes.Structure):
     ]
 
 
-ALL: tuple[type[Any], ...] = (Linear, Cache, Params, Layer, Model, Group, Step, Attention, Write, Sampling, Mask)
+ALL: tuple[type[Any], ...] = (
+    Linear,
+    Cache,
+    Params,
+    Layer,
+    Model,
+    Group,
+    Step,
+    Attention,
+    Write,
+    Sampling,
+    Mask,
+    Grouped,
+)
 """In the order in which ``penstock_sizes`` reports their sizes."""

@@ -45,6 +45,18 @@ class PackedWeight:
         return sum(part.nbytes for part in (self._packed, self._scales, self._bias) if part is not None)
 
 
+def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+    """``x`` float32 ``[..., k]`` by ``weight``, ``[..., n]``. A row's numbers do not depend on the rows beside it."""
+    n, k = weight.n, weight.k
+    if x.dtype != torch.float32 or x.shape[-1] != k:
+        raise TypeError(f"a packed layer takes float32 [..., {k}], not {x.dtype} {list(x.shape)}")
+    out = x.new_empty(*x.shape[:-1], n)
+    flat = x.reshape(-1, k).contiguous()
+    if len(flat):
+        library.call("linear", weight.pointer, flat.data_ptr(), len(flat), k, out.data_ptr(), n)
+    return out
+
+
 def _fits_bfloat16(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.float32:
         return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())

@@ -15,7 +15,8 @@ from penstock_enginecore.native import library as library_module
 from penstock_enginecore.native.attention import TILES, NativeAttention
 from penstock_enginecore.native.int8 import round_to_int8
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
-from penstock_enginecore.native.linear import PackedLinear, PackedLinears
+from penstock_enginecore.native.linear import PackedLinear
+from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.sampling import NativeSampling
 from penstock_enginecore.native.weights import PackedWeight
 from penstock_enginecore.sample.base import SamplingInputs
@@ -95,7 +96,7 @@ def test_a_packed_layer_keeps_leading_dimensions_and_refuses_what_it_cannot_take
 def test_shared_layers_are_packed_once_and_come_back_when_it_is_undone(library: NativeLibrary) -> None:
     shared = torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(shared, torch.nn.ReLU(), shared, torch.nn.Linear(4, 2, dtype=torch.bfloat16))
-    packed = PackedLinears(model, library)
+    packed = PackedLayers(model, library)
     assert packed.num_layers == 1
     assert model[0] is model[2]
     assert isinstance(model[0], PackedLinear)

@@ -1,0 +1,160 @@
+"""Experts of a mixture that multiply with packed weights, all that a step's tokens are routed to in two calls."""
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate
+
+from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.native.structs import Grouped, Linear
+from penstock_enginecore.native.weights import PackedWeight
+
+_SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+"""What transformers' ``use_experts_implementation`` says of a class of experts."""
+_VECTORS, _ONE_THREAD = 64, 32768
+"""Numbers: what torch's loops over vectors take at a time divides the one, and it shares out what is more than the other."""
+_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+
+
+class PackedExperts(torch.nn.Module):
+    """Stands for ``experts``, a module whose class transformers' ``use_experts_implementation`` describes, with its hooks. It
+    keeps that module for its activation; ``free`` its weights.
+
+    A (token, expert) pair's output depends on nothing but the pair, and a token's on its own pairs, which are summed in the order
+    of its routing.
+    """
+
+    def __init__(self, library: NativeLibrary, experts: Any) -> None:
+        super().__init__()
+        self._forward_pre_hooks, self._forward_hooks = experts._forward_pre_hooks, experts._forward_hooks
+        self._library = library
+        self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
+        self._names = [name for name, _ in experts.named_parameters(recurse=False)]
+        self._unpacked = (experts,)  # a tuple, since its parameters are no longer the model's
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
+        self._up = [self._pack(experts, up, expert) for expert in range(len(experts.down_proj))]
+        self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
+
+    @staticmethod
+    def takes(module: torch.nn.Module) -> bool:
+        """Whether ``module`` is experts in float32 on the CPU that are described, and of a kind that is known."""
+        experts: Any = module
+        if not all(hasattr(module, name) for name in (*_SAID, "down_proj")) or experts.has_post_expert_norm:
+            return False
+        parameters = dict(module.named_parameters(recurse=False))
+        known = {"gate_up_proj" if experts.has_gate else "up_proj", "down_proj"}
+        if experts.has_bias:
+            known |= {f"{name}_bias" for name in known}
+        return parameters.keys() == known and all(
+            parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in parameters.values()
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is packed."""
+        return sum(weight.num_bytes for weight in (*self._up, *self._down))
+
+    def free(self) -> None:
+        """Let go of the weights as they were."""
+        for name in self._names:
+            setattr(self._unpacked[0], name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden_states`` float32 ``[tokens, hidden]``; the experts of each token and how much they count ``[tokens, top]``.
+        The weighted sums, ``[tokens, hidden]``.
+        """
+        top, width = top_k_index.shape[-1], self._up[0].k
+        if hidden_states.dtype != torch.float32 or hidden_states.shape[1:] != (width,):
+            raise TypeError(
+                f"packed experts take float32 [tokens, {width}], not {hidden_states.dtype} {list(hidden_states.shape)}"
+            )
+        if not len(hidden_states):
+            return torch.zeros_like(hidden_states)
+        chosen = top_k_index.reshape(-1).numpy()
+        order = np.argsort(chosen, kind="stable")
+        ends = np.cumsum(np.bincount(chosen, minlength=len(self._up)))
+        up = self._product(self._up, hidden_states, ends, order // top, silu=self._silu)
+        if not self._silu:
+            up = self._activated(up)
+        sorted_outputs = self._product(self._down, up, ends)
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        outputs = sorted_outputs[torch.from_numpy(places)].view(*top_k_index.shape, sorted_outputs.shape[1])
+        return weighted_sum(outputs, top_k_weights)
+
+    def _activated(self, up: torch.Tensor) -> torch.Tensor:
+        """Torch computes the last numbers of a tensor, or of a thread's part, in another way than the others. Nothing is left
+        over in pieces of whole vectors that one thread computes.
+        """
+        whole = _VECTORS // math.gcd(_VECTORS, up.shape[1])  # rows
+        padded = torch.nn.functional.pad(up, (0, 0, 0, -len(up) % whole))
+        pieces = torch.split(padded, max(_ONE_THREAD // up.shape[1] // whole, 1) * whole)
+        return torch.cat([self._activate(piece) for piece in pieces])[: len(up)]
+
+    def _product(
+        self,
+        weights: list[PackedWeight],
+        x: torch.Tensor,
+        ends: npt.NDArray[np.int64],
+        from_rows: npt.NDArray[np.int64] | None = None,
+        *,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        """Rows of ``x``, in the order of ``from_rows``, by the weights whose groups end at ``ends``."""
+        x = x.contiguous()
+        out = x.new_empty(int(ends[-1]), weights[0].n // (2 if silu else 1))
+        grouped = Grouped(
+            len(weights),
+            (Linear * len(weights))(*(weight.struct for weight in weights)),
+            ends.ctypes.data,
+            None if from_rows is None else from_rows.ctypes.data,
+            x.data_ptr(),
+            x.shape[1],
+            out.data_ptr(),
+            out.shape[1],
+            silu,
+        )
+        self._library.call("grouped", ctypes.byref(grouped))
+        return out
+
+    def _pack(self, experts: Any, name: str, expert: int) -> PackedWeight:
+        weight = getattr(experts, name)[expert]
+        if experts.is_transposed:
+            weight = weight.T
+        if self._silu and name == "gate_up_proj":
+            weight = torch.stack([half.view(-1, self._library.lanes, half.shape[1]) for half in weight.chunk(2)], dim=1)
+            weight = weight.view(-1, weight.shape[-1])
+        return PackedWeight(
+            self._library, weight, getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+        )
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``[tokens, hidden]`` of ``outputs`` ``[tokens, top, hidden]``, which are overwritten: added in the order of the routing, so
+    that the bits are the same wherever this is done.
+    """
+    outputs.mul_(weights[..., None])
+    total = outputs[:, 0].clone()
+    for position in range(1, outputs.shape[1]):
+        total += outputs[:, position]
+    return total
+
+
+def _is_silu(experts: Any) -> bool:
+    """Whether the kernels' own epilogue is what the experts do between their two products."""
+    return (
+        experts.has_gate
+        and experts.is_concatenated
+        and not experts.has_bias
+        and not experts.is_transposed
+        and type(experts)._apply_gate is _default_apply_gate
+        and isinstance(experts.act_fn, _SILU)
+    )

@@ -1,0 +1,101 @@
+"""A mixture of experts by the kernels beside transformers' own products: ``python -m tests.benchmarks.experts``.
+
+An engine in this process of a model with random weights that bfloat16 holds: 123M parameters, of which 48M compute a token. Its
+experts are packed for the kernels, and left to transformers, in turn, several rounds, medians; all else is the same.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
+from penstock_enginecore.executor.factory import make_executor
+from penstock_enginecore.native.experts import PackedExperts
+from tests.benchmarks import load
+from tests.benchmarks.engine_targets import KV_CACHE_MEMORY, InProcessEngine
+from tests.benchmarks.load import Load
+
+SHAPE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 512,
+    "vocab_size": 16_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+LOADS = (
+    Load(streams=1, requests=2, input_len=32, output_len=32),
+    Load(streams=16, requests=16, input_len=32, output_len=32),
+    Load(streams=2, requests=2, input_len=1024, output_len=1),
+)
+
+
+async def measure(model: str, item: Load, seed: int, *, packed: bool) -> tuple[float, int]:
+    """Tokens per second, those of prompts among them where a load has but one of output, and bytes of weights."""
+    config = EngineCoreConfig(
+        model=ModelConfig(path=model, device="cpu", dtype="float32"),
+        cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
+        executor=ExecutorConfig(num_threads=2),
+    )
+    takes = PackedExperts.takes if packed else lambda module: False
+    with patch.object(PackedExperts, "takes", takes):
+        executor = make_executor(config)
+        async with InProcessEngine(config, executor) as engine:
+            warm = msgspec.structs.replace(item, requests=min(item.requests, 4), output_len=min(item.output_len, 4))
+            await load.run(engine.stream, warm, load.prompts(warm, engine.vocab_size, seed=seed + 1000))
+            result = await load.run(engine.stream, item, load.prompts(item, engine.vocab_size, seed=seed))
+            [info] = executor.collective_rpc("worker_info")
+    tokens = item.input_len + 1 if item.output_len == 1 else 1
+    return tokens * result.tokens_per_s, info["weight_bytes"]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.experts")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    table = Table(title="tokens/s, prompts' among them in the last row; medians")
+    for column in ("streams", "tokens in, out", "transformers", "kernels", "ratio"):
+        table.add_column(column, justify="right")
+    console = Console()
+    weights = {}
+    with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        auto_class: Any = AutoModelForCausalLM
+        model = auto_class.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE), dtype=torch.bfloat16)
+        model.save_pretrained(directory)
+        for item in LOADS:
+            found: dict[bool, list[float]] = {False: [], True: []}
+            for seed in range(options.rounds):
+                for packed, each in found.items():
+                    speed, weights[packed] = asyncio.run(measure(directory, item, seed, packed=packed))
+                    each.append(speed)
+            before, after = (statistics.median(found[packed]) for packed in (False, True))
+            table.add_row(
+                str(item.streams),
+                f"{item.input_len}, {item.output_len}",
+                f"{before:.1f}",
+                f"{after:.1f}",
+                f"{after / before:.2f}",
+            )
+    console.print(table)
+    console.print(f"bytes of weights: {weights[False]:,} and {weights[True]:,}")
+
+
+if __name__ == "__main__":
+    main()
