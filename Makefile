@@ -213,6 +213,10 @@ ring: setup ## A million messages over the ring between processes; then what a s
 	@$(BIN)/python -m tests.benchmarks.step_ring --messages 1000000
 	@$(BIN)/python -m tests.benchmarks.step_ring
 
+.PHONY: expert-matrix
+expert-matrix: setup ## Every mixture of experts over 1 to 4 ranks: its tokens and logits, or why it is refused (5 minutes)
+	@$(BIN)/python -m tests.expert_matrix
+
 .PHONY: parallel-matrix
 parallel-matrix: setup ## Every family over 2 to 4 workers, by tensor and pipeline: its tokens, or why it is refused (15 minutes)
 	@$(BIN)/python -m tests.parallel_matrix

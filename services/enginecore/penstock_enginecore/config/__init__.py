@@ -3,6 +3,7 @@
 from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.engine import CoordinatorClientConfig, EngineCoreConfig, ErrorDumpConfig, ProfilerConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
+from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
 from penstock_enginecore.config.model import Device, Dtype, ModelConfig, Task
 from penstock_enginecore.config.nodes import NodesConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
@@ -16,6 +17,7 @@ __all__ = [
     "EngineCoreConfig",
     "ErrorDumpConfig",
     "ExecutorConfig",
+    "ExpertParallelConfig",
     "KernelsConfig",
     "ModelConfig",
     "NodesConfig",

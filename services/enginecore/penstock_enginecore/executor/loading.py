@@ -16,6 +16,8 @@ from penstock_enginecore.executor.generation.stage_runner import StageRunner
 from penstock_enginecore.executor.int8_weights import check_int8, round_weights
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
+from penstock_enginecore.experts.rank import ExpertRank, check_spread
+from penstock_enginecore.experts.spread import SpreadExperts, dispatched_layers
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
 from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.stage import StageConfig
@@ -34,12 +36,16 @@ def load_runner(
     progress: Progress,
     collectives: TimedCollectives | None = None,
     links: StageLinks | None = None,
+    rank: ExpertRank | None = None,
 ) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over. ``links``: of the stage that this worker computes.
+    ranks that the model is split over. ``links``: of the stage that this worker computes. ``rank``: of the
+    group that experts are spread over.
     """
     task = resolve_task(config.model)
+    if rank is not None:
+        check_spread(config, device, task)
     split = None if collectives is None else _Split(collectives)
     if links is not None and task != "generate":
         raise ModelLoadError(f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1")
@@ -64,11 +70,12 @@ def load_runner(
         else:
             keep = keep_none  # the fused decoder alone computes by them, and whole models
         # What a stage leaves to others need not fit its device.
-        model = load_model(checkpoint, device, progress, keep, split, on_host=links is not None)
+        model = load_model(checkpoint, device, progress, keep, split, on_host=links is not None, make_share=rank)
         if rounded:
             round_weights(model.module)
         if links is None:
-            return GenerationRunner(model, build_forward(model, _with_part(forward, split)))
+            experts = None if rank is None else SpreadExperts(dispatched_layers(model.module), rank.dispatch)
+            return GenerationRunner(model, build_forward(model, _with_part(forward, split)), experts=experts)
         stage = StageConfig(
             links=links,
             stage_layers=config.executor.stage_layers,

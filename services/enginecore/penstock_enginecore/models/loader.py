@@ -29,6 +29,7 @@ from penstock_enginecore.models.quantization.scheme import Scheme
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.models.query_scale import install_query_scales
 from penstock_enginecore.models.rope import freeze_rotary, longest_sequence
+from penstock_enginecore.models.share import MakeShare, Share, load_share
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,10 +74,11 @@ def load_model(
     split: Callable[[PreTrainedModel], None] | None = None,
     *,
     on_host: bool = False,
+    make_share: MakeShare | None = None,
 ) -> LoadedModel:
     """Read configuration and weights of ``config.path``, straight to ``device``; where ``split`` leaves a part of the model, by
     way of the host. ``keep``: whether linear layers keep weights that are quantized so. ``on_host``: leave the model there, in
-    the dtype that it has on ``device``. Raises ModelLoadError.
+    the dtype that it has on ``device``. ``make_share``: of what this rank reads. Raises ModelLoadError.
     """
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
@@ -89,7 +91,8 @@ def load_model(
     if on_host:
         device = host
     first = device if split is None else host
-    module: Any = load_weights(config, dtype, first, progress, keep=keep)
+    share = None if make_share is None else make_share(model_class, hf_config)
+    module: Any = load_weights(config, dtype, first, progress, keep=keep, share=share)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     if split is not None:
         split(module)
@@ -183,16 +186,21 @@ def load_weights(
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
     keep: Keeps = keep_none,
+    share: Share | None = None,
 ) -> PreTrainedModel:
     """The model with its weights, as transformers' ``auto_class`` makes it, on ``device``: those of its files, quantized ones on
     the host, or random ones. ``unused``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights
-    that are quantized so. Raises ModelLoadError.
+    that are quantized so. ``share``: what to read of the files. Raises ModelLoadError.
     """
+    if config.load_format == "dummy" and share is not None:
+        raise ModelLoadError(
+            "model.load_format is 'dummy': ranks that share experts have random weights each; use 'auto'"
+        )
     if config.load_format == "dummy":
         progress("the weights are random: model.load_format is 'dummy'")
         return _random_weights(config, dtype, device, auto_class)
     with weights_progress(progress, weights_size(config.path)):
-        return _read_weights(config, dtype, device, auto_class, unused, keep)
+        return _read_weights(config, dtype, device, auto_class, unused, keep, share)
 
 
 def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any) -> PreTrainedModel:
@@ -209,11 +217,17 @@ def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _read_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any, unused: tuple[str, ...], keep: Keeps
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    auto_class: Any,
+    unused: tuple[str, ...],
+    keep: Keeps,
+    share: Share | None,
 ) -> PreTrainedModel:
     """Those of the checkpoint's files."""
     try:
-        loaded = _from_files(config, dtype, device, auto_class, keep)
+        loaded = _from_files(config, dtype, device, auto_class, keep, share)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
@@ -225,14 +239,24 @@ def _read_weights(
                 f"model.path {config.path!r}: {len(keys)} weights are {what}, {example} among them; "
                 "the files do not belong to this configuration"
             )
+    if share is not None:
+        share.install(module)
     return cast("PreTrainedModel", module)
 
 
-def _from_files(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any, keep: Keeps) -> Any:
+def _from_files(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any, keep: Keeps, share: Share | None
+) -> Any:
     """The model, and what transformers tells of its weights."""
     hf_config = read_config(config)
     attention = attention_hook.ATTENTION_NAME
     scheme = quantization_of(hf_config)
+    if share is not None:
+        if scheme is not None:
+            raise ModelLoadError(f"model.path {config.path!r}: {scheme.name} experts are not shared by ranks yet")
+        with open_tensors(_files(config)) as stored:
+            model_class = _model_class(hf_config, config, auto_class)
+            return load_share(share, model_class, hf_config, stored, dtype, attention)
     if scheme is None:
         if device.type == "cuda":
             check_weights_fit(_dense_bytes(config, dtype), config.path, dtype, device)

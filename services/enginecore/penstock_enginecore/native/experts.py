@@ -12,7 +12,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Grouped, Linear
-from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.native.weights import PackedWeight, fits_bfloat16
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """What transformers' ``use_experts_implementation`` says of a class of experts."""
@@ -38,6 +38,7 @@ class PackedExperts(torch.nn.Module):
         self._unpacked = (experts,)  # a tuple, since its parameters are no longer the model's
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
+        self._half = {name: fits_bfloat16(getattr(experts, name)) for name in (up, "down_proj")}
         self._up = [self._pack(experts, up, expert) for expert in range(len(experts.down_proj))]
         self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
 
@@ -59,6 +60,15 @@ class PackedExperts(torch.nn.Module):
     def num_bytes(self) -> int:
         """Bytes of what is packed."""
         return sum(weight.num_bytes for weight in (*self._up, *self._down))
+
+    def slot_memory(self, expert: int) -> list[torch.Tensor]:
+        """What the expert at a place is made of, as bytes uint8 that may be written to: see ``PackedWeight.memory``."""
+        return self._up[expert].memory + self._down[expert].memory
+
+    @property
+    def layout(self) -> str:
+        """Those of experts with the same layout can be exchanged."""
+        return f"{self._up[0].dtype}, {self._down[0].dtype}, {self._library.lanes} lanes, {'silu' if self._silu else 'plain'}"
 
     def free(self) -> None:
         """Let go of the weights as they were."""
@@ -132,9 +142,8 @@ class PackedExperts(torch.nn.Module):
         if self._silu and name == "gate_up_proj":
             weight = torch.stack([half.view(-1, self._library.lanes, half.shape[1]) for half in weight.chunk(2)], dim=1)
             weight = weight.view(-1, weight.shape[-1])
-        return PackedWeight(
-            self._library, weight, getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
-        )
+        bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+        return PackedWeight(self._library, weight, bias, half=self._half[name])
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,22 @@ class PackedWeight:
     of the time to read it.
     """
 
-    def __init__(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.dtype = torch.bfloat16 if _fits_bfloat16(weight) else torch.float32
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        half: bool | None = None,
+    ) -> None:
+        """``half``: whether it is kept in bfloat16, where it is known that this holds it, and else in float32; None: look."""
+        look = half is None
+        self.dtype = torch.bfloat16 if half or (look and fits_bfloat16(weight)) else torch.float32
         weight = weight.detach().float().contiguous()
         self.n, self.k = weight.shape
         padding = -self.n % (2 * library.lanes)
         self._scales: torch.Tensor | None = None
-        if (integers := as_int8(weight)) is not None:
+        if look and (integers := as_int8(weight)) is not None:
             self.dtype = torch.int8
             weight = integers.numbers.float()
             self._scales = F.pad(integers.scales, (0, padding))
@@ -38,6 +47,13 @@ class PackedWeight:
         self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, _KINDS[self.dtype])
         self.pointer = ctypes.addressof(self.struct)
         library.call("pack", weight.data_ptr(), self.pointer)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What is packed, and the bias, as bytes uint8 ``[n]`` that may be written to: by those of a weight of the same shape and
+        dtype that was packed for the same instructions.
+        """
+        return [part.view(torch.uint8) for part in (self._packed, self._bias) if part is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +73,8 @@ def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor) -> t
     return out
 
 
-def _fits_bfloat16(weight: torch.Tensor) -> bool:
+def fits_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether bfloat16 holds every number."""
     if weight.dtype == torch.float32:
         return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
     return weight.dtype == torch.bfloat16

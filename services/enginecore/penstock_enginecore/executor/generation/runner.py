@@ -26,6 +26,7 @@ from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
+from penstock_enginecore.experts.spread import SpreadExperts
 from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
@@ -68,8 +69,12 @@ class GenerationRunner:
         built: BuiltForward,
         begin_copy: BeginCopy = begin_copy,
         chosen_elsewhere: ChosenElsewhere | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
-        """``chosen_elsewhere``: begins to learn the tokens of a step, which another worker samples."""
+        """``chosen_elsewhere``: begins to learn the tokens of a step, which another worker samples. ``experts``: what
+        several ranks hold.
+        """
+        self.experts = experts
         self._model = model
         self._forward = built.forward
         self._sampler = built.sampler

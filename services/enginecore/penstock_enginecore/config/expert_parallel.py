@@ -1,0 +1,31 @@
+"""Experts that are spread over the ranks of a data-parallel group."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock_common.config.checks import check_fields
+
+
+class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts of a model that is spread over the ranks of a data-parallel group."""
+
+    slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Experts per layer that a rank has room for, replicas among them; 0: as few as hold all.",
+        ),
+    ] = 0
+    dispatch: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="How tokens come to the ranks of their experts: allgather, alltoall, reduce_scatter, or a plugin's.",
+        ),
+    ] = "allgather"
+
+    def __post_init__(self) -> None:
+        check_fields("expert_parallel", self)

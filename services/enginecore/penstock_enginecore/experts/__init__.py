@@ -1,0 +1,1 @@
+"""Experts of a model spread over the ranks of a data-parallel group."""

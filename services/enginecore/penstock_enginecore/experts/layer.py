@@ -1,0 +1,105 @@
+"""A layer's experts, of which this rank holds some."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock_enginecore.experts.dispatch import Ranks, Routed
+from penstock_enginecore.experts.membership import Membership
+
+MAX_TOKENS = 2048
+"""Of a rank at a time: longer steps are dispatched in pieces, so that what is gathered has a bound."""
+_COUNT = struct.Struct("<q")
+
+
+class DispatchedExperts(torch.nn.Module):
+    """Stands for experts of a model. ``experts``: a module like those it stands for, of as many as a rank has slots. ``held``:
+    what these are.
+
+    In no group it computes what it holds, and takes what other experts would add for zero: so a model is loaded and looked at
+    before there is a group. ``routed``: tokens of this rank by expert, since somebody set it to zero.
+    """
+
+    has_routed_experts = True
+
+    def __init__(self, layer: int, num_experts: int, experts: torch.nn.Module, held: Sequence[int]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.experts = experts
+        self.routed = torch.zeros(num_experts, dtype=torch.int64)
+        self._num_experts = num_experts
+        self._membership: Membership | None = None
+        self._none: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.hold(held)
+
+    def hold(self, held: Sequence[int]) -> None:
+        """The slots of ``experts`` have these now."""
+        self.held = tuple(held)
+        self._own_slots = torch.full((self._num_experts,), -1)
+        self._own_slots[list(held)] = torch.arange(len(held))
+
+    def join(self, membership: Membership | None) -> None:
+        """Compute with this group from now on; None: alone."""
+        self._membership = membership
+
+    def slot_memory(self, slot: int) -> list[torch.Tensor]:
+        """What the expert in a slot of this rank is made of, as bytes uint8 ``[n]`` that may be written to."""
+        experts: Any = self.experts
+        if hasattr(experts, "slot_memory"):
+            memory: list[torch.Tensor] = experts.slot_memory(slot)
+            return memory
+        return [weight.data[slot].flatten().view(torch.uint8) for weight in experts.parameters()]
+
+    @property
+    def layout(self) -> str:
+        """Experts of ranks with the same layout can be exchanged."""
+        experts: Any = self.experts
+        return getattr(experts, "layout", "") or ", ".join(str(weight.dtype) for weight in experts.parameters())
+
+    def take_part(self) -> None:
+        """In a step of which this rank has no token. RuntimeError before the layer has computed anything."""
+        if self._none is None:
+            raise RuntimeError(f"layer {self.layer} of experts has never run: what its tokens look like is not known")
+        self._dispatch(*self._none)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As the experts it stands for: ``[tokens, hidden]`` and twice ``[tokens, top]`` to ``[tokens, hidden]``. Raises
+        CollectiveBroken.
+        """
+        if self._none is None:
+            self._none = hidden_states[:0], top_k_index[:0], top_k_weights[:0]
+        if self._membership is None:
+            return self._alone(hidden_states, top_k_index, top_k_weights)
+        self.routed += torch.bincount(top_k_index.flatten(), minlength=self._num_experts)
+        return self._dispatch(hidden_states, top_k_index, top_k_weights)
+
+    def _alone(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        slots = self._own_slots[chosen]
+        summed: torch.Tensor = self.experts(states, slots.clamp(min=0), weights.masked_fill(slots < 0, 0.0))
+        return summed
+
+    def _dispatch(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        membership: Any = self._membership
+        group = membership.group
+        counts = membership.counts
+        if counts is None:
+            counts = [_COUNT.unpack(row)[0] for row in group.exchange(_COUNT.pack(len(states)))]
+        if counts[group.rank] != len(states):
+            raise RuntimeError(f"rank {group.rank} told of {counts[group.rank]} tokens and has {len(states)}")
+        slots = membership.slots_of(self.layer, chosen)
+        pieces = []
+        for first in range(0, max(counts), MAX_TOKENS):
+            part = slice(first, first + MAX_TOKENS)
+            routed = Routed(states[part], slots[part], weights[part])
+            own_counts = [min(max(count - first, 0), MAX_TOKENS) for count in counts]
+            ranks = Ranks(group, own_counts, membership.placement.slots)
+            pieces.append(membership.dispatch(routed, ranks, self._compute))
+        return torch.cat(pieces) if pieces else torch.zeros_like(states)
+
+    def _compute(self, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.experts(states, slots[:, None], states.new_ones(len(slots), 1))
+        return outputs

@@ -1,0 +1,1 @@
+"""Every mixture of experts over several ranks."""

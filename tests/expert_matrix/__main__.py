@@ -1,0 +1,25 @@
+"""``make expert-matrix``: every mixture of experts over several ranks, as a table; fails for wrong tokens."""
+
+import argparse
+import sys
+
+from tests.expert_matrix.family import MIXTURES, WAYS, cells
+
+
+def main() -> int:
+    """The number of families with wrong tokens."""
+    parser = argparse.ArgumentParser(prog="python -m tests.expert_matrix")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="these; all without any")
+    names = [f"{dispatch} {size}" for size, dispatch in WAYS]
+    print(f"| family | {' | '.join(names)} | refused because |\n" + "|---" * (len(WAYS) + 2) + "|")
+    wrong = 0
+    for family in parser.parse_args().families or MIXTURES:
+        found = cells(family)
+        wrong += any(cell.mark == "wrong" for cell in found)
+        reasons = dict.fromkeys(cell.why for cell in found if cell.why)
+        print(f"| `{family}` | {' | '.join(cell.mark for cell in found)} | {'; '.join(reasons)} |", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
