@@ -19,6 +19,21 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             description="Experts per layer that a rank has room for, replicas among them; 0: as few as hold all.",
         ),
     ] = 0
+    window: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Steps whose tokens are counted before experts are placed anew by them; 0: they stay where they are.",
+        ),
+    ] = 0
+    move_bytes_per_step: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Bytes of weights that all ranks together exchange after a step, but for a single expert that is larger.",
+        ),
+    ] = 64 * 1024 * 1024
     dispatch: Annotated[
         str,
         Meta(
