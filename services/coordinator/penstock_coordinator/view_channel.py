@@ -25,7 +25,16 @@ class Subscription(msgspec.Struct, frozen=True):
 
     def wants(self, engine: EngineStatus) -> bool:
         """Whether the engine is in the view."""
-        return self.model in ("", engine.model) and (not self.pools or engine.pool in self.pools)
+        return self._has(engine.model, engine.pool)
+
+    def of(self, view: ClusterView) -> ClusterView:
+        """What the view has of a whole one."""
+        engines = tuple(engine for engine in view.engines if self.wants(engine))
+        groups = tuple(group for group in view.groups if self._has(group.model, group.pool))
+        return msgspec.structs.replace(view, engines=engines, groups=groups)
+
+    def _has(self, model: str, pool: str) -> bool:
+        return self.model in ("", model) and (not self.pools or pool in self.pools)
 
 
 class Encoder(Protocol):
@@ -67,8 +76,7 @@ class ViewChannel:
         if not self.limiter.due(now):
             return
         if self.subscription != Subscription():
-            engines = tuple(engine for engine in view.engines if self.subscription.wants(engine))
-            view = msgspec.structs.replace(view, engines=engines)
+            view = self.subscription.of(view)
         delta = difference(self._view.engines, view.engines)
         if self.version and not delta.of_members and _rest(view) == _rest(self._view):
             self.limiter.only_loads()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus
+from penstock_common.types.data_parallel import GroupView, PoolGroup
 from penstock_coordinator.pace import Pace
 from penstock_coordinator.rpc.view_encoder import ProtoEncoder
 from penstock_coordinator.view import ViewLimiter
@@ -94,9 +95,10 @@ def test_frontends_that_read_now_and_then_have_the_view(steps):
     bench = Bench()
     quick, slow, old = bench.frontend(), bench.frontend(), bench.frontend(deltas=False)
     for engines, read, wave in steps:
-        bench.offer(*engines, current_wave=wave)
+        groups = (PoolGroup(model="m", pool="p", view=GroupView(wave=wave)),)
+        bench.offer(*engines, groups=groups)
         assert set(quick.read()) <= {"delta", "whole"}
-        assert quick.view == view(*engines, current_wave=wave)
+        assert quick.view == view(*engines, groups=groups)
         if read:
             slow.read()
             assert set(old.read()) <= {"whole"}

@@ -4,6 +4,7 @@ import msgspec
 
 from penstock.common.v1 import control_pb2
 from penstock.coordinator.v1 import messages_pb2
+from penstock_common.rpc.data_parallel import pool_group_from_proto, pool_group_to_proto
 from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineState, EngineStatus
 from penstock_common.types.view_delta import EngineLoads, ViewDelta
 
@@ -14,20 +15,24 @@ def view_from_proto(message: messages_pb2.ClusterView) -> ClusterView:
     """The domain's view. An engine in a state that this version does not know takes no requests: LOADING."""
     return ClusterView(
         engines=tuple(engine_from_proto(engine) for engine in message.engines),
-        group_epoch=message.group_epoch,
-        current_wave=message.current_wave,
-        engines_running=message.engines_running,
+        groups=tuple(pool_group_from_proto(group) for group in message.groups),
     )
 
 
 def view_to_proto(view: ClusterView) -> messages_pb2.ClusterView:
     """The message for this view."""
-    return messages_pb2.ClusterView(
-        engines=[engine_to_proto(engine) for engine in view.engines],
-        group_epoch=view.group_epoch,
-        current_wave=view.current_wave,
-        engines_running=view.engines_running,
-    )
+    message = groups_to_proto(view)
+    message.engines.extend(engine_to_proto(engine) for engine in view.engines)
+    return message
+
+
+def groups_to_proto(view: ClusterView) -> messages_pb2.ClusterView:
+    """The message for the groups of a view alone."""
+    message = messages_pb2.ClusterView(groups=[pool_group_to_proto(group) for group in view.groups])
+    if len(view.groups) == 1:  # for readers of an earlier version
+        only = view.groups[0].view
+        message.group_epoch, message.current_wave, message.engines_running = only.group.epoch, only.wave, only.running
+    return message
 
 
 def delta_to_proto(delta: ViewDelta, *, base_version: int) -> messages_pb2.ViewDelta:

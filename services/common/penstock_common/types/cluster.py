@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+from penstock_common.types.data_parallel import GroupRegistration, PoolGroup
+
 DEFAULT_POOL = "default"
 """Of engines that name no pool."""
 
@@ -44,19 +46,18 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """All engines by index, and the data-parallel group's epoch and wave."""
+    """All engines by index, and the data-parallel groups."""
 
     engines: tuple[EngineStatus, ...] = ()
-    group_epoch: int = 0
-    current_wave: int = 0
-    engines_running: bool = False
+    groups: tuple[PoolGroup, ...] = ()
 
 
 class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine introduces itself. ``incarnation`` changes with every start of the process that is ``engine_id``.
 
     ``address`` is the host:port under which frontends reach it. ``draining``: it takes no new requests. Engines of one ``pool``
-    are scaled together. ``max_num_seqs``: requests that it runs at once, 0 where it does not say.
+    are scaled together. ``max_num_seqs``: requests that it runs at once, 0 where it does not say. ``group``: set by a rank of a
+    data-parallel group.
     """
 
     engine_id: str
@@ -66,6 +67,7 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     pool: str = DEFAULT_POOL
     max_num_seqs: int = 0
+    group: GroupRegistration | None = None
 
 
 class DrainCommand(msgspec.Struct, frozen=True):

@@ -8,6 +8,19 @@ import enum
 
 import msgspec
 
+_SEPARATOR = "#"
+
+
+def rank_name(engine_id: str, incarnation: str) -> str:
+    """The rank that an engine is from one start to its end."""
+    return f"{engine_id}{_SEPARATOR}{incarnation}"
+
+
+def engine_of(rank: str) -> tuple[str, str]:
+    """Engine id and incarnation of a rank. Incarnations have no "#"."""
+    engine_id, _, incarnation = rank.rpartition(_SEPARATOR)
+    return engine_id, incarnation
+
 
 class PauseMode(enum.IntEnum):
     """What becomes of requests when a group pauses. The stronger of two modes is the larger; on the wire they are
@@ -154,3 +167,31 @@ class GroupView(msgspec.Struct, frozen=True, cache_hash=True):
     pauses: Pauses = Pauses()
     routed: tuple[str, ...] = ()
     """The members that take new requests."""
+
+
+class PoolGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The group of a pool, as views have it."""
+
+    model: str
+    pool: str
+    view: GroupView
+    target_size: int = 0
+    """How many ranks it shall have."""
+    suspended: bool = False
+    """Whether it waits for ranks, and computes nothing meanwhile."""
+
+
+class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank brings along when it registers."""
+
+    size: int
+    """Ranks of the first group."""
+    min_size: int
+    """Fewest ranks that the group goes on with."""
+    waits: bool = False
+    """Whether the group waits for a replacement of a rank that it has lost."""
+    meeting_address: str
+    """host:port of the store where ranks meet if this one is their first."""
+    parallel_config: dict[str, str]
+    """What must be the same on all ranks, by name."""
+    report: RankReport

@@ -36,6 +36,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     context: RequestContext = RequestContext()
     current_wave: int = 0
     """The wave of data-parallel engines that the frontend saw last."""
+    group_epoch: int = 0
+    """The epoch of the group whose wave that is; 0: the frontend knows none."""
     attempt: int = 0
     """How many engines were given the request before this one."""
     never_admitted: bool = False

@@ -16,7 +16,7 @@ MAX_NAME_LENGTH = 256
 """Of ids, incarnations, addresses, pools and names of models, in characters."""
 MAX_POOLS = 64
 """Of a frontend's subscription."""
-GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
+GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running", "group")
 """Fields of a register that only engines of a data-parallel group set; such groups are not served yet."""
 WAVE_FIELDS = ("wave_complete", "start_wave")
 """Fields of a report about the waves of a data-parallel group; not served yet."""

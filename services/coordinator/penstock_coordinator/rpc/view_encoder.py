@@ -5,8 +5,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from penstock.coordinator.v1 import messages_pb2 as pb
-from penstock_common.rpc.cluster import delta_to_proto, view_to_proto
+from penstock_common.rpc.cluster import delta_to_proto, groups_to_proto, view_to_proto
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.view_delta import ViewDelta
 
@@ -24,13 +23,10 @@ class ProtoEncoder:
 
     def delta(self, view: ClusterView, delta: ViewDelta, version: int) -> bytes:
         """A view whose engines are told by what has changed since the version before."""
-        return pb.ClusterView(
-            group_epoch=view.group_epoch,
-            current_wave=view.current_wave,
-            engines_running=view.engines_running,
-            version=version,
-            delta=delta_to_proto(delta, base_version=version - 1),
-        ).SerializeToString()
+        message = groups_to_proto(view)
+        message.version = version
+        message.delta.CopyFrom(delta_to_proto(delta, base_version=version - 1))
+        return message.SerializeToString()
 
 
 class PreEncoded:

@@ -52,6 +52,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         pooling_params=pooling,
         context=context_from_proto(message),
         current_wave=message.current_wave,
+        group_epoch=message.group_epoch,
         attempt=message.attempt,
         never_admitted=message.never_admitted,
         prior_output_token_ids=list(message.prior_output_token_ids),

@@ -90,6 +90,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 busy_loop.call_utility(session.client_id, call.call_id, call.method, call.arguments)
             case "tensor_chunk":
                 take_chunk(session.prompts.tensors, message.tensor_chunk)
+            case "start_dp_wave":
+                pass  # it computes alone
             case "hello":
                 raise InvalidArgument("hello was sent twice; it is the first message only", field="hello")
             case _:

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
-
 from penstock_common.errors import Internal
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
@@ -76,7 +74,7 @@ class EnginePool:
             raise Internal(f"the router picked {engine}, which has no session")
         if first:
             connection.heard()  # it has not been silent: there was nothing to say
-        connection.session.add(msgspec.structs.replace(request, current_wave=self.view.current_wave))
+        connection.session.add(request)
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
         """End requests of an engine, if there is a session with it."""

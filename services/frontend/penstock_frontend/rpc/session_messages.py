@@ -56,6 +56,7 @@ def add_request(
         add.second_text_start = request.second_text_start
     fill_context(add, request.context)
     add.current_wave = request.current_wave
+    add.group_epoch = request.group_epoch
     add.attempt = request.attempt
     add.never_admitted = request.never_admitted
     add.prior_output_token_ids.extend(request.prior_output_token_ids)

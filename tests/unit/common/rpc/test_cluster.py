@@ -21,7 +21,7 @@ def test_a_view_survives_the_wire(state):
         index=4,
         model="m",
     )
-    view = ClusterView(engines=(engine,), group_epoch=5, current_wave=6, engines_running=True)
+    view = ClusterView(engines=(engine,))
     wire = cluster.view_to_proto(view).SerializeToString()
     assert cluster.view_from_proto(messages_pb2.ClusterView.FromString(wire)) == view
 
