@@ -49,6 +49,12 @@ class NullExecutor:
     def recover(self) -> None:
         """No step fails."""
 
+    def roll_back(self) -> None:
+        """No step has peers."""
+
+    def execute_dummy_batch(self) -> None:
+        """Nobody waits for it."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Remember what to answer. Its own time is not the scheduler's."""
         began = time.perf_counter()

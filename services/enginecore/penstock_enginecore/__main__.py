@@ -48,9 +48,10 @@ def _be_an_engine() -> None:
     children.start_early()  # they import what they need beside this process
     # torch is imported here, after flags are checked
     from penstock_enginecore.executor.factory import make_executor
+    from penstock_enginecore.parallel.group_link import SocketLinks
     from penstock_enginecore.structured_output.factory import make_grammar_backend
 
-    run(config_file, make_executor, partial(make_grammar_backend, children=children))
+    run(config_file, make_executor, partial(make_grammar_backend, children=children), SocketLinks)
 
 
 def _be_a_node() -> None:

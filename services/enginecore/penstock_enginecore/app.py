@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock_common.config_file import ConfigFile
+from penstock_common.errors import ConfigError
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.process import name_process
@@ -19,6 +20,8 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.structured_output.base import GrammarBackendFactory
 from penstock_enginecore.error_dump import dump_step
+from penstock_enginecore.group import EngineRank, MakeMeets
+from penstock_enginecore.group_metrics import GroupCollector
 from penstock_enginecore.idle_memory import idle_memory_given_back
 from penstock_enginecore.metrics import EngineCollector
 from penstock_enginecore.plugins import load_plugins
@@ -36,6 +39,7 @@ def run(
     config_file: ConfigFile[EngineCoreConfig],
     make_executor: Callable[[EngineCoreConfig], Executor],
     make_grammars: GrammarBackendFactory | None = None,
+    make_meets: MakeMeets | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT has been carried out.
 
@@ -60,7 +64,7 @@ def run(
         engine = build_engine(config, executor, make_grammars, progress)
         try:
             engine.warm_up()
-            serve(config, engine, io, started)
+            serve(config, engine, io, started, make_meets)
         finally:
             engine.shutdown()
     finally:
@@ -86,11 +90,22 @@ def build_engine(
         raise
 
 
-def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: float) -> None:
-    """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log."""
-    control = EngineControl(engine)
-    busy_loop = BusyLoop(engine, control, io.sessions)
+def serve(
+    config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: float, make_meets: MakeMeets | None = None
+) -> None:
+    """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log. ``make_meets``: lets a
+    rank of a data-parallel group meet others. Raises ConfigError where there is nothing that does.
+    """
     ready = describe(config, engine)
+    rank: EngineRank | None = None
+    if config.data_parallel.grouped:
+        if make_meets is None:
+            raise ConfigError(f"data_parallel.size is {config.data_parallel.size}; this process can be in no group")
+        rank = EngineRank(config, engine, ready, make_meets)
+        io.registry.register(GroupCollector(lambda: rank.driver.state, ready))
+    group = None if rank is None else rank.driver
+    control = EngineControl(engine, group)
+    busy_loop = BusyLoop(engine, control, io.sessions, group=group)
     workers = engine.executor.worker_stats
     io.registry.register(EngineCollector(busy_loop.stats, control.state, engine.counts.tokens, ready, workers))
     metrics = MetricsServer(config.metrics, io.registry, io.certificates)
@@ -99,10 +114,12 @@ def serve(config: EngineCoreConfig, engine: EngineCore, io: IoThread, started: f
             signals_handled((signal.SIGTERM, signal.SIGINT), busy_loop.request_shutdown),
             idle_memory_given_back(busy_loop),
         ):
-            io.attach(busy_loop, ready)
+            io.attach(busy_loop, ready, rank)
             log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))
             busy_loop.run()
     finally:
+        if group is not None:
+            group.links.close()
         metrics.stop()
 
 
@@ -144,5 +161,6 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
         max_tensor_bytes=MAX_TENSOR_BYTES,
         config=computes,
         config_hash=hash_of(computes),
+        data_parallel_size=config.data_parallel.size,
         capabilities=_capabilities(config, engine),
     )

@@ -141,7 +141,9 @@ class FakeExecutor:
         self.num_failures = 0
         self._failed: Exception | None = None
         self.on_execute = lambda: None
+        self.on_dummy = lambda: None
         self.num_steps = 0
+        self.num_dummy_steps = 0
         self.steps: list[SchedulerOutput] = []
         self.is_shut_down = False
         self._block_size = block_size
@@ -195,6 +197,17 @@ class FakeExecutor:
         if not self._late and not self._execute(scheduler_output) and not self.fails_late:
             self._pending = None
             raise self._failed
+
+    def execute_dummy_batch(self) -> None:
+        assert self._pending is None, "the previous step was not sampled"
+        self.num_dummy_steps += 1
+        self.on_dummy()
+
+    def roll_back(self) -> None:
+        step, self._pending = self._pending, None
+        assert step is not None, "no step has lost its peers"
+        for key, count in step.num_scheduled_tokens.items():
+            self._states[key].num_computed_tokens -= count
 
     def work(self, count: int | None = None) -> None:
         """Have a late device run ``count`` of the steps that it was given, all for None. Nothing waits behind one that fails."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock_enginecore.parallel.group_collectives import CollectiveBroken
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from tests.fakes.patience import PATIENCE
 
 

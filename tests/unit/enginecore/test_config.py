@@ -6,7 +6,14 @@ import sys
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.config import CoordinatorClientConfig, EngineCoreConfig, ModelConfig
+from penstock_enginecore.config import (
+    CoordinatorClientConfig,
+    DataParallelConfig,
+    EngineCoreConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 
 PRINT_NAME = """
 import os
@@ -50,3 +57,30 @@ def test_an_address_that_nobody_could_connect_to_is_refused_at_the_start(adverti
     with pytest.raises(ConfigError) as refused:
         CoordinatorClientConfig(advertise=advertise)
     assert f"coordinator.advertise is {advertise!r}; it must " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"executor": ExecutorConfig(tensor_parallel_size=2)}, r"executor\.tensor_parallel_size 2"),
+        ({"executor": ExecutorConfig(pipeline_parallel_size=2)}, r"executor\.pipeline_parallel_size 2"),
+        ({"executor": ExecutorConfig(max_concurrent_batches=2)}, r"executor\.max_concurrent_batches 2"),
+        ({"scheduler": SchedulerConfig(async_scheduling=True)}, r"scheduler\.async_scheduling true"),
+        ({"coordinator": CoordinatorClientConfig()}, r"coordinator\.address empty"),
+    ],
+)
+def test_a_rank_of_a_group_is_told_what_it_cannot_do(config, problem):
+    with pytest.raises(ConfigError, match=rf"data_parallel\.size is 2 and {problem}"):
+        name(
+            data_parallel=DataParallelConfig(size=2), **{"coordinator": CoordinatorClientConfig(address="c:1")} | config
+        )
+
+
+def test_a_group_goes_on_with_no_more_ranks_than_it_begins_with():
+    with pytest.raises(ConfigError, match=r"data_parallel\.min_size is 3; it must not exceed data_parallel\.size = 2"):
+        DataParallelConfig(size=2, min_size=3)
+
+
+def test_ranks_are_reached_at_an_ip_address():
+    with pytest.raises(ConfigError, match=r"data_parallel\.address is 'engine-0'; it must be an IP address"):
+        DataParallelConfig(address="engine-0")

@@ -20,7 +20,7 @@ from penstock_common.types.data_parallel import (
 )
 
 _NOWHERE: Mapping[str, str] = {}
-_MODES = frozenset(PauseMode)
+_MODES = {mode.value: mode for mode in PauseMode}
 
 
 def pauses_to_proto(pauses: Pauses) -> pb.Pauses:
@@ -33,7 +33,7 @@ def pauses_from_proto(message: pb.Pauses) -> Pauses:
     pauses = Pauses(message.number)
     if not pauses.on:
         return pauses
-    return Pauses(message.number, PauseMode(message.mode) if message.mode in _MODES else PauseMode.ABORT)
+    return Pauses(message.number, _MODES.get(message.mode, PauseMode.ABORT))
 
 
 def member_to_proto(rank: str, meeting_address: str = "") -> pb.GroupMember:

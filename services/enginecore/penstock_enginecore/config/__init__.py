@@ -1,6 +1,7 @@
 """Configuration of an engine process: a struct per section, all of them in ``EngineCoreConfig``."""
 
 from penstock_enginecore.config.cache import CacheConfig
+from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.engine import CoordinatorClientConfig, EngineCoreConfig, ErrorDumpConfig, ProfilerConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
@@ -12,6 +13,7 @@ from penstock_enginecore.config.structured_output import StructuredOutputConfig
 __all__ = [
     "CacheConfig",
     "CoordinatorClientConfig",
+    "DataParallelConfig",
     "Device",
     "Dtype",
     "EngineCoreConfig",

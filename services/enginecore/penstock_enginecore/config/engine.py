@@ -28,6 +28,7 @@ from penstock_common.config.sections import (
 from penstock_common.errors import ConfigError
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_enginecore.config.cache import CacheConfig
+from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
 from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
@@ -103,6 +104,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     executor: ExecutorConfig = ExecutorConfig()
     kernels: KernelsConfig = KernelsConfig()
     structured_output: StructuredOutputConfig = StructuredOutputConfig()
+    data_parallel: DataParallelConfig = DataParallelConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)
     peers: PeersConfig = PeersConfig()
@@ -140,6 +142,25 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_fields("", self)
+        if self.data_parallel.grouped:
+            self._check_rank()
+
+    def _check_rank(self) -> None:
+        """One step at a time, in one worker: a rank computes with the others what they have agreed on."""
+        executor, size = self.executor, self.data_parallel.size
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_concurrent_batches"):
+            if getattr(executor, name) > 1:
+                raise ConfigError(
+                    f"data_parallel.size is {size} and executor.{name} {getattr(executor, name)}; a rank of a group has 1"
+                )
+        if self.scheduler.async_scheduling:
+            raise ConfigError(
+                f"data_parallel.size is {size} and scheduler.async_scheduling true; a rank schedules when a step is over"
+            )
+        if not self.coordinator.address:
+            raise ConfigError(
+                f"data_parallel.size is {size} and coordinator.address empty; the coordinator says who is in the group"
+            )
 
     @property
     def name(self) -> str:

@@ -27,12 +27,15 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineControl
+from penstock_enginecore.core.data_parallel.driver import GroupDriver
+from penstock_enginecore.core.data_parallel.events import GroupEvent
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.queues import (
     AbortRequests,
     AddRequest,
     ClientGone,
     ExecutorFailed,
+    GroupChanged,
     InputMessage,
     InputQueues,
     OutputSink,
@@ -54,10 +57,19 @@ class BusyLoop:
 
     For health by progress: while ``has_work`` is true, ``last_step_time`` (monotonic seconds; also set when work
     arrives at an idle engine) should move; if it does not for ``wedged_after`` seconds, the engine is wedged.
+
+    ``group``: of an engine that is a rank of one. Then steps are what all ranks have agreed on, and whoever waits for others is
+    idle.
     """
 
     def __init__(
-        self, engine: EngineCore, control: EngineControl, sink: OutputSink, *, clock: Clock = time.monotonic
+        self,
+        engine: EngineCore,
+        control: EngineControl,
+        sink: OutputSink,
+        *,
+        group: GroupDriver | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._engine = engine
         self._control = control
@@ -70,6 +82,9 @@ class BusyLoop:
         engine.wake = partial(self._queues.put, Wakeup())
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
         control.on_drain = self._shutdown.drain
+        self._group = group
+        if group is not None:
+            group.links.post = self.group_changed
 
     # From any thread.
 
@@ -82,8 +97,14 @@ class BusyLoop:
                 request.request_id, request.context.external_request_id, e, doing="validating the request"
             )
             self._refuse(client_id, request.request_id, request.attempt, len(request.prior_output_token_ids), failed)
+            if self._group is not None:
+                self._group.refused(request.group_epoch, request.current_wave)
         else:
             self._queues.put(AddRequest(prepared))
+
+    def group_changed(self, event: GroupEvent) -> None:
+        """Something happened to the group that the engine is a rank of."""
+        self._queues.put(GroupChanged(event))
 
     def abort(self, client_id: str, request_ids: list[str], reason: str = "") -> None:
         """End requests of a client as soon as possible; ids that mean nothing are ignored. ``reason``: why, for the log."""
@@ -151,7 +172,7 @@ class BusyLoop:
 
     def _receive(self) -> None:
         """Handle everything in the input queue; wait for something while there is nothing to do."""
-        idle = self._engine.stalled or not self._engine.has_work
+        idle = not self._may_step
         block = idle and (self._engine.has_requests or not self._shutdown.leaves)
         self._idle = block
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
@@ -162,10 +183,21 @@ class BusyLoop:
             self._handle(message)
             message = self._queues.get(block=False, timeout=None)
         self._drain_aborts()
+        if self._group is not None:
+            self._group.look()
+
+    @property
+    def _may_step(self) -> bool:
+        """Whether a step now would do anything."""
+        if self._group is not None:
+            return self._group.wants_step
+        return self._engine.has_work and not self._engine.stalled
 
     def _time_to_next_event(self) -> float | None:
         """Seconds to the nearest deadline, of a request or of the shutdown; None when there is none."""
         times = [self._engine.time_to_next_deadline()]
+        if self._group is not None:
+            times.append(self._group.seconds_to_repeat)
         if self._shutdown.deadline is not None:
             times.append(self._shutdown.deadline - self._clock())
         known = [max(seconds, 0.0) for seconds in times if seconds is not None]
@@ -189,6 +221,9 @@ class BusyLoop:
                     incident(e, request="", doing=f"ending the requests of {client_id}, which has gone")
             case ExecutorFailed(error):
                 raise EngineDeadError(f"the executor failed: {error}") from error
+            case GroupChanged(event):
+                if self._group is not None:
+                    self._group.take(event)
             case Wakeup():
                 pass
 
@@ -208,10 +243,13 @@ class BusyLoop:
         self._engine.abort_all(RequestError.from_exception(failure))
 
     def _step(self) -> None:
-        if self._engine.has_work:
-            self._emit(self._engine.step(self._drain_aborts))
+        step = self._engine.step if self._group is None else self._group.step
+        if self._engine.has_work if self._group is None else self._group.wants_step:
+            self._emit(step(self._drain_aborts))
             self._control.after_step()
             self.last_step_time = self._clock()
+        elif self._group is not None:
+            self._emit(self._engine.scheduler.take_outputs())
         if events := self._engine.take_kv_events():
             self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()))
 
@@ -234,10 +272,14 @@ class BusyLoop:
             if self._shutdown.refuses_requests:
                 raise Unavailable("the engine is draining and takes no new requests", reason="DRAINING")
             self._engine.add(request)
+            if self._group is not None:
+                self._group.added(*request.wave)
         except Exception as e:
             failed = _refusal(request.request_id, request.context.external_request_id, e, doing="queueing the request")
             if not self._engine.scheduler.fail(request, RequestError.from_exception(failed)):
                 self._refuse(request.client_id, request.request_id, request.attempt, request.num_output_tokens, failed)
+            if self._group is not None:
+                self._group.added(*request.wave, refused=True)
 
     def _refuse(self, client_id: str, request_id: str, attempt: int, offset: int, error: RequestFailed) -> None:
         output = EngineCoreOutput(

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unavailable, Unimplemented
+from penstock_common.types.data_parallel import PauseMode
 from penstock_common.types.outputs import RequestError
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
@@ -61,6 +62,16 @@ class Controllable(Protocol):
         """End every request."""
 
 
+class PausesTogether(Protocol):
+    """What ``EngineControl`` needs of a data-parallel group, which pauses and goes on as one."""
+
+    def pause(self, mode: PauseMode) -> "Future[None]":
+        """Done once nothing runs in any rank."""
+
+    def resume(self) -> None:
+        """Raises FailedPrecondition while a pause is not complete."""
+
+
 class EngineControl:
     """The engine's utilities. Called between steps, on the busy loop's thread, which calls ``after_step`` behind each step.
 
@@ -68,8 +79,10 @@ class EngineControl:
     paused, before or meanwhile, waits for ``resume`` as well.
     """
 
-    def __init__(self, engine: Controllable) -> None:
+    def __init__(self, engine: Controllable, group: PausesTogether | None = None) -> None:
+        """``group``: that of an engine which is a rank of one."""
         self._engine = engine
+        self._group = group
         self._asleep: set[str] = set()
         self._pause_asked_for = False
         self._waiting: list[tuple[Future[None], bool]] = []
@@ -102,7 +115,15 @@ class EngineControl:
         again.
         """
         self._pause_asked_for = True
-        return self._pause(mode, clear_cache)
+        return (
+            self._pause(mode, clear_cache) if self._group is None else self._pause_group(self._group, mode, clear_cache)
+        )
+
+    def _pause_group(self, group: PausesTogether, mode: Mode, clear_cache: bool) -> Future[None]:
+        paused = group.pause(PauseMode[mode.upper()])
+        if clear_cache:
+            paused.add_done_callback(lambda done: self._clear_cache() if done.exception() is None else None)
+        return paused
 
     def _pause(self, mode: Mode, clear_cache: bool) -> Future[None]:
         engine = self._engine
@@ -131,6 +152,9 @@ class EngineControl:
                 f"the engine sleeps ({', '.join(sorted(self._asleep))}); call wake_up", field="resume", reason="ASLEEP"
             )
         self._pause_asked_for = False
+        if self._group is not None:
+            self._group.resume()
+            return
         self._fail_waiting("the engine was resumed before it had drained")
         self._engine.scheduler.pause(PauseState.RUNNING)
 
@@ -168,6 +192,8 @@ class EngineControl:
         """Pause as ``mode`` says, then free device memory. 0: nothing more. 1: weights to host memory, KV cache dropped.
         2: all dropped; the weights are read again at ``wake_up``.
         """
+        if self._group is not None:
+            raise Unimplemented("ranks of a data-parallel group do not sleep yet", field="sleep")
         paused = self._pause(mode, clear_cache=False)
         asleep: Future[None] = Future()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from penstock_common.errors import ConfigError
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
@@ -61,9 +62,14 @@ class EngineCore:
         self.stalled = False
         self._wall_clock = wall_clock
         self.model = model = executor.load_model(progress)
+        if config.data_parallel.grouped and model.pooling is not None:
+            raise ConfigError(
+                f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
+            )
         scheduling = config.scheduler
         if scheduling.async_scheduling is None:
-            scheduling = msgspec.structs.replace(scheduling, async_scheduling=model.runs_ahead)
+            runs_ahead = model.runs_ahead and not config.data_parallel.grouped
+            scheduling = msgspec.structs.replace(scheduling, async_scheduling=runs_ahead)
         num_stages = config.executor.pipeline_parallel_size
         # One step in each stage, and where tokens are not waited for, one more that the first stage need not wait for.
         max_steps = max(config.executor.max_concurrent_batches, num_stages + bool(scheduling.async_scheduling))
@@ -189,6 +195,17 @@ class EngineCore:
         outputs = self.scheduler.take_outputs()
         self.stalled = not started and not outputs
         return outputs
+
+    def step_together(self, drain_aborts: DrainAborts) -> None:
+        """One forward pass, also where there is nothing to compute: all ranks of the group are in it. Raises EngineDeadError."""
+        self._grammars.take()
+        scheduled = self.scheduler.schedule()
+        if scheduled.concerns_workers:
+            self._steps.start(scheduled, drain_aborts)
+            self._steps.finish_all(drain_aborts)
+        if not scheduled.num_scheduled_tokens:
+            self.executor.execute_dummy_batch()
+        self._log.tick(self.scheduler.stats)
 
     def _start_step(self, drain_aborts: DrainAborts) -> bool:
         """Schedule a step and hand it to the executor. Returns whether there was anything to hand over."""

@@ -49,6 +49,14 @@ class Executor(Protocol):
         started behind the one that failed raises as well.
         """
 
+    def execute_dummy_batch(self) -> None:
+        """Waits for a forward pass of a token that nobody asked for, behind the steps that were started: other ranks of a
+        data-parallel group compute theirs. Raises what goes wrong in it.
+        """
+
+    def roll_back(self) -> None:
+        """Go on behind a step that lost its peers: what it said of requests and blocks holds, what it computed is forgotten."""
+
     def recover(self) -> None:
         """Forget every request after a failed step, behind the steps that were started, and compute a token to see whether that
         still works. What follows is a step in which all requests are new. Raises what is wrong when it does not work.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock_common.types.outputs import EngineCoreOutputs
+from penstock_enginecore.core.data_parallel.events import GroupEvent
 from penstock_enginecore.core.request import Request
 
 
@@ -61,11 +62,19 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
     error: Exception
 
 
+class GroupChanged(msgspec.Struct, frozen=True):
+    """Something happened to the data-parallel group."""
+
+    event: GroupEvent
+
+
 class Wakeup(msgspec.Struct, frozen=True):
     """Look at the shutdown state, and for compiled constraints."""
 
 
-InputMessage = AddRequest | AbortRequests | UtilityCall | UtilityDone | ClientGone | ExecutorFailed | Wakeup
+InputMessage = (
+    AddRequest | AbortRequests | UtilityCall | UtilityDone | ClientGone | ExecutorFailed | GroupChanged | Wakeup
+)
 
 
 class OutputSink(Protocol):

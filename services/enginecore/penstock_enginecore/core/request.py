@@ -104,6 +104,7 @@ class Request:
         "stop_reason",
         "stop_token_ids",
         "valid_from_step",
+        "wave",
     )
 
     def __init__(self, request: EngineCoreRequest, *, client_id: str, max_model_len: int) -> None:
@@ -123,6 +124,7 @@ class Request:
         self.stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self.skip_reading_prefix_cache = request.skips_prefix_cache
         self.attempt = request.attempt
+        self.wave = request.group_epoch, request.current_wave
         self.number = request.request_number
         self.outlives = request.attempt > 0 and not request.never_admitted
         self.status = RequestStatus.WAITING

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.scheduler.base import Scheduler
@@ -54,7 +55,9 @@ class StepsInFlight:
         return self._steps[0][1].done()
 
     def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> None:
-        """Hand a step to the executor. One that fails at once is recovered from. Raises EngineDeadError."""
+        """Hand a step to the executor. One that fails at once is recovered from, one that lost its peers is taken back. Raises
+        EngineDeadError and CollectiveBroken.
+        """
         try:
             self._executor.execute_model(scheduled)
             # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
@@ -62,6 +65,9 @@ class StepsInFlight:
                 return
             future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
         except EngineDeadError:
+            raise
+        except CollectiveBroken:
+            self._roll_back(scheduled)
             raise
         except Exception as e:
             if self.finish_all(drain_aborts):  # those before it are not concerned
@@ -72,11 +78,14 @@ class StepsInFlight:
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
         """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then.
 
-        Raises EngineDeadError.
+        Raises EngineDeadError, and CollectiveBroken where it lost its peers: it is taken back then.
         """
         scheduled, future = self._steps.popleft()
         try:
             results = future.result()
+        except CollectiveBroken:
+            self._roll_back(scheduled)
+            raise
         except Exception as e:
             del future  # it knows the error, which knows this frame
             behind = [later for _, later in self._steps]
@@ -88,6 +97,11 @@ class StepsInFlight:
         self._scheduler.update_from_output(scheduled, results)
         self._on_done(scheduled, results)
         return True
+
+    def _roll_back(self, scheduled: SchedulerOutput) -> None:
+        """Nothing of the step stays, and every request keeps what was computed before it. Ranks have one step in flight."""
+        self._executor.roll_back()
+        self._scheduler.roll_back(scheduled)
 
     def finish_all(self, drain_aborts: DrainAborts) -> bool:
         """Take in the results of every step. Returns False when one failed: those behind it are lost. Raises EngineDeadError."""

@@ -61,6 +61,9 @@ class ModelRunner(Protocol):
     def recover(self) -> None:
         """Forget every request, and compute a token on a cache of its own. Raises what is wrong when that does not work."""
 
+    def execute_dummy_batch(self) -> None:
+        """Compute a token that nobody asked for, on a cache of its own."""
+
     def execute(self, step: SchedulerOutput) -> None:
         """Forward pass over the scheduled tokens. What comes of it waits for ``sample``."""
 

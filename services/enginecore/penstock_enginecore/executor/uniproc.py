@@ -92,6 +92,19 @@ class UniprocExecutor:
             del call  # the error knows this frame, and the call may know the error
             raise
 
+    def execute_dummy_batch(self) -> None:
+        """Waits for the worker to compute a token that nobody asked for."""
+        self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
+
+    def roll_back(self) -> None:
+        """Waits for what is left of the step."""
+
+        def roll_back() -> None:
+            self._failed = None
+
+        self._forward = None
+        self._thread.call(roll_back)
+
     def recover(self) -> None:
         """Waits for the worker to forget every request and compute a token. Raises what is wrong when that does not work."""
 

@@ -5,12 +5,6 @@ from typing import Protocol
 
 import torch
 
-from penstock_common.errors import PenstockError
-
-
-class CollectiveBroken(PenstockError):  # noqa: N818 - it says what happened
-    """A collective ended without its result: a peer is gone, or the group was given up. No collective of this group follows."""
-
 
 class GroupCollectives(Protocol):
     """All ranks call the same methods in the same order, each from one thread at a time. Tensors are on the CPU.

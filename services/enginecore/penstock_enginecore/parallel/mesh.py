@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError
 
 from penstock_common import addresses
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.parallel.gloo import Meeting
-from penstock_enginecore.parallel.group_collectives import CollectiveBroken
 
 _HELLO = struct.Struct("!32sI")
 _LOOK_AGAIN = 0.02

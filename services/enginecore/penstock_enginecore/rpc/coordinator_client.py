@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 
 import grpc
@@ -18,9 +19,12 @@ from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
+from penstock_common.types.data_parallel import StartDpWave, rank_name
 from penstock_common.types.outputs import SchedulerStats
 from penstock_enginecore.config import CoordinatorClientConfig
-from penstock_enginecore.rpc import convert
+from penstock_enginecore.core.data_parallel.driver import ToCoordinator
+from penstock_enginecore.core.data_parallel.events import Named
+from penstock_enginecore.rpc import convert, group_messages
 
 REGISTER_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 1.0
@@ -34,7 +38,8 @@ class CoordinatorClient:
 
     All methods belong to the engine's I/O loop. The callables are called there, so they must return at once and may be called
     while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) for each report,
-    ``on_command`` for what the coordinator asks for, ``on_registered`` with the index that it gave the engine.
+    ``on_command`` for what the coordinator asks for, ``on_registered`` with the index that it gave the engine, ``on_group`` for
+    what it wants of a rank, which other engines refuse.
 
     Reports go out every ``stats_interval`` when something changed, less often where the coordinator says so, and at least
     three times per lease. An engine that knows its lease also tries to reconnect as often, so that it is back before a restarted
@@ -49,6 +54,7 @@ class CoordinatorClient:
         stats: Callable[[], SchedulerStats | None],
         on_command: Callable[[DrainCommand], None],
         on_registered: Callable[[int], None] = lambda _: None,
+        on_group: Callable[[StartDpWave | Named], None] | None = None,
         credentials: ClientCredentials = NO_TLS,
     ) -> None:
         self._config = config
@@ -56,9 +62,12 @@ class CoordinatorClient:
         self._stats = stats
         self._on_command = on_command
         self._on_registered = on_registered
+        self._on_group = on_group
+        self._told: deque[ToCoordinator] = deque()
         self._credentials = credentials
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=config.reconnect_max)
         self._wake = asyncio.Event()
+        self._rank = ""
         self._drained_at: float | None = None
         self._told_interval = 0.0
 
@@ -79,6 +88,12 @@ class CoordinatorClient:
         self._drained_at = asyncio.get_running_loop().time() + time_left
         self._wake.set()
 
+    def tell(self, message: ToCoordinator) -> None:
+        """A rank has something to say, which is lost where no coordinator is there: a later one is told where the rank is."""
+        if self.connected:
+            self._told.append(message)
+            self._wake.set()
+
     async def close(self) -> None:
         """Leave the cluster and end ``run``, within ``CLOSE_TIMEOUT`` whatever the coordinator does. Idempotent."""
         self._wake.set()
@@ -92,6 +107,7 @@ class CoordinatorClient:
             self._on_registered(registered.engine_index)
             heartbeat = registered.lease_seconds / REPORTS_PER_LEASE
             self._told_interval = 0.0
+            self._told.clear()
             self._reconnector.limit_delay(heartbeat)
             self._reconnector.established()
             reader = asyncio.create_task(self._read(call))
@@ -104,6 +120,8 @@ class CoordinatorClient:
 
     async def _register(self, call: Session) -> pb.Registered:
         registration = self._registration()
+        self._rank = rank_name(registration.engine_id, registration.incarnation)
+        group = registration.group
         await call.write(
             pb.EngineReport(
                 register=pb.Register(
@@ -114,6 +132,7 @@ class CoordinatorClient:
                     draining=registration.draining or self._drained_at is not None,
                     pool=registration.pool,
                     max_num_seqs=registration.max_num_seqs,
+                    group=None if group is None else group_messages.registration_to_proto(group),
                 )
             )
         )
@@ -139,6 +158,8 @@ class CoordinatorClient:
                     told_draining = self._drained_at
                     time_left = max(told_draining - loop.time(), 0.0)
                     await call.write(pb.EngineReport(draining=convert.draining_to_proto(time_left)))
+                while self._told:
+                    await call.write(group_messages.report_to_proto(self._told.popleft()))
                 stats = self._stats()
                 if stats != sent or loop.time() - sent_at >= heartbeat:
                     sent, sent_at = stats, loop.time()
@@ -157,7 +178,12 @@ class CoordinatorClient:
 
     async def _read(self, call: Session) -> None:
         while isinstance(command := await call.read(), pb.EngineCommand):
-            sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
+            if self._on_group is None:
+                sampling.refuse_set(command, ("start_dp_wave", "reconfigure"))
+            elif command.HasField("start_dp_wave"):
+                self._on_group(group_messages.start_dp_wave_from_proto(command.start_dp_wave, self._rank))
+            elif command.HasField("reconfigure"):
+                self._on_group(group_messages.named_from_proto(command.reconfigure, self._rank))
             if command.HasField("drain"):
                 self._on_command(DrainCommand(timeout=command.drain.timeout_seconds))
             if command.HasField("report_interval"):

@@ -8,6 +8,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.addresses import with_default_port, with_port
 from penstock_common.config.sections import PeersConfig
@@ -24,6 +26,8 @@ from penstock_common.types.cluster import EngineRegistration
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.data_parallel.driver import ToCoordinator
+from penstock_enginecore.group import EngineRank
 from penstock_enginecore.rpc.coordinator_client import CoordinatorClient
 from penstock_enginecore.rpc.servicer import EngineCoreServicer
 from penstock_enginecore.rpc.sessions import Sessions
@@ -82,9 +86,9 @@ class IoThread:
         self._thread.start()
         self._run(self._start())
 
-    def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
-        """The model is loaded: take sessions and register with the coordinator."""
-        self._run(self._attach(busy_loop, ready))
+    def attach(self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None = None) -> None:
+        """The model is loaded: take sessions and register with the coordinator, as a ``rank`` of a group if it is one."""
+        self._run(self._attach(busy_loop, ready, rank))
 
     def stop(self) -> None:
         """Flush what the frontends are still owed, leave the cluster, close the port. Idempotent."""
@@ -116,17 +120,22 @@ class IoThread:
             self._tasks.append(asyncio.create_task(self._config_file.follow(_apply), name="config file"))
         log.info("listening", address=with_port(self._config.server.host, self.port))
 
-    async def _attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
+    async def _attach(self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None) -> None:
         self._servicer.attach(busy_loop, ready)
         await self._server.set_serving(True, STARTUP)
         await self._server.set_serving(True)
         self._tasks.append(asyncio.create_task(self._watch(busy_loop)))
         if self._config.coordinator.address:
-            self._coordinator = coordinator = self._coordinator_client(busy_loop, ready)
+            self._coordinator = coordinator = self._coordinator_client(busy_loop, ready, rank)
+            if rank is not None:
+                rank.driver.to_frontends = self.sessions.start_wave
+                rank.driver.to_coordinator = self._tell_coordinator
             tell_connected(self.registry, lambda: coordinator.connected)
             self._tasks.append(asyncio.create_task(coordinator.run()))
 
-    def _coordinator_client(self, busy_loop: BusyLoop, ready: EngineReady) -> CoordinatorClient:
+    def _coordinator_client(
+        self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None
+    ) -> CoordinatorClient:
         config = self._config.coordinator
         registration = EngineRegistration(
             engine_id=ready.engine_id,
@@ -138,12 +147,19 @@ class IoThread:
         )
         return CoordinatorClient(
             config,
-            registration=lambda: registration,
+            registration=lambda: (
+                registration if rank is None else msgspec.structs.replace(registration, group=rank.registration)
+            ),
             stats=busy_loop.stats,
             on_command=lambda command: busy_loop.request_shutdown(command.timeout),
             on_registered=self._on_registered,
+            on_group=None if rank is None else rank.take,
             credentials=self._coordinator_credentials,
         )
+
+    def _tell_coordinator(self, message: ToCoordinator) -> None:
+        if self._coordinator is not None:
+            self._loop.call_soon_threadsafe(self._coordinator.tell, message)
 
     def _on_registered(self, engine_index: int) -> None:
         self.sessions.engine_index = engine_index

@@ -13,10 +13,12 @@ from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc import stats
+from penstock_common.rpc.data_parallel import start_dp_wave_from_proto
 from penstock_common.rpc.outputs import take_chunk
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
+from penstock_enginecore.core.data_parallel.events import Refused
 from penstock_enginecore.core.request_log import log_refused
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.sessions import FrontendSession, Sessions
@@ -91,7 +93,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             case "tensor_chunk":
                 take_chunk(session.prompts.tensors, message.tensor_chunk)
             case "start_dp_wave":
-                pass  # it computes alone
+                busy_loop.group_changed(start_dp_wave_from_proto(message.start_dp_wave, ""))
             case "hello":
                 raise InvalidArgument("hello was sent twice; it is the first message only", field="hello")
             case _:
@@ -120,6 +122,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 error=RequestError.from_exception(failed),
             )
             self._sessions.emit(session.client_id, EngineCoreOutputs(outputs=[output]))
+            busy_loop.group_changed(Refused(message.group_epoch, message.current_wave))
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
         """Who the engine is and how it is doing."""

@@ -12,10 +12,12 @@ import msgspec
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.data_parallel import wave_to_proto
 from penstock_common.rpc.outputs import chunk_to_proto
 from penstock_common.rpc.revision import COLUMNS_SINCE
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
 from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, Limits
+from penstock_common.types.data_parallel import StartWave
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_enginecore.rpc import convert
 from penstock_enginecore.rpc.batches import FrameBatch
@@ -212,6 +214,10 @@ class Sessions:
         """Send to every frontend that is there."""
         self._post(partial(self._deliver_to_all, outputs))
 
+    def start_wave(self, message: StartWave) -> None:
+        """Have every frontend tell the other ranks of the group that this one waits for them."""
+        self._post(partial(self._put_to_all, pb.SessionResponse(start_wave=wave_to_proto(message))))
+
     def draining(self, timeout: float) -> None:
         """Tell every frontend, and those still to come."""
         self._post(partial(self._announce_draining, timeout))
@@ -248,6 +254,10 @@ class Sessions:
         outputs, frame, _ = encoded(outputs)
         for session in self._sessions.values():
             session.put_outputs(outputs, frame)
+
+    def _put_to_all(self, message: pb.SessionResponse) -> None:
+        for session in self._sessions.values():
+            session.put(message)
 
     def _announce_draining(self, time_left: float) -> None:
         log.info("draining: new requests are refused", sessions=len(self._sessions))

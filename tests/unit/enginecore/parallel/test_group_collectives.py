@@ -15,8 +15,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock_common import addresses
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.parallel.gloo import Meeting
-from penstock_enginecore.parallel.group_collectives import CollectiveBroken, GroupCollectives
+from penstock_enginecore.parallel.group_collectives import GroupCollectives
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 from tests.fakes.engines.thread_group import thread_group
 from tests.fakes.patience import PATIENCE

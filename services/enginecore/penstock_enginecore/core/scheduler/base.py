@@ -74,8 +74,11 @@ class Scheduler(Protocol):
     def abort_client(self, client_id: str) -> None:
         """End all requests of a client that has gone, without outputs."""
 
-    def abort_all(self, error: RequestError) -> None:
-        """End every request with an ABORT output that carries ``error``."""
+    def abort_all(self, error: RequestError, *, held: bool = True) -> None:
+        """End every request with an ABORT output that carries ``error``; not ``held``: but for those that wait for a resume."""
+
+    def end_expired(self) -> None:
+        """End requests whose deadline has passed, which ``schedule`` does as well."""
 
     def schedule(self) -> SchedulerOutput:
         """Choose the work of the next step; may be nothing. Ends requests whose deadline has passed."""
@@ -87,6 +90,12 @@ class Scheduler(Protocol):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped."""
+
+    def roll_back(self, scheduler_output: SchedulerOutput) -> None:
+        """A step, the only one in flight, was not computed. Workers have taken in what it says of requests and blocks.
+
+        Its tokens are scheduled again.
+        """
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """A step has failed, those behind it were not run, and the workers have forgotten every request: all are computed again.
@@ -103,6 +112,14 @@ class Scheduler(Protocol):
     @property
     def has_requests(self) -> bool:
         """Whether any request is waiting or running."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are waiting or running."""
+
+    @property
+    def num_held_by_pause(self) -> int:
+        """Of these, those that came after a pause was asked for."""
 
     @property
     def has_work(self) -> bool:

@@ -76,9 +76,10 @@ class RequestLifecycle:
         self.end(self._requests.of_client(client_id), RequestStatus.FINISHED_ABORTED)
         self._outputs.forget(client_id)
 
-    def abort_all(self, error: RequestError) -> None:
-        """End every request with an ABORT output."""
-        self.end(list(self._requests.by_key.values()), RequestStatus.FINISHED_ABORTED, error)
+    def abort_all(self, error: RequestError, *, held: bool = True) -> None:
+        """End every request with an ABORT output; not ``held``: but for those that wait for a pause to end."""
+        requests = [r for r in self._requests.by_key.values() if held or not r.hold & Hold.PAUSE]
+        self.end(requests, RequestStatus.FINISHED_ABORTED, error)
 
     def abort_expired(self) -> None:
         """End the requests whose deadline has passed, with ABORT outputs."""

@@ -132,9 +132,13 @@ class DefaultScheduler(Scheduler):
         """End all requests of a client that has gone, without outputs."""
         self._lifecycle.abort_client(client_id)
 
-    def abort_all(self, error: RequestError) -> None:
+    def abort_all(self, error: RequestError, *, held: bool = True) -> None:
         """End every request with an ABORT output."""
-        self._lifecycle.abort_all(error)
+        self._lifecycle.abort_all(error, held=held)
+
+    def end_expired(self) -> None:
+        """End the requests whose deadline has passed."""
+        self._lifecycle.abort_expired()
 
     # A step.
 
@@ -211,6 +215,12 @@ class DefaultScheduler(Scheduler):
         self._trial.step_done()
         self._lifecycle.ended_by_step(self._results.take(scheduler_output, model_output, self._requests.by_key))
 
+    def roll_back(self, scheduler_output: SchedulerOutput) -> None:
+        """Its tokens count as computed no more."""
+        for key, count in scheduler_output.num_scheduled_tokens.items():
+            if (request := self._requests.by_key.get(key)) is not None:
+                request.num_computed_tokens -= count
+
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """Let every request be computed again, those of the failed step in subsets of their own."""
         requests = self._requests.by_key
@@ -249,6 +259,18 @@ class DefaultScheduler(Scheduler):
     def has_requests(self) -> bool:
         """Whether any request is waiting or running."""
         return len(self._requests) > 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._requests)
+
+    @property
+    def num_held_by_pause(self) -> int:
+        """Of these, those that came after a pause was asked for."""
+        if self.pause_state is PauseState.RUNNING:
+            return 0
+        return sum(bool(request.hold & Hold.PAUSE) for request in self._requests.by_key.values())
 
     @property
     def has_work(self) -> bool:

@@ -169,6 +169,11 @@ class GenerationRunner:
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Sample a token that nobody asked for, on a cache of its own."""
+        self._probe(Probe.prompt(self._model.vocab_size))
+
+    @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """Sequences as long as the model allows, on a cache of their own, and a draw from the logits."""
         block_size = next(iter(self.specs.values())).block_size

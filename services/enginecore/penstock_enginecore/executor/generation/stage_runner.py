@@ -67,6 +67,10 @@ class StageRunner:
         """In all stages: the token that is computed passes them."""
         self._runner.recover()
 
+    def execute_dummy_batch(self) -> None:
+        """In all stages: the token that is computed passes them."""
+        self._runner.execute_dummy_batch()
+
     def execute(self, step: SchedulerOutput) -> None:
         """Waits for the stage before. Raises StageFailedError where it has failed in this step, or the last in the one before."""
         if step.num_scheduled_tokens:

@@ -130,6 +130,13 @@ class MultiprocExecutor:
         self._send(Sample(number, mask_of(grammar)))
         return step
 
+    def execute_dummy_batch(self) -> None:
+        """Waits for the workers to compute a token that nobody asked for."""
+        self._invoke("execute_dummy_batch", None)
+
+    def roll_back(self) -> None:
+        """Workers are in no group: none of their steps loses its peers."""
+
     def recover(self) -> None:
         """Waits for the workers to forget every request and compute a token. Raises what is wrong when that does not work."""
         self._executing = False

@@ -22,6 +22,7 @@ Method = Literal[
     "available_kv_cache_memory",
     "initialize_kv_cache",
     "recover",
+    "execute_dummy_batch",
     "collective_rpc",
     "shutdown",
 ]

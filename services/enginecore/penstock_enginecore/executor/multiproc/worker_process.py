@@ -125,6 +125,7 @@ class WorkerLoop:
             "available_kv_cache_memory": lambda _: self._made().available_kv_cache_memory(),
             "initialize_kv_cache": self._initialize_kv_cache,
             "recover": lambda _: self._recover(),
+            "execute_dummy_batch": lambda _: self._made().runner.execute_dummy_batch(),
             "collective_rpc": self._collective_rpc,
             "shutdown": lambda _: self._shutdown(),
         }

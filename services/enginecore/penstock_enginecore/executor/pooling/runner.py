@@ -87,6 +87,11 @@ class PoolingRunner:
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Compute a few tokens that nobody asked for, on a cache of their own."""
+        self._probe(Probe.prompt(self._model.vocab_size))
+
+    @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
         """Prompts as long as the model allows. An encoder has no cache to leave room for."""
         if not self._model.is_encoder:

@@ -1,0 +1,7 @@
+"""What ends a collective without its result."""
+
+from penstock_common.errors import PenstockError
+
+
+class CollectiveBroken(PenstockError):  # noqa: N818 - it says what happened
+    """A collective ended without its result: a peer is gone, or the group was given up. No collective of this group follows."""

@@ -1,0 +1,64 @@
+"""What connects a rank with the others of one epoch, and the thread that waits for them."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock_enginecore.core.data_parallel.events import Broke, Connected, Gathered, GroupEvent
+
+
+class GroupLink(Protocol):
+    """The ranks of one epoch's group. Each method but ``abort`` is called from one thread at a time."""
+
+    def connect(self) -> None:
+        """Wait for all ranks. Raises where they do not come, and once ``abort`` was called."""
+
+    def exchange(self, row: bytes) -> list[bytes]:
+        """The rows of all ranks, which are of one length, in order. Raises where one is gone, and once ``abort`` was called."""
+
+    def abort(self) -> None:
+        """End whatever waits for others, here and there. Waits for nothing. Any thread may call it."""
+
+    def close(self) -> None:
+        """Give back what the group holds. Nothing is under way."""
+
+
+class LinkThread:
+    """Does on a link what waits for others, and tells how it went; the engine takes its other input meanwhile.
+
+    ``post`` is called on the thread, with ``Connected`` first, then a ``Gathered`` per exchange; or with ``Broke``, which is the
+    last.
+    """
+
+    def __init__(self, epoch: int, link: GroupLink, post: Callable[[GroupEvent], None]) -> None:
+        self.epoch = epoch
+        self.link = link
+        self._post = post
+        self._rows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"group-{epoch}", daemon=True)
+        self._thread.start()
+
+    def exchange(self, row: bytes) -> None:
+        """Enter an exchange, behind what was begun before."""
+        self._rows.put(row)
+
+    def abort(self) -> None:
+        """End what is under way. Any thread may call it."""
+        self.link.abort()
+
+    def close(self) -> None:
+        """End what is under way, and the thread."""
+        self.link.abort()
+        self._rows.put(None)
+
+    def _run(self) -> None:
+        try:
+            self.link.connect()
+            self._post(Connected(self.epoch))
+            while (row := self._rows.get()) is not None:
+                self._post(Gathered(self.epoch, self.link.exchange(row)))
+        except Exception as e:  # the coordinator decides what follows
+            self._post(Broke(self.epoch, f"{type(e).__name__}: {e}"))
+        finally:
+            self.link.close()

@@ -1,0 +1,51 @@
+"""The rank of a data-parallel group that an engine is."""
+
+from collections.abc import Callable
+
+from penstock_common.types.data_parallel import GroupRegistration, StartDpWave, rank_name
+from penstock_common.types.outputs import EngineReady
+from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
+from penstock_enginecore.core.data_parallel.driver import GroupDriver
+from penstock_enginecore.core.data_parallel.events import Named
+from penstock_enginecore.core.data_parallel.links import Links, Meets
+from penstock_enginecore.core.engine_core import EngineCore
+
+MakeMeets = Callable[[DataParallelConfig, str], Meets]
+"""Makes what lets a rank, by its name, meet others."""
+
+
+class EngineRank:
+    """The driver, and what the coordinator is told of the rank."""
+
+    def __init__(self, config: EngineCoreConfig, engine: EngineCore, ready: EngineReady, make_meets: MakeMeets) -> None:
+        """Raises ConfigError where other ranks cannot reach this one."""
+        self.name = rank_name(ready.engine_id, ready.incarnation)
+        self._config = config.data_parallel
+        meets = make_meets(config.data_parallel, self.name)
+        self._meeting_address = meets.meeting_address
+        self._agreed = {
+            **ready.config,
+            "block_size": str(ready.block_size),
+            "max_num_seqs": str(ready.max_num_seqs),
+            "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
+        }
+        self.driver = GroupDriver(self.name, engine, Links(meets.make), move_after=config.data_parallel.move_after)
+
+    def take(self, event: StartDpWave | Named) -> None:
+        """What the coordinator wants. Any thread may call it."""
+        if isinstance(event, Named):
+            self.driver.named(event)
+        else:
+            self.driver.links.post(event)
+
+    @property
+    def registration(self) -> GroupRegistration:
+        """What it brings along, where it is now."""
+        return GroupRegistration(
+            size=self._config.size,
+            min_size=self._config.min_size,
+            waits=self._config.on_rank_loss == "wait",
+            meeting_address=self._meeting_address,
+            parallel_config=self._agreed,
+            report=self.driver.report,
+        )

@@ -1,0 +1,59 @@
+"""What a rank and its coordinator tell each other, as messages."""
+
+from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock_common.rpc import data_parallel
+from penstock_common.types.data_parallel import (
+    GroupRegistration,
+    PeerLost,
+    PrepareFailed,
+    Reconfigure,
+    StartDpWave,
+    StartWave,
+    WaveComplete,
+)
+from penstock_enginecore.core.data_parallel.driver import ToCoordinator
+from penstock_enginecore.core.data_parallel.events import Named
+
+
+def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
+    """What the rank says."""
+    match message:
+        case StartWave():
+            return pb.EngineReport(start_wave=data_parallel.wave_to_proto(message))
+        case WaveComplete():
+            return pb.EngineReport(wave_complete=data_parallel.wave_to_proto(message))
+        case PeerLost():
+            return pb.EngineReport(peer_lost=pb.PeerLost(epoch=message.epoch))
+        case PrepareFailed():
+            return pb.EngineReport(prepare_failed=pb.PrepareFailed(epoch=message.epoch))
+        case _:
+            return pb.EngineReport(rank_report=data_parallel.report_to_proto(message))
+
+
+def registration_to_proto(group: GroupRegistration) -> pb.GroupRegistration:
+    """What the rank brings along."""
+    return pb.GroupRegistration(
+        size=group.size,
+        min_size=group.min_size,
+        waits=group.waits,
+        meeting_address=group.meeting_address,
+        parallel_config=group.parallel_config,
+        report=data_parallel.report_to_proto(group.report),
+    )
+
+
+def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
+    """The coordinator wants ``rank`` in a wave."""
+    return StartDpWave(rank, message.group_epoch, message.wave, data_parallel.pauses_from_proto(message.pauses))
+
+
+def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
+    """The coordinator wants ``rank`` in a group."""
+    command = Reconfigure(
+        engine=rank,
+        group=data_parallel.group_from_proto(message.group),
+        wave=message.wave,
+        pauses=data_parallel.pauses_from_proto(message.pauses),
+        base=message.base_epoch,
+    )
+    return Named(command, data_parallel.meetings_from_proto(message.group))

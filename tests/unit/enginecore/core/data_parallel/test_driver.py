@@ -1,0 +1,158 @@
+"""The driver of ranks, as threads: real busy loops and schedulers, collectives in memory, the coordinator's own machine."""
+
+import msgspec
+import pytest
+
+from penstock_common.types.outputs import FinishReason
+from tests.fakes.engines.engine_harness import assert_as_expected, make_request
+from tests.fakes.engines.rank_threads import running_ranks, wait_until
+
+
+def args(*values):
+    return msgspec.msgpack.encode(list(values))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_ranks_serve_uneven_loads_in_steps_of_all(count):
+    with running_ranks(count) as ranks:
+        for turn in range(3):
+            given = {}
+            for i, rank in enumerate(ranks.all):
+                given[i] = [make_request(seed=turn + j, max_tokens=3 + 5 * j) for j in range(i * 2)]
+                if count == 1:
+                    given[i] = [make_request(seed=turn)]
+                for request in given[i]:
+                    rank.add(request)
+            for i, rank in enumerate(ranks.all):
+                rank.wait_for_ends(*given[i])
+                assert_as_expected(rank.engine, rank.transcript, *given[i])
+        ranks.wait_until_idle()
+        assert ranks.room.machine.group.epoch == 1
+    assert all(rank.driver.state.num_recoveries == 0 for rank in ranks.all)
+    assert (ranks.all[0].executor.num_dummy_steps > 0) == (count > 1)
+
+
+def test_one_request_on_one_rank_starts_all_and_all_come_to_rest():
+    with running_ranks(3) as ranks:
+        request = make_request(max_tokens=6)
+        ranks.all[2].add(request)
+        ranks.all[2].wait_for_ends(request)
+        ranks.wait_until_idle()
+        assert [rank.executor.num_dummy_steps for rank in ranks.all] == [6, 6, 0]
+        assert {rank.driver.report.place.wave for rank in ranks.all} == {1}
+        assert ranks.room.machine.waves.wave == 1
+        assert not ranks.room.machine.waves.running
+
+
+def test_a_group_starts_without_its_coordinator():
+    with running_ranks(2) as ranks:
+        ranks.room.away = True
+        for _ in range(2):
+            request = make_request()
+            ranks.all[1].add(request)
+            ranks.all[1].wait_for_ends(request)
+            ranks.wait_until_idle()
+        assert {rank.driver.report.place.wave for rank in ranks.all} == {2}
+
+
+def test_a_refused_request_leaves_nobody_waiting():
+    with running_ranks(2) as ranks:
+        refused = make_request(prompt=[10**6])
+        ranks.all[0].add(refused)
+        ranks.all[0].wait_for_ends(refused)
+        wait_until(lambda: {rank.driver.report.place.wave for rank in ranks.all} == {1})
+        ranks.wait_until_idle()
+        assert ranks.all[0].transcript.reason(refused.request_id) is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_that_reaches_one_rank_reaches_all_and_what_waits_goes_on_at_resume(mode):
+    with running_ranks(3) as ranks:
+        first, second, third = ranks.all
+        running = make_request(max_tokens=150, prompt=3)
+        second.add(running)
+        second.wait(lambda: second.transcript.tokens[running.request_id])
+        first.call(1, "pause", args(mode))
+        first.wait(lambda: 1 in first.answers)
+        assert first.answers[1].error is None
+        wait_until(lambda: all(rank.engine.paused for rank in ranks.all))
+        stood = [rank.executor.num_steps + rank.executor.num_dummy_steps for rank in ranks.all]
+        held = make_request()
+        third.add(held)
+        third.call(2, "is_paused")
+        third.wait(lambda: 2 in third.answers)
+        assert [rank.executor.num_steps + rank.executor.num_dummy_steps for rank in ranks.all] == stood
+        assert held.request_id not in third.transcript.ends
+        if mode != "keep":
+            wanted = FinishReason.ABORT if mode == "abort" else FinishReason.LENGTH
+            assert second.transcript.reason(running.request_id) is wanted
+        second.call(3, "resume")
+        second.wait(lambda: 3 in second.answers)
+        assert second.answers[3].error is None
+        third.wait_for_ends(held)
+        assert_as_expected(third.engine, third.transcript, held)
+        if mode != "abort":
+            second.wait_for_ends(running)
+            assert_as_expected(second.engine, second.transcript, running)
+        ranks.wait_until_idle()
+
+
+def test_ranks_do_not_sleep():
+    with running_ranks(1) as ranks:
+        ranks.all[0].call(1, "sleep")
+        ranks.all[0].wait(lambda: 1 in ranks.all[0].answers)
+        assert ranks.all[0].answers[1].error.code == "UNIMPLEMENTED"
+
+
+def test_survivors_of_a_death_in_a_step_repeat_it_and_keep_their_requests():
+    with running_ranks(3) as ranks:
+        first, second, third = ranks.all
+        requests = [make_request(seed=i, max_tokens=40) for i in range(2)]
+        first.add(requests[0])
+        third.add(requests[1])
+        third.wait(lambda: third.transcript.tokens[requests[1].request_id])
+        ranks.kill(second)
+        first.wait_for_ends(requests[0])
+        third.wait_for_ends(requests[1])
+        assert_as_expected(first.engine, first.transcript, requests[0])
+        assert_as_expected(third.engine, third.transcript, requests[1])
+        assert first.engine.scheduler.stats().num_preemptions == third.engine.scheduler.stats().num_preemptions == 0
+        assert ranks.room.machine.group.members == (first.name, third.name)
+        assert first.driver.state.num_recoveries == 1
+        assert not first.engine.has_requests
+
+
+def test_a_group_with_too_few_ranks_waits_for_a_replacement():
+    with running_ranks(2, min_size=2) as ranks:
+        first, second = ranks.all
+        request = make_request(max_tokens=30)
+        first.add(request)
+        first.wait(lambda: first.transcript.tokens[request.request_id])
+        ranks.kill(second)
+        wait_until(lambda: first.driver.state.suspended)
+        ranks.start("rank-2")
+        first.wait_for_ends(request)
+        assert_as_expected(first.engine, first.transcript, request)
+        assert not first.driver.state.suspended
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_changes_its_size_between_two_steps(size):
+    with running_ranks(2) as ranks:
+        if size == 3:
+            ranks.start("rank-2")
+        requests = [make_request(seed=i, max_tokens=60) for i in range(2)]
+        ranks.all[0].add(requests[0])
+        ranks.all[0].wait(lambda: ranks.all[0].transcript.tokens[requests[0].request_id])
+        ranks.room.wait(lambda: len(ranks.room.machine.known) == len(ranks.all))
+        ranks.room.then(ranks.room.machine.scale(size))
+        ranks.room.wait(lambda: ranks.room.machine.finished and len(ranks.room.machine.group.members) == size)
+        ranks.all[0].wait_for_ends(requests[0])
+        assert_as_expected(ranks.all[0].engine, ranks.all[0].transcript, requests[0])
+        assert all(rank.driver.state.num_recoveries == 0 for rank in ranks.all)
+        last = ranks.all[-1]
+        last.add(requests[1])
+        if size == 1:
+            wait_until(lambda: last.driver.state.rank is None)
+        else:
+            last.wait_for_ends(requests[1])
