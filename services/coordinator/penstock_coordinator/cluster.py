@@ -2,15 +2,18 @@
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock_common.errors import AlreadyExists, Unavailable
 from penstock_common.observability.logging import get_logger
-from penstock_common.types.cluster import ClusterView
+from penstock_common.types.cluster import ClusterView, EngineRegistration
+from penstock_common.types.data_parallel import PoolGroup
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_coordinator.frontends import Frontends
+from penstock_coordinator.groups import Groups
 from penstock_coordinator.load import Statuses
 from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded
 from penstock_coordinator.pace import Pace
@@ -31,6 +34,9 @@ class Cluster:
         self.frontends = Frontends()
         self.membership = Membership(lease_seconds=config.lease_seconds, now=now)
         self.now = clock
+        self.groups = Groups(
+            recovered_at=now + config.lease_seconds, floor=time.time_ns() // 1_000_000, on_change=self._groups_changed
+        )
         self.look = asyncio.Event()
         """Set when ``tick`` is wanted sooner than ``sleep`` said."""
         self._known_at = now + config.first_view_after
@@ -39,6 +45,7 @@ class Cluster:
         self._statuses = Statuses()
         self._report_intervals: dict[PoolKey, Broadcast[float]] = {}
         self._sessions = itertools.count(1)
+        self._told_groups: tuple[PoolGroup, ...] = ()
 
     @property
     def known(self) -> bool:
@@ -58,7 +65,12 @@ class Cluster:
 
     def view(self) -> ClusterView:
         """The cluster now."""
-        return ClusterView(engines=self._statuses.of(self.membership.members))
+        return ClusterView(engines=self._statuses.of(self.membership.members), groups=self._told_groups)
+
+    def group_epoch(self, registration: EngineRegistration) -> int:
+        """That of the data-parallel group of an engine's pool; 0 where there is none."""
+        group = self.groups.of(registration.model, registration.pool)
+        return 0 if group is None else group.machine.group.epoch
 
     def subscribe(self, subscription: Subscription, *, deltas: bool) -> ViewReader:
         """The views of a frontend's stream, until ``unsubscribe``. ``deltas``: whether the frontend understands them."""
@@ -85,6 +97,7 @@ class Cluster:
                 raise AlreadyExists(effect.reason, field="register.engine_id", reason="ENGINE_ID_TAKEN")
             log = get_logger().warning if effect.change is Change.EXPIRED else get_logger().info
             log(f"engine {effect.change.value}", engine=effect.engine_id, index=effect.index)
+            self._lose_rank(effect)
         if effects:
             now = self.now()
             self._views.members_changed(now)
@@ -98,7 +111,22 @@ class Cluster:
         """Let leases expire, and publish what is due."""
         self.look.clear()
         self.apply(self.membership.tick(self.now()))
+        self.groups.tick(self.now())
         self._views.offer(self.view, self.now())
+
+    def _lose_rank(self, effect: MemberChanged) -> None:
+        if effect.change in (Change.LEFT, Change.EXPIRED, Change.WEDGED):
+            self.groups.gone(effect.engine_id, self.now())
+        if effect.change in (Change.LEFT, Change.EXPIRED):
+            self.groups.forget(effect.engine_id)
+
+    def _groups_changed(self) -> None:
+        """Frontends are told soon when there is anything to tell."""
+        groups = self.groups.views()
+        if groups != self._told_groups:
+            self._told_groups = groups
+            self._views.members_changed(self.now())
+            self.look.set()
 
     def _tell_report_intervals(self) -> None:
         sizes = Counter(self.membership.pools())

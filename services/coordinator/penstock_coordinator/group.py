@@ -48,6 +48,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     """Ranks of the first group."""
     min_size: int = 1
     """With fewer, the group waits for others."""
+    waits: bool = False
+    """Whether a group that has lost a rank waits for another one, and does not go on without."""
     floor: int = 0
     recovering: bool = True
     waves: Waves = Waves()
@@ -76,6 +78,16 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     def finished(self) -> bool:
         """Whether all ranks have switched to the newest epoch."""
         return self.group.epoch > 0 and self.opened >= set(self.group.members)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether ranks are lost without which the group does not go on."""
+        return self.group.epoch > 0 and bool(self._dead())
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Ranks that are in no group and could be."""
+        return tuple(sorted(self.known - self.broken - set(self.group.members)))
 
     @property
     def view(self) -> GroupView:
@@ -158,7 +170,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         """An operator wants this many ranks. Those with the highest ranks leave; newcomers come in order of their names."""
         if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
             return self, (ScaleRefused("the group is changing"),)
-        members = (self.group.members + self._spares())[:size]
+        members = (self.group.members + self.spares)[:size]
         if len(members) != size or size < self.min_size:
             return self, (ScaleRefused(f"size is {size}; it must be from {self.min_size} to {len(members)}"),)
         if members == self.group.members:
@@ -195,14 +207,18 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     def _next_epoch(self) -> int:
         return max(self.highest, self.floor) + 1
 
-    def _spares(self) -> tuple[str, ...]:
-        return tuple(sorted(self.known - self.broken - set(self.group.members)))
-
     def _dead(self) -> set[str]:
         """Members of either group that are not coming back."""
         members = {*self.group.members, *self.standby.members}
         lost = self.broken if self.reporters else _NOBODY
         return {m for m in members if m not in self.known or m in lost}
+
+    @property
+    def _fewest(self) -> int:
+        """Members of the next group, at least."""
+        if not self.group.epoch:
+            return self.size
+        return len(self.group.members) if self.waits else self.min_size
 
     def _living(self) -> tuple[str, ...]:
         dead = self._dead()
@@ -213,8 +229,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         if self.recovering or (self.group.epoch and not self._dead() and not anew):
             return self, ()
         living = self._living()
-        wanted = self.min_size if self.group.epoch else self.size
-        members = living + self._spares()[: max(wanted - len(living), 0)]
+        wanted = self._fewest
+        members = living + self.spares[: max(wanted - len(living), 0)]
         return self._name(members) if len(members) >= wanted else (self, ())
 
     def _name(self, members: tuple[str, ...]) -> tuple[Self, Sent]:

@@ -87,6 +87,7 @@ class Frontend:
         if self._coordinator is not None:
             coordinator = self._coordinator
             tell_connected(self._metrics.registry, lambda: coordinator.connected)
+            self._engines.on_first_request = coordinator.first_request
         self._coordinator_task: asyncio.Task[None] | None = None
         self._living: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
@@ -213,6 +214,7 @@ class Frontend:
             frontend_id=self._config.name,
             incarnation=incarnation,
             on_view=self._engines.follow_view,
+            on_lost=self._engines.coordinator_lost,
             model=self._config.model.name,
             pools=self._config.coordinator.pools,
             reconnect_max=self._config.coordinator.reconnect_max,

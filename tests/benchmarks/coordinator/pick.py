@@ -28,7 +28,7 @@ class Connected:
 def seconds_per_pick(engines: int) -> float:
     """The median time of a pick among so many engines, all of which take requests."""
     config = FrontendConfig(model=ModelConfig(path="model"), engines=("engine:50052",))
-    pool = EnginePool(config, incarnation="1", certificates=Certificates())
+    pool = EnginePool(config, incarnation="1", certificates=Certificates(), on_first_request=lambda _: None)
     connections = [Connected(number) for number in range(engines)]
     pool._connections = {connection.address: connection for connection in connections}  # type: ignore[misc]
     router = Router()

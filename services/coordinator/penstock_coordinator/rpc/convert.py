@@ -1,25 +1,37 @@
 """Messages of ``penstock.coordinator.v1`` to the domain, checked."""
 
 import math
+from collections.abc import Mapping
 
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.rpc import data_parallel
 from penstock_common.rpc import stats as stats_codec
 from penstock_common.rpc.sampling import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
+from penstock_common.types.data_parallel import (
+    FirstRequest,
+    GroupRegistration,
+    PeerLost,
+    PrepareFailed,
+    Reconfigure,
+    StartDpWave,
+    rank_name,
+)
 from penstock_common.types.outputs import SchedulerStats
+from penstock_coordinator.pool_group import FromRank
 from penstock_coordinator.view_channel import Subscription
 
 MAX_NAME_LENGTH = 256
 """Of ids, incarnations, addresses, pools and names of models, in characters."""
 MAX_POOLS = 64
 """Of a frontend's subscription."""
-GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running", "group")
-"""Fields of a register that only engines of a data-parallel group set; such groups are not served yet."""
+GROUP_FIELDS = ("parallel_config_hash", "rank", "current_wave", "step_counter", "running")
+"""Fields of a register that the coordinator decides, or that register.group has."""
 WAVE_FIELDS = ("wave_complete", "start_wave")
-"""Fields of a report about the waves of a data-parallel group; not served yet."""
+"""Fields of a report that messages of their own have taken the place of."""
 PLAIN_FIELDS = frozenset({"engine_index", "timestamp", "scheduler_stats"})
 """Fields of a report of loads, of which there are thousands a second."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
@@ -46,6 +58,70 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
         draining=register.draining,
         pool=pool,
         max_num_seqs=register.max_num_seqs,
+        group=_group(register) if register.HasField("group") else None,
+    )
+
+
+def _group(register: pb.Register) -> GroupRegistration:
+    group, path = register.group, "register.group"
+    if "#" in register.incarnation:
+        raise InvalidArgument(f"register.incarnation is {register.incarnation!r}; that of a rank must have no '#'")
+    if group.size < 2:
+        raise InvalidArgument(f"{path}.size is {group.size}; it must be at least 2", field=f"{path}.size")
+    if not 1 <= group.min_size <= group.size:
+        raise InvalidArgument(
+            f"{path}.min_size is {group.min_size}; it must be from 1 to size = {group.size}", field=f"{path}.min_size"
+        )
+    _check_name(f"{path}.meeting_address", group.meeting_address)
+    _check_address(f"{path}.meeting_address", group.meeting_address)
+    return GroupRegistration(
+        size=group.size,
+        min_size=group.min_size,
+        waits=group.waits,
+        meeting_address=group.meeting_address,
+        parallel_config=dict(group.parallel_config),
+        report=data_parallel.report_from_proto(group.report, rank_name(register.engine_id, register.incarnation)),
+    )
+
+
+def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
+    """What a rank of a data-parallel group says. Raises InvalidArgument for any other message."""
+    match report.WhichOneof("message"):
+        case "rank_report":
+            return data_parallel.report_from_proto(report.rank_report, rank)
+        case "start_wave":
+            return data_parallel.start_wave_from_proto(report.start_wave, rank)
+        case "wave_complete":
+            return data_parallel.wave_complete_from_proto(report.wave_complete, rank)
+        case "peer_lost":
+            return PeerLost(rank, report.peer_lost.epoch)
+        case "prepare_failed":
+            return PrepareFailed(rank, report.prepare_failed.epoch)
+        case _:
+            raise InvalidArgument(
+                "the message is empty; it must have outputs, draining or notification, or be a rank's", field="message"
+            )
+
+
+def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> pb.EngineCommand:
+    """What a rank is told. ``meetings``: by rank, the address of its store."""
+    pauses = data_parallel.pauses_to_proto(message.pauses)
+    if isinstance(message, StartDpWave):
+        return pb.EngineCommand(
+            start_dp_wave=pb.StartDpWave(wave=message.wave, group_epoch=message.epoch, pauses=pauses)
+        )
+    members = message.group.members
+    inside = message.engine in members
+    return pb.EngineCommand(
+        reconfigure=pb.Reconfigure(
+            data_parallel_size=len(members),
+            rank=members.index(message.engine) if inside else 0,
+            rank_change=pb.RANK_CHANGE_UNSPECIFIED if inside else pb.RANK_CHANGE_SHUTDOWN_CURRENT_RANK,
+            group=data_parallel.group_to_proto(message.group, meetings),
+            wave=message.wave,
+            pauses=pauses,
+            base_epoch=message.base,
+        )
     )
 
 
@@ -109,11 +185,16 @@ def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
     return Subscription(model=views.model, pools=frozenset(views.pools)), views.deltas
 
 
-def held_requests(report: pb.FrontendReport) -> int:
-    """The number of requests that a frontend reports to hold. Raises InvalidArgument or Unimplemented for any other message."""
+def from_frontend(report: pb.FrontendReport) -> int | FirstRequest:
+    """The number of requests that a frontend reports to hold, or the first request of a group. Raises InvalidArgument or
+    Unimplemented for any other message.
+    """
     kind = report.WhichOneof("message")
     if kind == "demand":
         return report.demand.num_held_requests
+    if kind == "first_request":
+        first = report.first_request
+        return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, first.wave)
     if kind is None:
         raise InvalidArgument("the message is empty; it must have demand", field="message")
     if kind == "hello":

@@ -13,10 +13,14 @@ from penstock_common.config.sections import PeersConfig
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import view_to_proto
+from penstock_common.types.cluster import DEFAULT_POOL
+from penstock_common.types.data_parallel import FirstRequest
 from penstock_coordinator.broadcast import Broadcast
 from penstock_coordinator.cluster import Cluster
+from penstock_coordinator.groups import Rank
 from penstock_coordinator.kubernetes.replicas import Replicas
 from penstock_coordinator.metrics import ViewMetrics
+from penstock_coordinator.outbox import Outbox
 from penstock_coordinator.rpc import convert
 from penstock_coordinator.rpc.view_encoder import PreEncoded
 from penstock_coordinator.view_channel import EncodedView, ViewReader
@@ -53,19 +57,29 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         registration = convert.registration(await self._unless_stopped(anext(reports, None)))
         session = self._cluster.new_session()
         membership = self._cluster.membership
+        groups = self._cluster.groups
+        groups.check(registration)
         self._cluster.apply(membership.register(session, registration, self._cluster.now()))
+        rank = groups.register(registration, self._cluster.now())
         index = membership.index_of(registration.engine_id)
         yield pb.EngineCommand(
-            registered=pb.Registered(engine_index=index, lease_seconds=self._cluster.lease_seconds, group_epoch=0)
+            registered=pb.Registered(
+                engine_index=index,
+                lease_seconds=self._cluster.lease_seconds,
+                group_epoch=self._cluster.group_epoch(registration),
+            )
         )
         intervals = self._cluster.report_interval((registration.model, registration.pool))
-        reader = asyncio.create_task(self._read_until_left(session, reports))
+        reader = asyncio.create_task(self._read_until_left(session, rank, reports))
+        outbox = Outbox() if rank is None else rank.outbox
         try:
-            async with contextlib.aclosing(self._intervals_until_over(intervals, reader)) as told:
-                async for seconds in told:
-                    yield pb.EngineCommand(report_interval=pb.ReportInterval(seconds=seconds))
+            async with contextlib.aclosing(self._commands_until_over(intervals, outbox, reader)) as commands:
+                async for command in commands:
+                    yield command
         finally:
             await _cancel(reader)
+            if rank is not None:
+                groups.stream_broken(rank, self._cluster.now())
 
     async def FrontendSession(  # type: ignore[override]  # views are encoded once for all streams
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
@@ -101,11 +115,14 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Change the number of engines of a pool. Raises as ``Replicas.scale``."""
+        """Change the number of engines of a pool. Raises as ``Replicas.scale``, of a group's ranks as ``GroupOfPool.scale``."""
         replicas = request.replicas if request.HasField("replicas") else None
+        pool = request.pool or DEFAULT_POOL
+        if replicas is not None and (previous := self._cluster.groups.scale(pool, replicas, self._cluster.now())):
+            return pb.ScaleResponse(previous_replicas=previous)
         return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, replicas))
 
-    def _take(self, session: int, report: pb.EngineReport) -> bool:
+    def _take(self, session: int, rank: Rank | None, report: pb.EngineReport) -> bool:
         """One report of a registered engine; returns whether the engine has left."""
         cluster, membership = self._cluster, self._cluster.membership
         match report.WhichOneof("message"):
@@ -120,20 +137,26 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 return True
             case "register":
                 raise InvalidArgument("register was sent before on this stream", field="register")
-            case _:
-                raise InvalidArgument(
-                    "the message is empty; it must have outputs, draining or notification", field="message"
-                )
+            case kind:
+                message = convert.from_rank(report, "" if rank is None else rank.name)
+                if rank is None:
+                    raise InvalidArgument(f"{kind} is for ranks; register.group was not set", field=kind or "message")
+                cluster.apply(membership.report(session, None, cluster.now()))
+                cluster.groups.take(rank, message, cluster.now())
         return False
 
-    async def _read_until_left(self, session: int, reports: AsyncIterator[pb.EngineReport]) -> None:
+    async def _read_until_left(self, session: int, rank: Rank | None, reports: AsyncIterator[pb.EngineReport]) -> None:
         async for report in reports:
-            if self._take(session, report):
+            if self._take(session, rank, report):
                 return
 
     async def _read_demand(self, session: int, frontend_id: str, reports: AsyncIterator[pb.FrontendReport]) -> None:
         async for report in reports:
-            self._cluster.frontends.demand(session, frontend_id, convert.held_requests(report))
+            said = convert.from_frontend(report)
+            if isinstance(said, FirstRequest):
+                self._cluster.groups.first_request(said, self._cluster.now())
+            else:
+                self._cluster.frontends.demand(session, frontend_id, said)
 
     async def _views_until_failed(
         self, reader: ViewReader, *tasks: asyncio.Task[None]
@@ -150,26 +173,32 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             for view in reader.take():
                 yield view
 
-    async def _intervals_until_over(
-        self, intervals: Broadcast[float], reader: asyncio.Task[None]
-    ) -> AsyncGenerator[float, None]:
-        """How often to report, where that is not as the engine likes and whenever it changes, until the reader is done. Raises
-        what it fails with, and Unavailable when the coordinator stops.
+    async def _commands_until_over(
+        self, intervals: Broadcast[float], outbox: Outbox, reader: asyncio.Task[None]
+    ) -> AsyncGenerator[pb.EngineCommand, None]:
+        """What a rank is told, and how often to report, where that is not as the engine likes and whenever it changes; until the
+        reader is done. Raises what it fails with, and Unavailable when the coordinator stops.
         """
         version, told = 0, 0.0
-        while True:
-            newer = asyncio.ensure_future(intervals.newer_than(version))
-            try:
-                await self._unless_stopped(asyncio.wait({newer, reader}, return_when=asyncio.FIRST_COMPLETED))
+        newer = asyncio.ensure_future(intervals.newer_than(version))
+        mail = asyncio.ensure_future(outbox.next())
+        try:
+            while True:
+                await self._unless_stopped(asyncio.wait({newer, mail, reader}, return_when=asyncio.FIRST_COMPLETED))
                 if reader.done():
                     reader.result()
                     return
-                version, seconds = newer.result()
-            finally:
-                newer.cancel()
-            if seconds != told:
-                told = seconds
-                yield seconds
+                if mail.done():
+                    yield convert.to_rank(mail.result(), self._cluster.groups.meetings)
+                    mail = asyncio.ensure_future(outbox.next())
+                if newer.done():
+                    version, seconds = newer.result()
+                    newer = asyncio.ensure_future(intervals.newer_than(version))
+                    if seconds != told:
+                        told = seconds
+                        yield pb.EngineCommand(report_interval=pb.ReportInterval(seconds=seconds))
+        finally:
+            await _cancel(newer, mail)
 
     async def _stopped(self) -> NoReturn:
         """Raises Unavailable when the coordinator stops."""

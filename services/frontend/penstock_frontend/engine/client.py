@@ -9,6 +9,7 @@ from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, Re
 from penstock_common.observability.incidents import incident
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView
+from penstock_common.types.data_parallel import FirstRequest
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.cache_follower import CacheFollower
@@ -45,7 +46,14 @@ class GrpcEngineClient:
         self._max_held = config.max_held_requests
         self._num_waiting = 0
         self._tell_change = on_change
-        self._pool = EnginePool(config, incarnation=incarnation, certificates=certificates)
+        self.on_first_request: Callable[[FirstRequest], None] = lambda _: None
+        """Tells the coordinator that a request went to an idle data-parallel group."""
+        self._pool = EnginePool(
+            config,
+            incarnation=incarnation,
+            certificates=certificates,
+            on_first_request=lambda message: self.on_first_request(message),
+        )
         routing = config.routing
         router = Router(hash(incarnation), routing.policy)  # frontends start their rotation at different engines
         self.view = EngineLoads(self._pool, router)
@@ -76,6 +84,10 @@ class GrpcEngineClient:
         self._pool.follow_view(view)
         self.view.report_view(view)
         self._engines_changed()
+
+    def coordinator_lost(self) -> None:
+        """No views come in any more."""
+        self._pool.coordinator_lost()
 
     @property
     def usable(self) -> bool:

@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from penstock_common.errors import Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_common.types.data_parallel import StartWave, rank_name
 from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, SchedulerStats
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.journal_entry import EngineFaultError
@@ -33,6 +36,9 @@ class ConnectionListener(Protocol):
 
     def on_down(self, connection: "EngineConnection", reason: str) -> None:
         """The session is over, and the engine has none of its requests any more."""
+
+    def on_start_wave(self, message: StartWave) -> None:
+        """The engine, a rank of a data-parallel group, waits for the others."""
 
     def has_work(self, connection: "EngineConnection") -> bool:
         """Whether the engine has requests of this frontend."""
@@ -83,6 +89,14 @@ class EngineConnection:
         return f"{self.ready.engine_id} at {self.address}" if self.ready else f"at {self.address}"
 
     @property
+    def group_rank(self) -> str | None:
+        """The rank of a data-parallel group that the engine is; None where it computes alone, or nobody knows yet."""
+        ready = self.ready
+        if ready is None or ready.data_parallel_size < 2:
+            return None
+        return rank_name(ready.engine_id, ready.incarnation)
+
+    @property
     def state(self) -> EngineState:
         """What the engine does, as far as this frontend knows."""
         if self.ready is None:
@@ -120,6 +134,7 @@ class EngineConnection:
             incarnation=self._incarnation,
             on_outputs=self._on_outputs,
             on_draining=self._on_draining,
+            on_start_wave=self._on_start_wave,
             credentials=self._credentials,
             max_message_bytes=self._config.server.max_message_bytes,
         )
@@ -193,6 +208,10 @@ class EngineConnection:
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         self.heard()
         self._listener.on_outputs(self, outputs)
+
+    def _on_start_wave(self, message: StartWave) -> None:
+        if (rank := self.group_rank) is not None:
+            self._listener.on_start_wave(msgspec.structs.replace(message, engine=rank))
 
     def _on_draining(self, time_left: float | None) -> None:
         self.draining = True

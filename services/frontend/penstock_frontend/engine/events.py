@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
+from penstock_common.types.data_parallel import StartWave
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_frontend.engine.cache_follower import CacheFollower
 from penstock_frontend.engine.connection import EngineConnection
@@ -86,6 +87,9 @@ class EngineEvents:
         self._dispatch.lose(connection.address, f"engine {connection.name} is gone: {reason}")
         self._router.forget(connection.address)
         self._kv_events.gone(connection.address)
+
+    def on_start_wave(self, message: StartWave) -> None:
+        """Nobody's concern but the pool's, which has told the other ranks."""
 
     def has_work(self, connection: EngineConnection) -> bool:
         """Whether the engine has requests of this frontend."""

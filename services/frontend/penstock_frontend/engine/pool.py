@@ -1,16 +1,18 @@
 """The connections to all engines, following the list of engines, and what goes to an engine on them."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from penstock_common.errors import Internal
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.certificates import Certificates
 from penstock_common.types.cluster import ClusterView, EngineState
+from penstock_common.types.data_parallel import FirstRequest, StartDpWave, StartWave
 from penstock_common.types.outputs import EngineCoreOutputs
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.engine.connection import ConnectionListener, EngineConnection
+from penstock_frontend.engine.groups import EngineGroups
 from penstock_frontend.engine.router import Candidate
 from penstock_frontend.engine.subset import Subset
 
@@ -23,8 +25,17 @@ class EnginePool:
     and is not in this frontend's subset of the engines gets no new requests, and is given up as soon as it has none.
     """
 
-    def __init__(self, config: FrontendConfig, *, incarnation: str, certificates: Certificates) -> None:
-        """``certificates``: told when those of these connections end. Raises ConfigError."""
+    def __init__(
+        self,
+        config: FrontendConfig,
+        *,
+        incarnation: str,
+        certificates: Certificates,
+        on_first_request: Callable[[FirstRequest], None],
+    ) -> None:
+        """``certificates``: told when those of these connections end. ``on_first_request``: called when a request went to a
+        data-parallel group believed idle. Raises ConfigError.
+        """
         self.view = ClusterView()
         """The coordinator's last view; empty where there is no coordinator."""
         self._config = config
@@ -39,6 +50,8 @@ class EnginePool:
         self._spare: frozenset[str] = frozenset()
         """Addresses of engines that live and are not in the subset."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._groups = EngineGroups(self._tell_group)
+        self._on_first_request = on_first_request
 
     def listen(self, listener: ConnectionListener) -> None:
         """Who is told what happens on connections. To be called before there is one."""
@@ -59,7 +72,9 @@ class EnginePool:
             Candidate(
                 connection.address,
                 connection.rank,
-                connection.state is EngineState.SERVING and connection.address not in self._spare,
+                connection.state is EngineState.SERVING
+                and connection.address not in self._spare
+                and (connection.group_rank is None or self._groups.accepts(connection.group_rank)),
                 connection.ready.config_hash if connection.ready else "",
             )
             for connection in self
@@ -74,7 +89,24 @@ class EnginePool:
             raise Internal(f"the router picked {engine}, which has no session")
         if first:
             connection.heard()  # it has not been silent: there was nothing to say
-        connection.session.add(request)
+        rank = connection.group_rank
+        if rank is None:
+            connection.session.add(request)
+            return
+        connection.session.add(self._groups.stamped(rank, request))
+        self._groups.sent(rank)
+
+    def _tell_group(self, message: FirstRequest | StartDpWave) -> None:
+        if isinstance(message, FirstRequest):
+            self._on_first_request(message)
+            return
+        for connection in self.connected():
+            if connection.group_rank == message.engine and connection.session is not None:
+                connection.session.start_dp_wave(message)
+
+    def coordinator_lost(self) -> None:
+        """No views come in: groups are told of waves without it."""
+        self._groups.disconnected()
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
         """End requests of an engine, if there is a session with it."""
@@ -116,6 +148,7 @@ class EnginePool:
         lost its lease: it is asked how it is. It keeps its rank until another engine has its index.
         """
         self.view = view
+        self._groups.follow_view(view)
         living = [status for status in view.engines if status.state is not EngineState.DEAD]
         wanted = frozenset(status.address for status in self._subset.of(living))
         self._spare = frozenset(status.address for status in living) - wanted
@@ -152,6 +185,10 @@ class EnginePool:
         """The session is over."""
         self._candidates = None
         self._told.on_down(connection, reason)
+
+    def on_start_wave(self, message: StartWave) -> None:
+        """A rank waits for the others of its group."""
+        self._groups.start_wave(message)
 
     def has_work(self, connection: EngineConnection) -> bool:
         """Whether the engine has requests of this frontend."""

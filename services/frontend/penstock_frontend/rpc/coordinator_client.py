@@ -1,6 +1,7 @@
 """The frontend's session with the coordinator: which engines there are; and what operators ask of it."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -11,9 +12,11 @@ from penstock_common.errors import FailedPrecondition, PermissionDenied, Request
 from penstock_common.observability.tracing import current_call
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
+from penstock_common.rpc.data_parallel import member_to_proto
 from penstock_common.rpc.reconnect import Reconnector
 from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView
+from penstock_common.types.data_parallel import FirstRequest
 from penstock_frontend.rpc.received_view import ReceivedView
 
 SCALE_TIMEOUT = 20.0
@@ -42,8 +45,11 @@ class CoordinatorClient:
         pools: Sequence[str] = (),
         reconnect_max: float = 2.0,
         credentials: ClientCredentials = NO_TLS,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
+        """``on_lost``: called when no views come in any more.
+
+        ``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
         between two attempts at most.
         """
         self._address = address
@@ -51,9 +57,11 @@ class CoordinatorClient:
         self._hello = pb.FrontendHello(frontend_id=frontend_id, incarnation=incarnation, views=views)
         self._on_view = on_view
         self._credentials = credentials
+        self._on_lost = on_lost
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
         self._num_held = 0
+        self._first_requests: deque[FirstRequest] = deque()
         self._demand_changed = asyncio.Event()
 
     @property
@@ -73,6 +81,12 @@ class CoordinatorClient:
     async def close(self) -> None:
         """End ``run``. Idempotent."""
         await self._reconnector.close()
+
+    def first_request(self, message: FirstRequest) -> None:
+        """Tell the coordinator that a request went to a rank of a group believed idle. It is lost where there is none."""
+        if self.connected:
+            self._first_requests.append(message)
+            self._demand_changed.set()
 
     def demand(self, num_held_requests: int) -> None:
         """Tell the coordinator how many requests wait here because no engine is up."""
@@ -115,6 +129,7 @@ class CoordinatorClient:
             try:
                 await self._read(call)
             finally:
+                self._on_lost()
                 demand.cancel()
                 await asyncio.gather(demand, return_exceptions=True)  # it fails with the stream, as the reader has
 
@@ -129,9 +144,15 @@ class CoordinatorClient:
 
     async def _report_demand(self, call: Session) -> None:
         reported = 0
+        self._first_requests.clear()
         while True:
             self._demand_changed.clear()
             if self._num_held != reported:
                 reported = self._num_held
                 await call.write(pb.FrontendReport(demand=pb.Demand(num_held_requests=reported)))
+            while self._first_requests:
+                first = self._first_requests.popleft()
+                rank = member_to_proto(first.engine)
+                report = pb.FirstRequest(wave=first.wave, rank=rank, group_epoch=first.epoch)
+                await call.write(pb.FrontendReport(first_request=report))
             await self._demand_changed.wait()

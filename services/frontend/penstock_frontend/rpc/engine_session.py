@@ -17,12 +17,14 @@ from penstock_common.observability.incidents import incident
 from penstock_common.rpc import stats
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
+from penstock_common.rpc.data_parallel import start_wave_from_proto, wave_to_proto
 from penstock_common.rpc.outputs import chunk_to_proto, take_chunk, taker
 from penstock_common.rpc.revision import COLUMNS_SINCE, OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.tensors.incoming import IncomingTensors
 from penstock_common.tensors.outgoing import Chunk, Outgoing, TensorRef
 from penstock_common.tensors.sizes import DEFAULT_MAX_MESSAGE_BYTES, MAX_TENSOR_BYTES, Limits
+from penstock_common.types.data_parallel import StartDpWave, StartWave
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -63,16 +65,19 @@ class EngineSession:
         incarnation: str,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_draining: Callable[[float | None], None],
+        on_start_wave: Callable[[StartWave], None] = lambda _: None,
         credentials: ClientCredentials = NO_TLS,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
         """``on_draining``: called with the seconds until the engine ends what it has, None where it does not say.
+        ``on_start_wave``: called, without a name of the rank, when the engine waits for others of its data-parallel group.
         ``max_message_bytes``: the largest message either way, ``revision``: the newest, as far as this end is concerned.
         """
         self.address = address
         self._on_outputs = on_outputs
         self._on_draining = on_draining
+        self._on_start_wave = on_start_wave
         # An engine of an earlier version does not heed what this end says it takes.
         most = max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)
         self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
@@ -137,11 +142,17 @@ class EngineSession:
                     take_chunk(self._tensors, response.tensor_chunk)
                 elif kind == "draining":
                     self._on_draining(session_messages.draining_time_left(response.draining))
+                elif kind == "start_wave":
+                    self._on_start_wave(start_wave_from_proto(response.start_wave, ""))
                 elif kind == "engine_dead":
                     return f"the engine failed: {response.engine_dead.reason}"
         except grpc.aio.AioRpcError as e:
             return f"the connection broke: {e.details() or e.code().name}"
         return "the engine closed the session"
+
+    def start_dp_wave(self, message: StartDpWave) -> None:
+        """Have the engine, a rank of a data-parallel group, be in a wave."""
+        self._put(pb.SessionRequest(start_dp_wave=wave_to_proto(message)))
 
     def add(self, request: EngineCoreRequest) -> None:
         """Start a request. One that the engine would not take ends with an ERROR output; nothing is raised."""

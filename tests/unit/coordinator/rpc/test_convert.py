@@ -4,6 +4,7 @@ from penstock.common.v1 import stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.data_parallel import Pauses, RankGroup, Reconfigure
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.rpc import convert
 
@@ -122,3 +123,46 @@ def test_a_drain_must_say_when_it_ends(field, value):
 def test_the_time_of_an_older_engines_drain_counts_where_it_does_not_say_what_is_left():
     convert.check_draining(enginecore_pb.Draining(deadline=1.0))
     convert.check_draining(enginecore_pb.Draining(deadline=-1.0, time_left=5.0))
+
+
+def ranked(**changes):
+    group = {"size": 2, "min_size": 1, "meeting_address": "h:1", "parallel_config": {"dtype": "float32"}} | changes
+    return register(group=pb.GroupRegistration(**group))
+
+
+def test_a_rank_says_what_it_brings_along():
+    group = convert.registration(ranked()).group
+    assert (group.size, group.min_size, group.waits, group.meeting_address) == (2, 1, False, "h:1")
+    assert group.parallel_config == {"dtype": "float32"}
+    assert group.report.group.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [("size", 1, "at least 2"), ("min_size", 0, "from 1 to size = 2"), ("min_size", 3, "from 1 to size = 2")],
+)
+def test_an_impossible_group_is_refused_by_name(name, value, limit):
+    with pytest.raises(InvalidArgument, match=rf"register.group.{name} is {value}; it must be {limit}") as e:
+        convert.registration(ranked(**{name: value}))
+    assert e.value.field == f"register.group.{name}"
+
+
+def test_a_meeting_address_is_required():
+    with pytest.raises(InvalidArgument, match=r"register.group.meeting_address is required"):
+        convert.registration(ranked(meeting_address=""))
+
+
+@pytest.mark.parametrize("base", [0, 3])
+def test_a_rank_is_told_of_its_group_with_the_addresses(base):
+    group = RankGroup(4, ("a#1", "b#1"))
+    command = convert.to_rank(Reconfigure("b#1", group, 5, Pauses(2), base), {"a#1": "h:1", "b#1": "h:2"}).reconfigure
+    assert (command.data_parallel_size, command.rank, command.base_epoch, command.wave) == (2, 1, base, 5)
+    assert [member.meeting_address for member in command.group.members] == ["h:1", "h:2"]
+    assert convert.to_rank(Reconfigure("z#1", group, 5, Pauses()), {}).reconfigure.rank_change == (
+        pb.RANK_CHANGE_SHUTDOWN_CURRENT_RANK
+    )
+
+
+def test_a_report_without_a_message_is_refused():
+    with pytest.raises(InvalidArgument, match="the message is empty"):
+        convert.from_rank(pb.EngineReport(), "a#1")
