@@ -255,6 +255,10 @@ sanitize: setup ## The kernels under ASan, UBSan and TSan, each shown to find wh
 model-check: setup ## Every state of small data-parallel groups under faults: millions, two networks at a time (20 minutes)
 	@$(BIN)/python -m tests.modelcheck $(ARGS)
 
+.PHONY: group-kills
+group-kills: setup ## Kill ranks of a data-parallel group KILLS times (20), whenever, and change the size of a served one
+	@PENSTOCK_GROUP_KILLS=$${KILLS:-20} $(PYTEST) tests/e2e/test_data_parallel.py -q -s
+
 .PHONY: clean
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis node_modules

@@ -9,6 +9,14 @@ QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp
 """Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
+"""Keys of config.json under which models have the number of their experts."""
 _PARTS = ("vision_config", "audio_config", "text_config")
 """Keys of config.json that composite models have."""
 
@@ -39,6 +47,15 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
         )
     except OSError as e:
         return f"{path!r} cannot be read: {e.strerror}: {e.filename}"
+
+
+def has_experts(path: str) -> bool | None:
+    """Whether the model at ``path`` chooses experts for each token; None where no config.json there tells."""
+    try:
+        config = json.loads((Path(path).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS)
 
 
 def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:

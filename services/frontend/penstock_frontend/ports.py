@@ -11,6 +11,7 @@ import msgspec
 
 from penstock_common.errors import RequestFailed
 from penstock_common.types.cluster import EngineStatus
+from penstock_common.types.data_parallel import PoolGroup
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
@@ -97,6 +98,9 @@ class EngineView(Protocol):
 
     def variants(self) -> Sequence[Variant]:
         """The variants among the connected engines, by their hashes."""
+
+    def groups(self) -> Sequence[PoolGroup]:
+        """The data-parallel groups that engines are ranks of, as the coordinator last told."""
 
     def rank_loads(self) -> Sequence[RankLoad]:
         """The load of every connected engine that requests may name, by rank."""

@@ -112,7 +112,8 @@ def _add_serve(commands: Any) -> None:
     network = parser.add_argument_group("network")
     flags.add_positional(parser, ServeOptions, "model")
     flags.add_options(model, ServeOptions, served_model_name="NAME", dtype="", quantization="", max_model_len="N")
-    flags.add_options(engines, ServeOptions, engines="N", tensor_parallel_size="N", pipeline_parallel_size="N")
+    flags.add_options(engines, ServeOptions, engines="N", data_parallel_size="N")
+    flags.add_options(engines, ServeOptions, tensor_parallel_size="N", pipeline_parallel_size="N")
     flags.add_options(engines, ServeOptions, device="", kv_cache_memory="SIZE", threads_per_engine="N")
     flags.add_options(
         network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
@@ -209,9 +210,10 @@ def _add_status(commands: Any) -> None:
 def _add_scale(commands: Any) -> None:
     parser = commands.add_parser(
         "scale",
-        help="change the number of engines of a cluster in Kubernetes",
-        description="Change the number of engines of a pool, in Kubernetes, where no autoscaler does. What it was and what is "
-        "wanted now goes to standard output; `penstock status` shows the engines come and go.",
+        help="change the number of engines of a cluster in Kubernetes, or of a data-parallel group",
+        description="Change the number of engines of a pool, in Kubernetes, where no autoscaler does; or of ranks of a "
+        "data-parallel group, which goes on meanwhile. What it was and what is wanted now goes to standard output; "
+        "`penstock status` shows the engines come and go.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_scale)
@@ -219,6 +221,7 @@ def _add_scale(commands: Any) -> None:
         "replicas", type=flags.integer(0, 2**32 - 1), metavar="N", help="engines that the pool is to have"
     )
     parser.add_argument("--pool", metavar="NAME", default=DEFAULT_POOL, help="whose (default: %(default)s)")
+    parser.add_argument("--wait", action="store_true", help="leave when there are as many")
     parser.add_argument(
         "--admin-address",
         default=flags.DEFAULT_ADMIN_ADDRESS,
@@ -299,7 +302,9 @@ def _run_status(arguments: argparse.Namespace) -> int:
 def _run_scale(arguments: argparse.Namespace) -> int:
     from penstock_local.scale import ScaleOptions, scale
 
-    options = ScaleOptions(admin_address=arguments.admin_address, pool=arguments.pool, replicas=arguments.replicas)
+    options = ScaleOptions(
+        admin_address=arguments.admin_address, pool=arguments.pool, replicas=arguments.replicas, wait=arguments.wait
+    )
     return asyncio.run(scale(options))
 
 

@@ -49,19 +49,25 @@ class JoinedLog:
         self._stream = stream
         self._on_closed = on_closed
         self._closed = False
-        width = max(map(len, services), default=0)
-        self._prefixes = {
-            name: paint(f"{name:<{width}} |", _PREFIX_COLORS[i % len(_PREFIX_COLORS)], stream)
-            for i, name in enumerate(services)
-        }
+        self._width = max(map(len, services), default=0)
+        self._prefixes: dict[str, str] = {}
+        for name in services:
+            self._prefix(name)
 
     def write(self, service: str, line: str) -> None:
         """Add one line of one service."""
         if self.muted or self._closed:
             return
         try:
-            self._stream.write(f"{self._prefixes[service]} {line}\n")
+            self._stream.write(f"{self._prefix(service)} {line}\n")
             self._stream.flush()
         except OSError:
             self._closed = True
             self._on_closed()
+
+    def _prefix(self, service: str) -> str:
+        """Of a service, also of one that was not there at first."""
+        if service not in self._prefixes:
+            color = _PREFIX_COLORS[len(self._prefixes) % len(_PREFIX_COLORS)]
+            self._prefixes[service] = paint(f"{service:<{self._width}} |", color, self._stream)
+        return self._prefixes[service]

@@ -40,13 +40,18 @@ def check(options: ServeOptions, *, gpus: Sequence[str] = (), memory: Memory | N
         device=model.get("device", options.device),
         gpus=gpus,
         memory=memory,
-        count=options.engines * options.workers_per_engine,
+        count=options.num_engines * options.workers_per_engine,
     )
     check_model(
         options.model,
         trust_remote_code=bool(model.get("trust_remote_code")),
         weights=model.get("load_format") != "dummy",
     )
+    if options.data_parallel_size > 1 and checkpoint.has_experts(options.model) is False:
+        raise ConfigError(
+            f"--data-parallel-size is {options.data_parallel_size}, and model {options.model} has no experts: nothing is shared "
+            f"between its engines; use --engines {options.data_parallel_size}"
+        )
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))
     public = (options.grpc_port, options.http_port)
@@ -71,10 +76,10 @@ def plan(
     machine, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError for more engines than GPUs to compute on.
     """
     coordinator_port, *others = internal_ports
-    engine_ports, health_ports = others[: options.engines], others[options.engines :]
+    engine_ports, health_ports = others[: options.num_engines], others[options.num_engines :]
     coordinator_address = f"{LOOPBACK}:{coordinator_port}"
-    devices = assign(options.engines, options.workers_per_engine, options.device, gpus)
-    threads = options.threads_per_engine or max(1, cores // options.engines)
+    devices = assign(options.num_engines, options.workers_per_engine, options.device, gpus)
+    threads = options.threads_per_engine or max(1, cores // options.num_engines)
     coordinator = ProcessSpec(
         name="coordinator",
         module="penstock_coordinator",
@@ -92,28 +97,40 @@ def plan(
         stop_timeout=_STOP_MARGIN,
     )
     engines = [
-        ProcessSpec(
-            name=f"engine-{i}",
-            module="penstock_enginecore",
-            config=with_settings(
-                options, "engine", _engine_config(options, f"engine-{i}", port, coordinator_address, threads)
-            ),
-            address=f"{LOOPBACK}:{port}",
-            stop_stage=1,
-            stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
-            env={"OMP_NUM_THREADS": str(max(1, threads // options.workers_per_engine))},
-            own_env=devices[i],
-        )
+        engine_spec(options, i, port, coordinator_address, threads=threads, own_env=devices[i])
         for i, port in enumerate(engine_ports)
     ]
     return [coordinator, *engines, *_frontends(options, coordinator_address, health_ports)]
+
+
+def engine_spec(
+    options: ServeOptions,
+    number: int,
+    port: int,
+    coordinator_address: str,
+    *,
+    threads: int,
+    own_env: dict[str, str] | None = None,
+) -> ProcessSpec:
+    """The process of an engine, by its number. ``own_env``: what the user's environment does not override."""
+    name = f"engine-{number}"
+    return ProcessSpec(
+        name=name,
+        module="penstock_enginecore",
+        config=with_settings(options, "engine", _engine_config(options, name, port, coordinator_address, threads)),
+        address=f"{LOOPBACK}:{port}",
+        stop_stage=1,
+        stop_timeout=DRAIN_SECONDS + _STOP_MARGIN,
+        env={"OMP_NUM_THREADS": str(max(1, threads // options.workers_per_engine))},
+        own_env=own_env or {},
+    )
 
 
 def num_internal_ports(options: ServeOptions) -> int:
     """How many ports the processes need among themselves: of the coordinator, of each engine, and for the health of each frontend
     where several share the port at which it is asked for otherwise.
     """
-    return 1 + options.engines + (options.frontends if options.frontends > 1 else 0)
+    return 1 + options.num_engines + (options.frontends if options.frontends > 1 else 0)
 
 
 def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Sequence[int]) -> list[ProcessSpec]:
@@ -185,4 +202,5 @@ def _engine_config(
         "server": {"host": LOOPBACK, "port": port},
         "log": {"level": options.log_level},
         "drain_timeout": DRAIN_SECONDS,
+        **({"data_parallel": {"size": options.data_parallel_size}} if options.data_parallel_size > 1 else {}),
     }

@@ -4,7 +4,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from penstock_common.addresses import with_port
 from penstock_common.cores import usable_cores
@@ -12,16 +13,18 @@ from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
 from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.devices import visible_gpus
-from penstock_local.plan import check, num_internal_ports, plan
+from penstock_local.group_ranks import GroupRanks
+from penstock_local.plan import check, engine_spec, num_internal_ports, plan
 from penstock_local.ports import LOOPBACK, free_ports
+from penstock_local.process import ProcessSpec
 from penstock_local.rpc.client import InferenceClient, ModelInfo
 from penstock_local.serve_options import ServeOptions
-from penstock_local.supervisor import StopRequest, Supervisor, run
+from penstock_local.supervisor import StopRequest, Supervisor, first_of, run
 
 SERVICE = "penstock.inference.v1.InferenceService"
 _POLL_SECONDS = 0.02
 
-Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Awaitable[None]]
+Work = Callable[[InferenceClient, ModelInfo, JoinedLog], Coroutine[Any, Any, None]]
 
 
 async def serve(options: ServeOptions) -> int:
@@ -44,10 +47,19 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
     specs = plan(options, internal_ports=free_ports(num_internal_ports(options)), cores=usable_cores(), gpus=gpus)
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
+    coordinator = specs[0].address
+    threads = options.threads_per_engine or max(1, usable_cores() // options.num_engines)
+
+    def one_more(number: int) -> ProcessSpec:
+        return engine_spec(options, number, free_ports(1)[0], coordinator, threads=threads)
 
     async def when_ready() -> None:
         async with InferenceClient(options.client_address) as client:
-            await work(client, await _with_all_engines(client, options), log)
+            model = await _with_all_engines(client, options)
+            if options.data_parallel_size > 1:
+                await first_of(work(client, model, log), GroupRanks(supervisor, coordinator, one_more).run())
+            else:
+                await work(client, model, log)
 
     with request.listening():
         say(f"starting {options.model_name}: {', '.join(spec.name for spec in specs)}")
@@ -60,7 +72,7 @@ async def _with_all_engines(client: InferenceClient, options: ServeOptions) -> M
         models = {model.name: model for model in await client.models()}
         if options.model_name not in models:
             raise ConfigError(f"the frontend serves {sorted(models)}, not {options.model_name!r}")
-        if models[options.model_name].num_engines >= options.engines:
+        if models[options.model_name].num_engines >= options.num_engines:
             return models[options.model_name]
         await asyncio.sleep(_POLL_SECONDS)
 
@@ -70,7 +82,9 @@ def ready_block(options: ServeOptions, model: ModelInfo, *, seconds: float) -> s
     host = "localhost" if options.client_host == LOOPBACK else options.client_host
     address = with_port(host, options.grpc_port)
     elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
-    engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
+    engines = "1 engine" if options.num_engines == 1 else f"{options.num_engines} engines"
+    if options.data_parallel_size > 1:
+        engines += " that compute together"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
     first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in _first_calls(options, model, host, elsewhere))
     return f"""

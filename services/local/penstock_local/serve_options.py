@@ -38,6 +38,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="Tokens of the longest sequence; unset: what fits.")] | None
     ) = None
     engines: Annotated[int, Meta(ge=1, le=64, description="Engine processes, each with the model.")] = 1
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Engine processes that compute every step together, for models of experts; 1: each computes alone.",
+        ),
+    ] = 1
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="Workers of each engine, which share every layer of the model among them.")
     ] = 1
@@ -97,6 +105,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require("MODEL", self.model)
         check_flags(self)
+        if self.data_parallel_size > 1:
+            self._check_group()
         if self.frontends > 1:
             self._check_sharing()
         ports = self.all_ports
@@ -104,6 +114,19 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
         if len({port for _, port in ports}) < len(ports):
             raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
+
+    def _check_group(self) -> None:
+        for name in ("engines", "tensor_parallel_size", "pipeline_parallel_size"):
+            if (value := getattr(self, name)) > 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"--data-parallel-size is {self.data_parallel_size} and {flag} {value}; with the first, the other must be 1"
+                )
+
+    @property
+    def num_engines(self) -> int:
+        """Engine processes, whether they compute together or not."""
+        return max(self.engines, self.data_parallel_size)
 
     @property
     def workers_per_engine(self) -> int:

@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock_common.config.checks import check_flags
 from penstock_common.errors import PenstockError
 from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_common.types.data_parallel import engine_of
 from penstock_local.console import fail
 from penstock_local.failures import of_operators_api, one_line
 from penstock_local.rpc.admin import AdminClient, Cluster
@@ -157,7 +158,7 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
     for engine in engines:
         rows.add_row(*_cells(engine, snapshot.infos.get(engine.engine_id, {}))[: len(columns)])
-    return Group(*_summaries(snapshot, options), *_variants(snapshot), rows)
+    return Group(*_summaries(snapshot, options), *_groups(snapshot), *_variants(snapshot), rows)
 
 
 def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
@@ -188,6 +189,19 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
             else {"num_engines": len(seen.engines), "coordinator_connected": seen.coordinator_connected}
             for address, seen in snapshot.others.items()
         },
+        "groups": [
+            {
+                "model": group.model,
+                "pool": group.pool,
+                "epoch": group.view.group.epoch,
+                "ranks": [engine_of(rank)[0] for rank in group.view.group.members],
+                "target_size": group.target_size,
+                "suspended": group.suspended,
+                "wave": group.view.wave,
+                "running": group.view.running,
+            }
+            for group in snapshot.cluster.groups
+        ],
         "variants": [msgspec.structs.asdict(variant) for variant in snapshot.cluster.variants],
         "engines": [
             {
@@ -224,6 +238,18 @@ def _size(cluster: Cluster) -> str:
     count = len(cluster.engines)
     coordinator = "connected" if cluster.coordinator_connected else "not connected"
     return f" · {count} engine{'' if count == 1 else 's'} · coordinator {coordinator}"
+
+
+def _groups(snapshot: Snapshot) -> list[Text]:
+    """A line per data-parallel group."""
+    lines = []
+    for group in snapshot.cluster.groups:
+        size, target = len(group.view.group.members), group.target_size
+        state = "suspended" if group.suspended else "paused" if group.view.pauses.on else "together"
+        goal = "" if size == target else f" of {target}"
+        text = f"group of pool {group.pool}: {size}{goal} ranks, {state}, epoch {group.view.group.epoch}, wave {group.view.wave}"
+        lines.append(Text(text, style="red" if group.suspended else ""))
+    return lines
 
 
 def _variants(snapshot: Snapshot) -> list[Text]:

@@ -67,10 +67,32 @@ class Supervisor:
     """The services of one command, from start to end."""
 
     def __init__(self, specs: Sequence[ProcessSpec], *, on_line: Callable[[str, str], None]) -> None:
+        self._on_line = on_line
         self._processes = [ServiceProcess(spec, on_line=on_line) for spec in specs]
         self._folder = Path()
         self._environ: dict[str, str] = {}
         self._ready = False
+        self._retired: set[str] = set()
+        self._added = asyncio.Event()
+
+    @property
+    def names(self) -> list[str]:
+        """The services that are to run, in the order in which they were started."""
+        return [process.spec.name for process in self._processes if process.spec.name not in self._retired]
+
+    async def add(self, spec: ProcessSpec) -> None:
+        """Start one more service, and keep it running as the others. Its name is new, or that of one that was retired."""
+        self._retired.discard(spec.name)
+        self._processes = [process for process in self._processes if process.spec.name != spec.name]
+        process = ServiceProcess(spec, on_line=self._on_line)
+        self._processes.append(process)
+        await process.start(self._folder, self._environ)
+        self._added.set()
+
+    async def retire(self, name: str) -> None:
+        """Stop a service for good, and wait until it has ended."""
+        self._retired.add(name)
+        await asyncio.gather(*(process.stop() for process in self._processes if process.spec.name == name))
 
     async def start(self, folder: Path) -> None:
         """Start every service at once; their config files go into ``folder``.
@@ -93,15 +115,32 @@ class Supervisor:
 
     async def keep_running(self) -> ServiceDiedError:
         """Start services again that nobody asked to end. Returns when one has died before all were ready, or too often."""
-        died = await first_of(*(self._keep(process) for process in self._processes))
-        if not isinstance(died, ServiceDiedError):
-            raise TypeError(f"a service ended with {died!r}")
-        return died
+        kept: dict[ServiceProcess, asyncio.Task[ServiceDiedError | None]] = {}
+        try:
+            while True:
+                self._added.clear()
+                for process in self._processes:
+                    if process not in kept:
+                        kept[process] = asyncio.create_task(self._keep(process))
+                added = asyncio.create_task(self._added.wait())
+                running = [task for task in kept.values() if not task.done()]
+                await asyncio.wait({added, *running}, return_when=asyncio.FIRST_COMPLETED)
+                added.cancel()
+                for task in running:
+                    if task.done() and (died := task.result()) is not None:
+                        return died
+        finally:
+            for task in kept.values():
+                task.cancel()
+            await asyncio.gather(*kept.values(), return_exceptions=True)
 
-    async def _keep(self, process: ServiceProcess) -> ServiceDiedError:
+    async def _keep(self, process: ServiceProcess) -> ServiceDiedError | None:
+        """None when it was retired."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         while True:
             died = ServiceDiedError(process, await process.wait())
+            if process.spec.name in self._retired:
+                return None
             deaths.append(time.monotonic())
             if not self._ready or (len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW):
                 return died

@@ -79,9 +79,8 @@ class Cluster:
                 model__path=model,
                 frontend_id=f"frontend-{number}",
                 coordinator__address=self.coordinator.address,
-                admin__port=0,
                 http__host=host,
-                **(KEPT | dict(frontend_flags or {})),
+                **({"admin__port": 0} | KEPT | dict(frontend_flags or {})),
             )
             for number in range(frontends)
         ]

@@ -244,3 +244,25 @@ def test_a_cache_on_a_gpu_is_for_its_engine_to_judge(device: str, gpus: list[str
 def test_a_cache_on_the_cpu_beside_gpus_is_judged() -> None:
     with pytest.raises(ConfigError):
         check_cache_memory("key", 2**60, device="cpu", gpus=["0"], memory=MEMORY)
+
+
+def test_engines_that_compute_together_know_how_many_they_are(tmp_path: Path) -> None:
+    planned = specs(data_parallel_size=3)
+    assert [name for name in planned if name.startswith("engine")] == ["engine-0", "engine-1", "engine-2"]
+    config = read(EngineCoreConfig, planned["engine-2"], tmp_path)
+    assert (config.data_parallel.size, config.data_parallel.min_size) == (3, 1)
+    assert not read(EngineCoreConfig, specs(engines=2)["engine-1"], tmp_path).data_parallel.grouped
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"engines": 2}, "--engines 2"), ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2")],
+)
+def test_what_a_group_cannot_be_is_named(options: dict[str, int], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--data-parallel-size is 2 and {flag}"):
+        ServeOptions(model="org/name", data_parallel_size=2, **options)
+
+
+def test_a_dense_model_is_served_by_engines_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"has no experts: .* use --engines 2"):
+        check(ServeOptions(model=str(DEMO_MODEL), data_parallel_size=2, grpc_port=1, http_port=2, admin_port=3))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.admin.v1 import messages_pb2, service_pb2_grpc
-from penstock.common.v1 import control_pb2
+from penstock.common.v1 import control_pb2, data_parallel_pb2
 from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.server import RpcServer
@@ -23,10 +23,13 @@ class FakeAdmin(service_pb2_grpc.AdminServiceServicer):
         self.infos: dict[str, dict[str, Any]] | None = {}
         self.looks = 0
         self.variants: list[messages_pb2.Variant] = []
+        self.groups: list[data_parallel_pb2.GroupView] = []
 
     async def GetCluster(self, request: Any, context: Any) -> messages_pb2.GetClusterResponse:
         self.looks += 1
-        return messages_pb2.GetClusterResponse(engines=self.engines, coordinator_connected=True, variants=self.variants)
+        return messages_pb2.GetClusterResponse(
+            engines=self.engines, coordinator_connected=True, variants=self.variants, groups=self.groups
+        )
 
     async def GetEngineInfo(self, request: Any, context: Any) -> messages_pb2.GetEngineInfoResponse:
         if self.infos is None:
@@ -207,3 +210,33 @@ async def test_on_a_terminal_the_table_lives_until_ctrl_c(server: Server) -> Non
 
     await asyncio.to_thread(watch)
     assert server.admin.looks > 1
+
+
+def a_group(**values: Any) -> data_parallel_pb2.GroupView:
+    members = [data_parallel_pb2.GroupMember(engine_id=f"engine-{i}", incarnation="1") for i in range(2)]
+    group = data_parallel_pb2.RankGroup(epoch=7, members=members)
+    return data_parallel_pb2.GroupView(model="m", pool="default", group=group, wave=3, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"target_size": 2}, "group of pool default: 2 ranks, together, epoch 7, wave 3"),
+        ({"target_size": 3}, "group of pool default: 2 of 3 ranks, together, epoch 7, wave 3"),
+        ({"target_size": 2, "suspended": True}, "group of pool default: 2 ranks, suspended, epoch 7, wave 3"),
+        (
+            {"target_size": 2, "pauses": data_parallel_pb2.Pauses(number=1, mode=control_pb2.PAUSE_MODE_KEEP)},
+            "group of pool default: 2 ranks, paused, epoch 7, wave 3",
+        ),
+    ],
+)
+async def test_a_group_has_a_line(
+    server: Server, capsys: pytest.CaptureFixture[str], values: dict[str, Any], line: str
+) -> None:
+    server.admin.engines = [control_pb2.EngineStatus(engine_id="engine-0", state=control_pb2.ENGINE_STATE_SERVING)]
+    server.admin.groups = [a_group(**values)]
+    assert await server.run("--once") == 0
+    assert line in capsys.readouterr().out
+    assert await server.run("--json") == 0
+    told = json.loads(capsys.readouterr().out)["groups"]
+    assert [(group["ranks"], group["epoch"]) for group in told] == [(["engine-0", "engine-1"], 7)]

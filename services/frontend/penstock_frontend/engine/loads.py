@@ -6,6 +6,7 @@ import msgspec
 
 from penstock_common.observability.engine_metrics import EngineLoad
 from penstock_common.types.cluster import ClusterView, EngineStatus
+from penstock_common.types.data_parallel import PoolGroup
 from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_frontend.engine.connection import EngineConnection
 from penstock_frontend.engine.pool import EnginePool
@@ -56,6 +57,10 @@ class EngineLoads:
         known = {connection.address: self._status(connection) for connection in self._pool}
         told = self._pool.view.engines
         return [*known.values(), *(status for status in told if status.address not in known)]
+
+    def groups(self) -> Sequence[PoolGroup]:
+        """The data-parallel groups, as the coordinator last told."""
+        return self._pool.view.groups
 
     def variants(self) -> list[Variant]:
         """The variants among the connected engines, by their hashes."""

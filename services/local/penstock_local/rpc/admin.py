@@ -8,8 +8,10 @@ import msgspec
 
 from penstock.admin.v1 import messages_pb2, service_pb2_grpc
 from penstock_common.rpc.cluster import engine_from_proto
+from penstock_common.rpc.data_parallel import pool_group_from_proto
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import EngineStatus
+from penstock_common.types.data_parallel import PoolGroup
 from penstock_local.rpc.client import call_failure
 from penstock_local.rpc.connect import ADMIN, connect
 
@@ -38,6 +40,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_connected: bool
     """Whether the frontend has a session with the coordinator."""
     variants: tuple[Variant, ...] = ()
+    groups: tuple[PoolGroup, ...] = ()
+    """Data-parallel groups that engines are ranks of."""
 
 
 class AdminClient:
@@ -77,7 +81,12 @@ class AdminClient:
             Variant(config_hash=v.config_hash, engine_ids=tuple(v.engine_ids), differs=dict(v.differs))
             for v in response.variants
         )
-        return Cluster(engines=tuple(engines), coordinator_connected=response.coordinator_connected, variants=variants)
+        return Cluster(
+            engines=tuple(engines),
+            coordinator_connected=response.coordinator_connected,
+            variants=variants,
+            groups=tuple(map(pool_group_from_proto, response.groups)),
+        )
 
     async def scale(self, pool: str, replicas: int, *, deadline: float) -> int:
         """Have ``replicas`` engines in ``pool``. Returns how many there were to be before. Raises as ``cluster`` does."""

@@ -14,6 +14,7 @@ from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.cluster import engine_to_proto
+from penstock_common.rpc.data_parallel import pool_group_to_proto
 from penstock_common.rpc.guard import peer_names
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_frontend.api.grpc.unserved import refuses_unserved
@@ -98,6 +99,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
             engines=[engine_to_proto(status) for status in self._engines.view.cluster()],
             coordinator_connected=self._coordinator is not None and self._coordinator.connected,
             variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.view.variants()],
+            groups=[pool_group_to_proto(group) for group in self._engines.view.groups()],
         )
 
     async def ResetPrefixCache(
