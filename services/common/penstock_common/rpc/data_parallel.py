@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from penstock.common.v1 import control_pb2
 from penstock.common.v1 import data_parallel_pb2 as pb
+from penstock_common.errors import InvalidArgument
 from penstock_common.types.data_parallel import (
     GroupView,
     PauseMode,
@@ -19,8 +20,17 @@ from penstock_common.types.data_parallel import (
     rank_name,
 )
 
+MAX_NUMBER = 2**62
+"""Of an epoch, a wave, a step or a turn: far from what any group comes to, and from where the next number fits no message."""
 _NOWHERE: Mapping[str, str] = {}
 _MODES = {mode.value: mode for mode in PauseMode}
+
+
+def checked(field: str, number: int) -> int:
+    """A number of a group's. Raises InvalidArgument beyond ``MAX_NUMBER``."""
+    if number > MAX_NUMBER:
+        raise InvalidArgument(f"{field} is {number}; it must be at most {MAX_NUMBER}", field=field)
+    return number
 
 
 def pauses_to_proto(pauses: Pauses) -> pb.Pauses:
@@ -29,8 +39,10 @@ def pauses_to_proto(pauses: Pauses) -> pb.Pauses:
 
 
 def pauses_from_proto(message: pb.Pauses) -> Pauses:
-    """The turns. A mode that this version does not know counts as the strongest; one of no pause means nothing."""
-    pauses = Pauses(message.number)
+    """The turns. A mode that this version does not know counts as the strongest; one of no pause means nothing. Raises
+    InvalidArgument, as all that read numbers of a group do.
+    """
+    pauses = Pauses(checked("pauses.number", message.number))
     if not pauses.on:
         return pauses
     return Pauses(message.number, _MODES.get(message.mode, PauseMode.ABORT))
@@ -55,7 +67,9 @@ def group_to_proto(group: RankGroup, meetings: Mapping[str, str] = _NOWHERE) -> 
 
 def group_from_proto(message: pb.RankGroup) -> RankGroup:
     """The group, less its addresses."""
-    return RankGroup(message.epoch, tuple(member_from_proto(member) for member in message.members))
+    return RankGroup(
+        checked("group.epoch", message.epoch), tuple(member_from_proto(member) for member in message.members)
+    )
 
 
 def meetings_from_proto(message: pb.RankGroup) -> dict[str, str]:
@@ -70,17 +84,17 @@ def wave_to_proto(message: StartWave | WaveComplete | StartDpWave) -> pb.GroupWa
 
 def start_wave_from_proto(message: pb.GroupWave, rank: str) -> StartWave:
     """``rank`` is in the first exchange of a wave."""
-    return StartWave(rank, message.epoch, message.wave, pauses_from_proto(message.pauses))
+    return StartWave(rank, message.epoch, checked("wave", message.wave), pauses_from_proto(message.pauses))
 
 
 def wave_complete_from_proto(message: pb.GroupWave, rank: str) -> WaveComplete:
     """``rank`` says that a wave is over."""
-    return WaveComplete(rank, message.epoch, message.wave, pauses_from_proto(message.pauses))
+    return WaveComplete(rank, message.epoch, checked("wave", message.wave), pauses_from_proto(message.pauses))
 
 
 def start_dp_wave_from_proto(message: pb.GroupWave, rank: str) -> StartDpWave:
     """``rank`` is to be in a wave."""
-    return StartDpWave(rank, message.epoch, message.wave, pauses_from_proto(message.pauses))
+    return StartDpWave(rank, message.epoch, checked("wave", message.wave), pauses_from_proto(message.pauses))
 
 
 def report_to_proto(report: RankReport) -> pb.RankReport:
@@ -102,11 +116,11 @@ def report_from_proto(message: pb.RankReport, rank: str) -> RankReport:
     return RankReport(
         engine=rank,
         group=group,
-        place=Place(group.epoch, message.wave, message.step, pauses.number),
+        place=Place(group.epoch, checked("wave", message.wave), message.step, pauses.number),
         pauses=pauses,
         running=message.running,
         opening=message.opening,
-        prepared=message.prepared,
+        prepared=checked("prepared", message.prepared),
     )
 
 

@@ -194,7 +194,8 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest:
         return report.demand.num_held_requests
     if kind == "first_request":
         first = report.first_request
-        return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, first.wave)
+        wave = data_parallel.checked("first_request.wave", first.wave)
+        return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, wave)
     if kind is None:
         raise InvalidArgument("the message is empty; it must have demand", field="message")
     if kind == "hello":

@@ -10,6 +10,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import sampling, stats
 from penstock_common.rpc.columns import fill_columns
+from penstock_common.rpc.data_parallel import checked
 from penstock_common.rpc.request_context import context_from_proto
 from penstock_common.tensors.outgoing import TensorRef
 from penstock_common.types.outputs import (
@@ -51,7 +52,7 @@ def request_from_proto(message: pb.EngineCoreRequest, embeds: PromptEmbeds | Non
         sampling_params=NO_SAMPLING if pooling else sampling.from_proto(message.sampling_params),
         pooling_params=pooling,
         context=context_from_proto(message),
-        current_wave=message.current_wave,
+        current_wave=checked("current_wave", message.current_wave),
         group_epoch=message.group_epoch,
         attempt=message.attempt,
         never_admitted=message.never_admitted,

@@ -13,7 +13,7 @@ from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc import stats
-from penstock_common.rpc.data_parallel import start_dp_wave_from_proto
+from penstock_common.rpc.data_parallel import MAX_NUMBER, start_dp_wave_from_proto
 from penstock_common.rpc.outputs import take_chunk
 from penstock_common.rpc.revision import OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
@@ -122,7 +122,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 error=RequestError.from_exception(failed),
             )
             self._sessions.emit(session.client_id, EngineCoreOutputs(outputs=[output]))
-            busy_loop.group_changed(Refused(message.group_epoch, message.current_wave))
+            busy_loop.group_changed(Refused(message.group_epoch, min(message.current_wave, MAX_NUMBER)))
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
         """Who the engine is and how it is doing."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_common.types.data_parallel import PoolGroup
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_frontend.ports import ModelLimits, RankLoad, Variant
@@ -51,6 +52,10 @@ class InProcessView:
     def variants(self) -> Sequence[Variant]:
         """The engine's own: there is nothing that it differs from."""
         return [Variant(config_hash=self._ready.config_hash, engine_ids=(self._ready.engine_id,), differs={})]
+
+    def groups(self) -> Sequence[PoolGroup]:
+        """It computes alone."""
+        return ()
 
     def rank_loads(self) -> Sequence[RankLoad]:
         """The engine's load, as rank 0."""

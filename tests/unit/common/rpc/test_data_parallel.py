@@ -4,6 +4,7 @@ from hypothesis import given
 
 from penstock.common.v1 import data_parallel_pb2 as pb
 from penstock.coordinator.v1 import messages_pb2
+from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import cluster, data_parallel
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import (
@@ -21,9 +22,9 @@ from penstock_common.types.data_parallel import (
     rank_name,
 )
 
-numbers = st.integers(0, 2**64 - 1)
+numbers = st.integers(0, data_parallel.MAX_NUMBER)
 pauses = st.builds(Pauses, numbers.map(lambda n: n - n % 2)) | st.builds(
-    Pauses, st.integers(0, 2**63 - 1).map(lambda n: 2 * n + 1), st.sampled_from([m for m in PauseMode if m])
+    Pauses, st.integers(0, 2**61 - 1).map(lambda n: 2 * n + 1), st.sampled_from([m for m in PauseMode if m])
 )
 ranks = st.builds(rank_name, st.text(min_size=1, max_size=5), st.text("abc-0", min_size=1, max_size=4))
 groups = st.builds(RankGroup, numbers, st.lists(ranks, unique=True, max_size=4).map(tuple))
@@ -100,3 +101,18 @@ def test_a_view_tells_readers_of_an_earlier_version_of_its_one_group():
     message = sent(cluster.view_to_proto(two))
     assert (message.group_epoch, message.current_wave, message.engines_running) == (0, 0, False)
     assert cluster.view_from_proto(messages_pb2.ClusterView.FromString(message.SerializeToString())) == two
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.RankReport(wave=2**64 - 1), "wave"),
+        (pb.RankReport(prepared=2**63), "prepared"),
+        (pb.RankReport(group=pb.RankGroup(epoch=2**63)), "group.epoch"),
+        (pb.RankReport(pauses=pb.Pauses(number=2**63)), "pauses.number"),
+    ],
+)
+def test_numbers_that_no_group_comes_to_are_refused(message, field):
+    with pytest.raises(InvalidArgument, match=rf"{field} is \d+; it must be at most") as e:
+        data_parallel.report_from_proto(message, "a#1")
+    assert e.value.field == field
