@@ -205,7 +205,11 @@ async def test_a_served_group_changes_its_size_while_requests_run(model: tuple[P
     try:
         async with make_channel(f"127.0.0.1:{ports[0]}") as channel:
             stub = rpc.InferenceServiceStub(channel)
-            await stub.ListModels(pb.ListModelsRequest(), wait_for_ready=True, timeout=PATIENCE)
+            models = pb.ListModelsRequest()
+            async with asyncio.timeout(PATIENCE):
+                while (await stub.ListModels(models, wait_for_ready=True)).models[0].num_engines < 2:
+                    await asyncio.sleep(0.1)
+            assert (await read(stub.Generate(request_for(0)))).token_ids == model[1][0]
             stopped = asyncio.Event()
 
             async def keep_asking(index: int) -> int:
