@@ -5,6 +5,10 @@ from typing import Protocol
 
 import torch
 
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+
+__all__ = ["CollectiveBroken", "GroupCollectives"]
+
 
 class GroupCollectives(Protocol):
     """All ranks call the same methods in the same order, each from one thread at a time. Tensors are on the CPU.
