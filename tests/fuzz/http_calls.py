@@ -25,6 +25,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             "seed": 1,
             "top_p": 0.9,
         },
+        {"prompt": "a", "max_tokens": 2, "n": 1, "best_of": 3, "suffix": "b"},
         {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
         {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[ab]+"}, "logit_bias": {"5": 1.0}},
         {
@@ -65,6 +66,10 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"input": "a", "model": MODEL},
         {"input": [[5, 6], [7]], "encoding_format": "base64", "dimensions": 4},
     ],
+    "/v1/score": [{"queries": "a", "documents": ["b", "c"]}, {"text_1": ["a", "b"], "text_2": ["c", [5, 6]]}],
+    "/v1/rerank": [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False}],
+    "/classify": [{"input": ["a", [5, 6]], "use_activation": False}],
+    "/pooling": [{"input": "a", "task": "token_embed", "encoding_format": "base64"}, {"input": [[5, 6], [7]]}],
     "/tokenize": [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL], "return_token_strs": True}],
     "/detokenize": [{"tokens": [5, 6, 7]}],
 }

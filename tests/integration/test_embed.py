@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -17,10 +18,11 @@ from penstock_common.errors import InvalidArgument, NotFound
 from penstock_common.rpc.outputs import vectors_from_proto
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
-from penstock_frontend.config import LimitsConfig
+from penstock_frontend.config import HttpConfig, LimitsConfig
 from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.frontends.frontend_server import FrontendServer, failure
 from tests.fakes.models.pooling_models import MINILM, assert_close, save_pooling_model, tensor
+from tests.fakes.patience import PATIENCE
 
 TEXTS = [
     "A cat sits on the mat.",
@@ -49,13 +51,23 @@ def serving(path: Path, **model: Any) -> Iterator[str]:
 
 @asynccontextmanager
 async def frontend_of(path: Path, address: str, **options: Any) -> AsyncIterator[FrontendServer]:
-    async with FrontendServer(path, engines=[address], **options) as server:
+    http = HttpConfig(host="127.0.0.1", port=0)
+    async with FrontendServer(path, engines=[address], http=http, **options) as server:
         await server.until_health(serving=True)
         yield server
 
 
 def texts(*values: str) -> list[pb.PoolingInput]:
     return [pb.PoolingInput(text=value) for value in values]
+
+
+async def post(server: FrontendServer, path: str, body: Any) -> Any:
+    """What the HTTP API answers."""
+    url = f"http://127.0.0.1:{server.frontend.http_port}"
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def read(message: tensor_pb2.Tensor) -> torch.Tensor:
@@ -127,6 +139,10 @@ async def test_a_bi_encoder_scores_with_the_cosine(embedding: FrontendServer, mi
     vectors = torch.from_numpy(minilm.encode(TEXTS))
     assert list(response.scores) == pytest.approx((vectors[1:] @ vectors[0]).tolist(), abs=1e-5)
     assert max(response.scores) == response.scores[3]
+    body = {"queries": [TEXTS[0], TEXTS[1]], "items": [TEXTS[4], TEXTS[3]]}
+    scored = await post(embedding, "/score", body)
+    expected = [float(vectors[0] @ vectors[4]), float(vectors[1] @ vectors[3])]
+    assert [each["score"] for each in scored["data"]] == pytest.approx(expected, abs=1e-5)
 
 
 async def test_the_model_says_what_it_serves(embedding: FrontendServer) -> None:
@@ -208,8 +224,15 @@ async def test_classes_are_transformers_and_named(tmp_path: Path) -> None:
     with serving(path) as address:
         async with frontend_of(path, address) as server:
             response = await server.stub.Classify(pb.ClassifyRequest(inputs=texts(*short)))
+            by_http = await post(server, "/classify", {"input": short})
+            pooled = await post(server, "/pooling", {"input": short, "use_activation": False})
     assert_close([torch.tensor(list(s.probabilities)) for s in response.scores], expected)
     assert [s.label for s in response.scores] == [LABELS[int(e.argmax())] for e in expected]
+    assert [each["probs"] for each in by_http["data"]] == [list(s.probabilities) for s in response.scores]
+    assert [each["label"] for each in by_http["data"]] == [s.label for s in response.scores]
+    assert {each["num_classes"] for each in by_http["data"]} == {len(LABELS)}
+    assert by_http["usage"]["prompt_tokens"] == response.usage.prompt_tokens
+    assert_close([torch.tensor(each["data"]).softmax(dim=-1) for each in pooled["data"]], expected)
 
 
 async def test_token_classes_are_a_tensor_per_input(tmp_path: Path) -> None:
@@ -232,6 +255,9 @@ async def test_a_cross_encoder_reads_both_texts_at_once(tmp_path: Path) -> None:
     with serving(path) as address:
         async with frontend_of(path, address) as server:
             response = await server.stub.Score(pb.ScoreRequest(query=query, documents=texts(*documents)))
+            ranking = await post(server, "/v1/rerank", {"query": "A cat.", "documents": documents, "top_n": 2})
+            scored = await post(server, "/v1/score", {"text_1": ["A cat."] * 3, "text_2": documents})
+            bare = await post(server, "/score", {"data_1": "A cat.", "data_2": documents, "use_activation": False})
             refused = await failure(
                 server.stub.Score(
                     pb.ScoreRequest(query=pb.PoolingInput(token_ids=pb.TokenIds(ids=[1])), documents=texts("x"))
@@ -239,4 +265,11 @@ async def test_a_cross_encoder_reads_both_texts_at_once(tmp_path: Path) -> None:
             )
     assert list(response.scores) == pytest.approx(expected.tolist(), abs=1e-5)
     assert len(set(response.scores)) == 3
+    best = sorted(range(3), key=lambda index: -response.scores[index])[:2]
+    assert [(r["index"], r["document"]["text"]) for r in ranking["results"]] == [(i, documents[i]) for i in best]
+    assert [r["relevance_score"] for r in ranking["results"]] == [response.scores[index] for index in best]
+    assert [each["score"] for each in scored["data"]] == list(response.scores)
+    assert torch.sigmoid(torch.tensor([each["score"] for each in bare["data"]])).tolist() == pytest.approx(
+        expected.tolist(), abs=1e-5
+    )
     assert refused.message == "query.token_ids.ids is set; this model reads pairs, which takes text"

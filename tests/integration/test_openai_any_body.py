@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingRequest
+from penstock_frontend.api.openai.pooling.classification import ClassificationBody
+from penstock_frontend.api.openai.pooling.pooled import PoolingBody
+from penstock_frontend.api.openai.pooling.reranking import RerankBody
+from penstock_frontend.api.openai.pooling.scores import ScoreBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import openai_server
@@ -25,6 +29,10 @@ CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": [HI]}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "hi"}),
+    "/v1/score": (ScoreBody, {"queries": "hi", "documents": ["a", "b"]}),
+    "/rerank": (RerankBody, {"query": "hi", "documents": ["a", {"text": "b"}]}),
+    "/classify": (ClassificationBody, {"input": "hi"}),
+    "/pooling": (PoolingBody, {"input": "hi"}),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }

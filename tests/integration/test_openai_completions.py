@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from penstock.common.v1 import structured_output_pb2 as pb
+from penstock_frontend.processing.prompts.infill import FORMS, InfillForm
 from tests.fakes.engines.fake_engine import FakeEngine, logprob_of, token_at
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.small_tokenizers import EOS, byte_level
@@ -299,3 +300,31 @@ async def test_a_wrong_parameter_is_named(api: OpenAIServer) -> None:
         "param": "top_p",
         "code": "invalid_value",
     }
+
+
+async def test_the_best_of_several_sequences_come_first(api: OpenAIServer, engine: FakeEngine) -> None:
+    """A token's log-probability falls with its id, so the sequences' means are known."""
+    tokens = {0: [9, 9], 1: [5], 2: [7, 5], 3: [30, 2]}
+    engine.script = lambda request: tokens[int(request.request_id.rpartition(".")[2])]
+    answer = await complete(api, best_of=4, n=2, max_tokens=2, extra={"return_token_ids": True})
+    assert [choice.token_ids for choice in answer.choices] == [[5], [7, 5]]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert [choice.logprobs for choice in answer.choices] == [None, None]
+    assert answer.usage.completion_tokens == 7
+    both = await complete(api, ["a", "b"], best_of=4, logprobs=0)
+    assert [choice.logprobs.token_logprobs for choice in both.choices] == [[logprob_of(5)]] * 2
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.before)
+async def test_a_gap_is_filled_where_the_model_has_tokens_for_it(
+    engine: FakeEngine, tmp_path: Path, form: InfillForm
+) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(list(form))
+    engine.ready.vocab_size = tokenizer.get_vocab_size()
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    async with openai_server(tmp_path, engines=[engine.address]) as api:
+        await complete(api, "the fox", suffix="the dog")
+    before, behind, middle = (tokenizer.token_to_id(token) for token in form)
+    expected = [0, before, *ids_of("the fox"), behind, *ids_of("the dog"), middle]
+    assert list(engine.requests[0].prompt_token_ids) == expected

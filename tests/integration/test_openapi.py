@@ -90,5 +90,6 @@ async def test_answers_are_what_it_says(api: OpenAIServer, path: str, body: dict
 
 def test_refused_fields_are_left_out() -> None:
     schemas = document(frozenset())["components"]["schemas"]
-    assert "suffix" not in schemas["CompletionRequest"]["properties"]
+    assert "lora_request" not in schemas["CompletionRequest"]["properties"]
+    assert "rank_fields" not in schemas["RerankBody"]["properties"]
     assert "functions" not in schemas["ChatCompletionRequest"]["properties"]

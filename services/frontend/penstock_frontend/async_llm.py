@@ -193,9 +193,9 @@ class AsyncLLM:
         finally:
             self.release(live)
 
-    async def reads_pairs(self, time_left: float | None) -> bool:
-        """Whether the model scores pairs itself. Waits for an engine that can tell, ``time_left`` seconds at most."""
-        await self.engines.wait_until_usable(None if time_left is None else time.time() + time_left)
+    async def reads_pairs(self, deadline: float | None) -> bool:
+        """Whether the model scores pairs itself. Waits for an engine that can tell, until ``deadline`` (Unix seconds) at most."""
+        await self.engines.wait_until_usable(deadline)
         return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:

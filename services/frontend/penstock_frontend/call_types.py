@@ -153,3 +153,26 @@ class PoolingResult(msgspec.Struct, frozen=True):
     """Of all inputs."""
     held: Held | None = None
     """Counts the bytes of the outputs for as long as this is there; None where nobody counts them."""
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """How well documents fit queries: the only one, or each its own."""
+
+    queries: Sequence[Prompt]
+    """One, or as many as ``documents``."""
+    query_fields: Sequence[str]
+    """What each is called in the request, for errors, as ``query.text``."""
+    documents: Sequence[Prompt]
+    document_fields: Sequence[str]
+    use_activation: bool = True
+    """False: the model's bare scores. Only for models that read pairs."""
+    context: RequestContext = RequestContext()
+
+
+class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ScoreRequest came to: a score for each document."""
+
+    request_id: str
+    scores: Sequence[float]
+    prompt_tokens: int
+    """Of everything that was read."""

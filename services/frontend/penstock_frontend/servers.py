@@ -60,6 +60,7 @@ class Servers:
         self._tracer = tracer
         self._calls = CallTelemetry(assembly.metrics.registry, tracer)
         authenticator = Authenticator(config.auth) if config.auth.enabled else None
+        self._labels = load_labels(config.model)
         self.public = self._public_server(authenticator, kv_events)
         self.admin = self._admin_server(authenticator)
         self.http = self._http_server(authenticator)
@@ -105,7 +106,7 @@ class Servers:
             certificates=self._certificates,
         )
         inference.add_to_server(
-            public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, load_labels(config.model)
+            public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, self._labels
         )
         card = load_model_card(config.model, assembly.generation_config)
         vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events, self._readiness)
@@ -124,11 +125,14 @@ class Servers:
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
-        config, llm, registry = self._config, self._assembly.llm, self._assembly.metrics.registry
+        config, assembly, registry = self._config, self._assembly, self._assembly.metrics.registry
         app = make_app(
             registry,
             lambda: self._readiness.why,
-            [*openai.routes(llm, self._assembly.chat, config, self._assembly.settings.limits), *self._page_routes()],
+            [
+                *openai.routes(assembly.llm, assembly.chat, config, assembly.settings.limits, self._labels),
+                *self._page_routes(),
+            ],
             exception_handlers=openai.EXCEPTION_HANDLERS,
             allowed_origins=config.http.allowed_origins,
             middleware=_http_guards(config, authenticator),
@@ -173,5 +177,5 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
         return []
     # The page itself is the same for everybody; what it shows is at /cluster.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
-    open_paths = ["/health", "/", *(path for path, asks in closed.items() if not asks)]
+    open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
     return [Middleware(HttpAuthentication, authenticator, open_paths=open_paths)]

@@ -17,7 +17,7 @@ from penstock_frontend.api.grpc.unserved import refuses_unserved
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
-from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.scoring_calls import ScoringCalls
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -42,7 +42,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._labels = labels
         self._model = config.model
         self._limits = limits
-        self._pace = Pace(NUMBERS_PER_TURN)
+        self._scoring = ScoringCalls(llm)
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -95,13 +95,8 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Scores of pairs: by the model where it reads pairs, else the cosines of their vectors."""
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
-        call = _call(context)
-        if await self._llm.reads_pairs(call["time_left"]):
-            return pooling_messages.pair_response(
-                *await self._llm.run_pooling(pooling_messages.pair_request(request, **call))
-            )
-        result, request_id = await self._llm.run_pooling(pooling_messages.similarity_request(request, **call))
-        return await pooling_messages.similarity_response(result, request_id, self._pace)
+        converted = pooling_messages.score_request(request, **_call(context))
+        return pooling_messages.score_response(await self._scoring.run(converted))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text to token ids."""

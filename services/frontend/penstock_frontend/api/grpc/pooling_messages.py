@@ -6,12 +6,11 @@ from penstock.common.v1 import pooling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import outputs as parts
-from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.context import context_of
-from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, Usage
-from penstock_frontend.pace import Pace
+from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult, Usage
+from penstock_frontend.processing.pooling.outputs import vectors_of
 
 _EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
@@ -33,32 +32,15 @@ def classify_request(
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
-def pair_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
-    """The domain's request, for a model that reads both texts at once. ``time_left`` and errors as of ``embed_request``."""
-    (query,), (query_field,) = _prompts([message.query], "query")
+def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ScoreRequest:
+    """The domain's request. ``time_left`` and errors as of ``embed_request``."""
+    queries, query_fields = _prompts([message.query], "query")
     documents, fields = _prompts(message.documents, "documents")
-    texts = [_text(document, field) for document, field in zip(documents, fields, strict=True)]
-    return PoolingRequest(
-        inputs=[_text(query, query_field)] * len(texts),
-        seconds=texts,
-        fields=fields,
-        params=PoolingParams(task=PoolingTask.SCORE),
-        context=context_of(message, metadata, time_left),
-    )
-
-
-def similarity_request(
-    message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None
-) -> PoolingRequest:
-    """The domain's request, to embed the query and then the documents at length one. ``time_left`` and errors as of
-    ``embed_request``.
-    """
-    (query,), query_field = _prompts([message.query], "query")
-    documents, fields = _prompts(message.documents, "documents")
-    return PoolingRequest(
-        inputs=[query, *documents],
-        fields=[*query_field, *fields],
-        params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
+    return ScoreRequest(
+        queries=queries,
+        query_fields=query_fields,
+        documents=documents,
+        document_fields=fields,
         context=context_of(message, metadata, time_left),
     )
 
@@ -67,7 +49,7 @@ def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
     """The message for embedded inputs."""
     return pb.EmbedResponse(
         request_id=request_id,
-        embeddings=[parts.vectors_to_proto(_vectors(output)) for output in result.outputs],
+        embeddings=[parts.vectors_to_proto(vectors_of(output)) for output in result.outputs],
         usage=message_parts.usage(Usage(prompt_tokens=result.prompt_tokens)),
     )
 
@@ -80,7 +62,7 @@ def classify_response(
         request_id=request_id, usage=message_parts.usage(Usage(prompt_tokens=result.prompt_tokens))
     )
     for output in result.outputs:
-        vectors = _vectors(output)
+        vectors = vectors_of(output)
         if per_token:
             response.scores.add(token_probabilities=parts.vectors_to_proto(vectors))
             continue
@@ -90,33 +72,10 @@ def classify_response(
     return response
 
 
-def pair_response(result: PoolingResult, request_id: str) -> pb.ScoreResponse:
-    """The message for pairs that the model scored."""
-    return _score_response([parts.floats(_vectors(output))[0] for output in result.outputs], result, request_id)
-
-
-async def similarity_response(result: PoolingResult, request_id: str, pace: Pace) -> pb.ScoreResponse:
-    """The message for vectors of length one, the query's first: their cosines with it. ``pace``: how many numbers of vectors
-    are multiplied in one turn of the event loop.
-    """
-    query = parts.floats(_vectors(result.outputs[0]))
-    cosines = []
-    for output in result.outputs[1:]:
-        await pace.take(len(query))
-        document = parts.floats(_vectors(output))
-        cosines.append(sum(a * b for a, b in zip(query, document, strict=True)))
-    return _score_response(cosines, result, request_id)
-
-
-def _score_response(scores: list[float], result: PoolingResult, request_id: str) -> pb.ScoreResponse:
+def score_response(result: ScoreResult) -> pb.ScoreResponse:
+    """The message for scored pairs."""
     usage = message_parts.usage(Usage(prompt_tokens=result.prompt_tokens))
-    return pb.ScoreResponse(request_id=request_id, scores=scores, usage=usage)
-
-
-def _vectors(output: EngineCoreOutput) -> Vectors:
-    if output.pooling_output is None:
-        raise TypeError("an output without vectors is no answer")
-    return output.pooling_output
+    return pb.ScoreResponse(request_id=result.request_id, scores=result.scores, usage=usage)
 
 
 def _params(
@@ -154,11 +113,3 @@ def _prompts(inputs: Iterable[pb.PoolingInput], path: str) -> tuple[list[Prompt]
         prompts.append(each.text if kind == "text" else each.token_ids.ids)
         fields.append(f"{name}.text" if kind == "text" else f"{name}.token_ids.ids")
     return prompts, fields
-
-
-def _text(prompt: Prompt, field: str) -> str:
-    if not isinstance(prompt, str):
-        raise InvalidArgument(f"{field} is set; this model reads pairs, which takes text", field=field)
-    if not prompt:
-        raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
-    return prompt

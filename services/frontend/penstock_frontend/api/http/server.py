@@ -1,4 +1,4 @@
-"""The HTTP listener: ``/health``, ``/metrics``, the routes it is given, and ``/openapi.json`` about all of them."""
+"""The HTTP listener: ``/health``, ``/ping``, ``/metrics``, the routes it is given, and ``/openapi.json`` about all of them."""
 
 import asyncio
 import contextlib
@@ -42,8 +42,8 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     middleware: Sequence[Middleware] = (),
 ) -> Starlette:
-    """The application. ``/health`` is 503 with what ``not_ready()`` says, and 200 while that is nothing. ``routes``: what else it
-    serves, and describes.
+    """The application. ``/health`` and ``/ping`` are 503 with what ``not_ready()`` says, and 200 while that is nothing.
+    ``routes``: what else it serves, and describes.
 
     ``allowed_origins``: web pages from elsewhere that may call it. ``middleware``: what requests pass, after those pages'.
     """
@@ -57,7 +57,8 @@ def make_app(
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     cors = Middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    served = [Route("/health", health), Route("/metrics", metrics), *routes]
+    looks = [Route("/health", health), Route("/ping", health, methods=["GET", "POST"]), Route("/metrics", metrics)]
+    served = [*looks, *routes]
     return Starlette(
         routes=[*served, document.route(served)],
         middleware=[*([cors] if allowed_origins else []), *middleware],

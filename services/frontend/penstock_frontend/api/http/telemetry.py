@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock_common.observability.incidents import incident
 from penstock_common.observability.tracing import Span, Tracer, current_call, trace_headers
 
-_UNTRACED = ("/health", "/metrics")
+_UNTRACED = ("/health", "/ping", "/metrics")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 

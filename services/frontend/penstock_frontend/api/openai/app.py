@@ -16,25 +16,45 @@ from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
 from penstock_frontend.api.openai.endpoint import Endpoint, Gate, Handler
 from penstock_frontend.api.openai.models import Models
+from penstock_frontend.api.openai.pooling.classification import Classifications
+from penstock_frontend.api.openai.pooling.pooled import Pooling
+from penstock_frontend.api.openai.pooling.reranking import Reranking
+from penstock_frontend.api.openai.pooling.scores import Scores
 from penstock_frontend.api.openai.tokenization import Tokenization
+from penstock_frontend.api.openai.version import version
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
+from penstock_frontend.scoring_calls import ScoringCalls
 
 
-def routes(llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, limits: Reread[LimitsConfig]) -> Sequence[Route]:
-    """All of them."""
+def routes(
+    llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, limits: Reread[LimitsConfig], labels: Sequence[str]
+) -> Sequence[Route]:
+    """All of them. ``labels``: names of the model's classes, in order."""
     gate, bodies = Gate(config.http), Bodies(config.http)
-    name = config.model.name
+    name, scoring = config.model.name, ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
+    scores, reranking = Scores(llm, scoring, model=name), Reranking(llm, scoring, model=name)
     posts: dict[str, Handler] = {
         "/v1/completions": Completions(llm, model=name, limits=limits),
         "/v1/chat/completions": ChatCompletions(llm, chat, model=name),
         "/v1/embeddings": Embeddings(llm, model=name),
+        "/v1/score": scores,
+        "/score": scores,
+        "/v1/rerank": reranking,
+        "/v2/rerank": reranking,
+        "/rerank": reranking,
+        "/classify": Classifications(llm, model=name, labels=labels),
+        "/pooling": Pooling(llm, model=name),
         "/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
     }
-    gets: dict[str, Handler] = {"/v1/models": models.list, "/v1/models/{name:path}": models.get}
+    gets: dict[str, Handler] = {
+        "/v1/models": models.list,
+        "/v1/models/{name:path}": models.get,
+        "/version": version,
+    }
     return [
         *(Route(path, Endpoint(gate, bodies, handler), methods=["POST"]) for path, handler in posts.items()),
         *(Route(path, Endpoint(gate, bodies, handler), methods=["GET"]) for path, handler in gets.items()),

@@ -37,6 +37,10 @@ class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool
     prompt_logprobs: bool
 
+    def counted(self, usage: Usage) -> Usage:
+        """What a finished sequence counts: the token of an output that is not shown does not."""
+        return msgspec.structs.replace(usage, completion_tokens=0) if self.only_prompt else usage
+
 
 class ChoiceWriter:
     """Writes one sequence. ``offsets`` is given where log-probabilities are asked for."""
@@ -66,10 +70,6 @@ class ChoiceWriter:
             token_ids=([] if style.only_prompt else list(output.token_ids)) if style.token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt.token_ids or [] if style.token_ids and first else msgspec.UNSET,
         )
-
-    def usage(self, usage: Usage) -> Usage:
-        """What a finished sequence counts: the token of an output that is not shown does not."""
-        return msgspec.structs.replace(usage, completion_tokens=0) if self._style.only_prompt else usage
 
     def usage_so_far(self) -> UsageInfo:
         """The tokens that were written, and those of the prompt."""

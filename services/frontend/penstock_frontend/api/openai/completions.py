@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,9 +13,9 @@ from penstock_common.config.reread import Reread
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.logprobs import Logprobs
 from penstock_frontend.admission import Demand, demand_of
-from penstock_frontend.api.openai import prompts, sampling_fields
+from penstock_frontend.api.openai import best_of, prompts, sampling_fields
 from penstock_frontend.api.openai.bodies import Body
-from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.choice_logprobs import TextOffsets
 from penstock_frontend.api.openai.completion_choices import ChoiceStyle, ChoiceWriter, CompletionChoice
 from penstock_frontend.api.openai.context import context_of
@@ -29,9 +29,10 @@ from penstock_frontend.call_types import GenerateRequest, RequestOutput
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.pace import Pace
 from penstock_frontend.processing.outputs.detokenizer import IncrementalDetokenizer
+from penstock_frontend.processing.prompts.infill import infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
-_MAX_LOGPROBS = 2**31 - 1
+_INT32_MAX = 2**31 - 1
 _POSITIONS_PER_TURN = 256
 """Choices and positions of their log-probabilities that are written in one turn of the event loop."""
 
@@ -43,7 +44,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: Any = None
+    suffix: str | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each prompt, of which ``n`` are shown."""
+        return self.best_of or self.n or 1
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +77,23 @@ class Completions:
         self._llm.inputs.check_model(body.model or "")
         _check(body)
         given = prompts.split(body.prompt, self._limits.now.max_prompts)
-        self._check_sequences(len(given), body.n or 1)
+        self._check_sequences(len(given), body)
+        if body.suffix is not None:
+            given = [_infilled(self._llm, each, body.suffix) for each in given]
         making = _Making(self._llm, body, call, self._model)
         generation = Generation(self._llm, await making.sources(given), raw)
         if body.stream:
             return await EventStream.started(making.chunks(generation))
         return await making.whole(generation)
 
-    def _check_sequences(self, prompts: int, n: int) -> None:
-        limit = self._limits.now.max_sequences_per_call
+    def _check_sequences(self, prompts: int, body: CompletionRequest) -> None:
+        limit, n = self._limits.now.max_sequences_per_call, body.num_sequences
         if prompts > 1 and prompts * n > limit:
+            name = "n" if body.best_of is None else "best_of"
             raise InvalidArgument(
-                f"n is {n}: with {prompts} prompts these are {prompts * n} sequences; limits.max_sequences_per_call is {limit}",
-                field="n",
+                f"{name} is {n}: with {prompts} prompts these are {prompts * n} sequences; "
+                f"limits.max_sequences_per_call is {limit}",
+                field=name,
             )
 
 
@@ -111,7 +121,7 @@ class _Making:
     async def sources(self, given: Sequence[prompts.Given]) -> list[Source[RequestOutput]]:
         """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
         tenant = self._context.tenant
-        self._llm.check_room([Demand(tenant, len(each), self._body.n or 1) for each in given])
+        self._llm.check_room([Demand(tenant, len(each), self._body.num_sequences) for each in given])
         body, values = self._body, _values(self._body)
         logprobs = body.logprobs is not None
         needs_ids = logprobs or bool(body.return_token_ids or self._options.continuous_usage_stats)
@@ -128,7 +138,7 @@ class _Making:
                     keep=body.truncate_prompt_tokens,
                     add_special_tokens=add,
                     skip_special_tokens=skip,
-                    names=sampling_fields.names(body),
+                    names=_names(body),
                 )
                 for index, each in enumerate(given)
             )
@@ -140,19 +150,21 @@ class _Making:
 
     async def whole(self, generation: Generation[RequestOutput]) -> Completion:
         """The answer, once all sequences have ended."""
-        finals: dict[int, PromptOutput[RequestOutput]] = {}
+        finals: list[list[RequestOutput]] = [[] for _ in self._prompts]
         of_prompts: dict[int, Logprobs | None] = {}
         with generation:
             async with aclosing(generation.outputs()) as outputs:
                 async for each in outputs:
-                    finals[self._index(each)] = each
+                    finals[each.prompt].append(each.output)
+                    self._count(each)
                     if each.output.index == 0:
                         of_prompts[each.prompt] = each.output.prompt_logprobs
-        choices, pace = [], Pace(_POSITIONS_PER_TURN)
-        for index in sorted(finals):
-            final = finals[index]
-            await pace.take(1 + (len(final.output.token_ids) if self._body.logprobs is not None else 0))
-            choices.append(self._write(final, of_prompts[final.prompt]))
+        choices, pace, width = [], Pace(_POSITIONS_PER_TURN), self._body.n or 1
+        for prompt, of_prompt in enumerate(finals):
+            for index, output in enumerate(self._chosen(of_prompt)[:width]):
+                await pace.take(1 + (len(output.token_ids) if self._body.logprobs is not None else 0))
+                shown = PromptOutput(prompt, msgspec.structs.replace(output, index=index))
+                choices.append(self._writer(shown).write(shown.output, of_prompts[prompt]))
         return self._completion(choices, self._usage.total())
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
@@ -162,7 +174,8 @@ class _Making:
         with generation:
             async with aclosing(generation.outputs()) as outputs:
                 async for each in outputs:
-                    choice = self._write(each, each.output.prompt_logprobs)
+                    self._count(each)
+                    choice = self._writer(each).write(each.output, each.output.prompt_logprobs)
                     yield self._completion([choice], self._writer(each).usage_so_far() if every else none)
         if self._options.include_usage:
             yield self._completion([], self._usage.total())
@@ -179,12 +192,15 @@ class _Making:
     def _index(self, each: PromptOutput[RequestOutput]) -> int:
         return each.prompt * (self._body.n or 1) + each.output.index
 
-    def _write(self, each: PromptOutput[RequestOutput], of_prompt: Logprobs | None) -> CompletionChoice:
-        output = each.output
-        writer = self._writer(each)
-        if output.finish is not None:
-            self._usage.finished(each.prompt, output.index, writer.usage(output.finish.usage))
-        return writer.write(output, of_prompt)
+    def _chosen(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """The sequences of a prompt in the order of its choices."""
+        if self._body.num_sequences > (self._body.n or 1):
+            return best_of.ranked(sorted(outputs, key=lambda output: output.index))
+        return sorted(outputs, key=lambda output: output.index)
+
+    def _count(self, each: PromptOutput[RequestOutput]) -> None:
+        if each.output.finish is not None:
+            self._usage.finished(each.prompt, each.output.index, self._style.counted(each.output.finish.usage))
 
     def _writer(self, each: PromptOutput[RequestOutput]) -> ChoiceWriter:
         index, prompt = self._index(each), self._prompts[each.prompt]
@@ -208,25 +224,50 @@ class _Making:
 
 def _check(body: CompletionRequest) -> None:
     sampling_fields.check(body)
-    refuse_fields(body, {"suffix": ""})
-    check_range("logprobs", body.logprobs, -1, _MAX_LOGPROBS)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise Unimplemented(f"best_of is {body.best_of}; it is served only equal to n", field="best_of")
+    check_range("logprobs", body.logprobs, -1, _INT32_MAX)
+    _check_best_of(body)
+    if body.suffix is not None and body.echo:
+        raise InvalidArgument("echo is set; what stands around the gap is not echoed", field="echo")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidArgument("max_tokens is 0; it must be at least 1 where echo is not set", field="max_tokens")
     if body.echo and body.stream and body.logprobs is not None and (body.n or 1) > 1:
         raise Unimplemented("echo with logprobs and n above 1 is not served as a stream", field="stream")
 
 
+def _check_best_of(body: CompletionRequest) -> None:
+    n = body.n or 1
+    check_range("best_of", body.best_of, n, _INT32_MAX)
+    if body.stream and body.num_sequences > n:
+        raise InvalidArgument(
+            f"best_of is {body.best_of}, n is {n}; the best are known at the end, which a stream does not wait for",
+            field="best_of",
+        )
+
+
+def _infilled(llm: AsyncLLM, prompt: prompts.Given, suffix: str) -> str:
+    """The prompt of a model that fills in what stands between two texts. Raises InvalidArgument, Unimplemented."""
+    if not isinstance(prompt, str):
+        raise InvalidArgument("suffix is set; prompt must be text then, not token ids", field="prompt")
+    return infill_prompt(llm.tokenizer, prompt, suffix)
+
+
+def _names(body: CompletionRequest) -> Mapping[str, str]:
+    names = sampling_fields.names(body)
+    return names if body.best_of is None else {"sampling_params.n": "best_of", **names}
+
+
 def _values(body: CompletionRequest) -> dict[str, Any]:
     """The sampling parameters. An echoed prompt has the log-probabilities of the output."""
     values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_fields.values(body)}
     values["max_tokens"] = max(values["max_tokens"], 1)
+    values["n"] = body.num_sequences
     if body.logprobs is not None:
         values["logprobs"] = body.logprobs
         if body.echo:
             asked = body.prompt_logprobs
             values["prompt_logprobs"] = body.logprobs if asked is None else _wider(asked, body.logprobs)
+    elif body.num_sequences > (body.n or 1):
+        values["logprobs"] = 0
     return values
 
 

@@ -15,8 +15,13 @@ from penstock_frontend.api.openai.completions import Completion, CompletionReque
 from penstock_frontend.api.openai.embeddings import EmbeddingList, EmbeddingRequest
 from penstock_frontend.api.openai.errors import ErrorBody
 from penstock_frontend.api.openai.models import Model, ModelList
+from penstock_frontend.api.openai.pooling.classification import ClassificationBody, ClassificationList
+from penstock_frontend.api.openai.pooling.pooled import PooledList, PoolingBody
+from penstock_frontend.api.openai.pooling.reranking import Ranking, RerankBody
+from penstock_frontend.api.openai.pooling.scores import ScoreBody, ScoreList
 from penstock_frontend.api.openai.sampling_fields import ResponseFormat
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from penstock_frontend.api.openai.version import Version
 
 PATH = "/openapi.json"
 _ERRORS = {
@@ -46,6 +51,8 @@ class _Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 _CALL = ("400", "404", "408", "413", "429", "503", "504")
 _LOOK = ("400", "408", "413", "429")
+_SCORE = _Operation(summary="How well texts fit one another", body=ScoreBody, answer=ScoreList, errors=_CALL)
+_RERANK = _Operation(summary="Documents by how well they fit", body=RerankBody, answer=Ranking, errors=_CALL)
 _POSTS: Mapping[str, _Operation] = {
     "/v1/completions": _Operation(
         summary="Continues prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
@@ -60,12 +67,26 @@ _POSTS: Mapping[str, _Operation] = {
     "/v1/embeddings": _Operation(
         summary="Vectors of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
     ),
+    "/v1/score": _SCORE,
+    "/score": _SCORE,
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+    "/rerank": _RERANK,
+    "/classify": _Operation(
+        summary="Classes of inputs", body=ClassificationBody, answer=ClassificationList, errors=_CALL
+    ),
+    "/pooling": _Operation(
+        summary="What a model that pools makes of inputs", body=PoolingBody, answer=PooledList, errors=_CALL
+    ),
+    "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
     "/tokenize": _Operation(summary="Text to token ids", body=TokenizeRequest, answer=Tokens, errors=_CALL),
     "/detokenize": _Operation(summary="Token ids to text", body=DetokenizeRequest, answer=Text, errors=_CALL),
 }
 _GETS: Mapping[str, _Operation] = {
     "/v1/models": _Operation(summary="What is served", answer=ModelList, errors=_LOOK),
     "/v1/models/{name}": _Operation(summary="One model", answer=Model, errors=("404", *_LOOK)),
+    "/version": _Operation(summary="The version of the frontend", answer=Version, errors=_LOOK),
+    "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
     "/health": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
     "/metrics": _Operation(summary="For Prometheus", text="text/plain"),
     "/": _Operation(summary="A page for people", text="text/html"),
@@ -132,9 +153,11 @@ def _schemas() -> dict[str, Any]:
     for each in (*_POSTS.values(), *_GETS.values()):
         kinds += [kind for kind in (each.body, each.answer, each.chunk) if kind is not None]
     _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
-    for kind in (CompletionRequest, ChatCompletionRequest):
-        properties = schemas[kind.__name__]["properties"]
+    for each in _POSTS.values():
+        properties = schemas[each.body.__name__]["properties"] if each.body is not None else {}
         for name in [name for name, schema in properties.items() if schema == _UNTYPED]:
             del properties[name]
+    for kind in (CompletionRequest, ChatCompletionRequest):
+        properties = schemas[kind.__name__]["properties"]
         properties["response_format"] = {"anyOf": [_ref(ResponseFormat), {"type": "null"}]}
     return schemas

@@ -6,20 +6,20 @@ from typing import Literal, cast
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.errors import RequestFailed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.pooling import PoolingParams, PoolingTask
 from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.prompts import Given, split
-from penstock_frontend.api.openai.sampling_fields import TokenId
+from penstock_frontend.api.openai.pooling.inputs import Input, inputs_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.pooling.outputs import vectors_of
 
 _INT32 = 2**31
 _NUMBER_BYTES = 4
@@ -29,7 +29,7 @@ _ENCODER = msgspec.json.Encoder()
 class EmbeddingRequest(ContextFields, kw_only=True):
     """The body. ``input``: a text, texts, token ids, or lists of them. ``normalize``, null: as the model says, is vLLM's."""
 
-    input: str | list[str | TokenId | list[TokenId]]
+    input: Input
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -73,11 +73,11 @@ class Embeddings:
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
         context = context_of(call, "embd", body)
-        inputs = _inputs(body)
+        inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         request = PoolingRequest(
             inputs=inputs,
-            fields=["input"] if _is_single(body) else [f"input[{index}]" for index in range(len(inputs))],
+            fields=fields,
             params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=body.normalize),
             context=context,
         )
@@ -96,25 +96,8 @@ class Embeddings:
         """The JSON of every Embedding, made over as many turns of the event loop as it takes: numbers are slow to write."""
         written = []
         for index, output in enumerate(outputs):
-            vectors = _vectors(output)
+            vectors = vectors_of(output)
             await self._pace.take(len(vectors.data) // _NUMBER_BYTES)
             vector = base64.b64encode(vectors.data).decode() if as_text else floats(vectors)
             written.append(msgspec.Raw(_ENCODER.encode(Embedding(index=index, embedding=vector))))
         return written
-
-
-def _inputs(body: EmbeddingRequest) -> Sequence[Given]:
-    try:
-        return split(body.input, _INT32) if body.input else []
-    except InvalidArgument as e:
-        raise renamed(e, {"prompt": "input"}) from e
-
-
-def _is_single(body: EmbeddingRequest) -> bool:
-    return isinstance(body.input, str) or all(isinstance(each, int) for each in body.input)
-
-
-def _vectors(output: EngineCoreOutput) -> Vectors:
-    if output.pooling_output is None:
-        raise TypeError("an output without vectors is no answer")
-    return output.pooling_output

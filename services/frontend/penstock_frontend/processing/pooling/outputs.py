@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock_common.errors import Internal, RequestFailed
 from penstock_common.observability.incidents import incident
 from penstock_common.types.outputs import EngineCoreOutput, FinishReason
+from penstock_common.types.pooling import Vectors
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.token_columns import NewTokens
 from penstock_frontend.ports import OutputHandler
@@ -118,3 +119,10 @@ class SplitOutputs:
         ids = list(request_ids)
         for handler in self._handlers:
             handler.moved(ids)
+
+
+def vectors_of(output: EngineCoreOutput) -> Vectors:
+    """What an input came to. Raises TypeError for the output of a request that generates."""
+    if output.pooling_output is None:
+        raise TypeError("an output without vectors is no answer")
+    return output.pooling_output

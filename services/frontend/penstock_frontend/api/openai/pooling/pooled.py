@@ -1,0 +1,144 @@
+"""``/pooling``, as vLLM has it: whatever a model that pools makes of inputs."""
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.rpc.outputs import floats
+from penstock_common.types.outputs import EngineCoreOutput
+from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.pooling.inputs import (
+    Input,
+    PoolingFields,
+    PoolingUsage,
+    check,
+    inputs_of,
+    usage_of,
+)
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import PoolingRequest
+from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.pooling.outputs import vectors_of
+
+_INT32_MAX = 2**31 - 1
+_NUMBER_BYTES = 4
+_ENCODER = msgspec.json.Encoder()
+_UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMBED, PoolingTask.CLASSIFY)
+"""What is done where the body names no task: the first of these that the model serves."""
+_OF_VECTORS, _OF_CLASSES = ("dimensions", "normalize"), ("use_activation",)
+_MEANINGLESS = {
+    PoolingTask.EMBED: _OF_CLASSES,
+    PoolingTask.TOKEN_EMBED: _OF_CLASSES,
+    PoolingTask.CLASSIFY: _OF_VECTORS,
+    PoolingTask.TOKEN_CLASSIFY: _OF_VECTORS,
+}
+
+
+class PoolingBody(PoolingFields, kw_only=True):
+    """The body. ``task``, null: one vector per token where the model can. ``dimensions`` and ``normalize`` are for vectors,
+    ``use_activation`` is for classes.
+    """
+
+    input: Input
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    data: Any = None
+
+
+class Pooled(msgspec.Struct, frozen=True, kw_only=True):
+    """What an input came to: numbers, a list of them per token, or all of them as float32 (little-endian) in base64."""
+
+    index: int
+    object: str = "pooling"
+    data: Sequence[float | list[float]] | str
+
+
+class PooledList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the inputs."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: Sequence[Pooled]
+    usage: PoolingUsage
+
+
+class Pooling:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, *, model: str) -> None:
+        self._llm = llm
+        self._model = model
+        self._pace = Pace(NUMBERS_PER_TURN)
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Pool the inputs. Raises RequestFailed."""
+        body = await given.decode(PoolingBody)
+        check(body)
+        refuse_fields(body, {"data": "input"})
+        check_range("dimensions", body.dimensions, 1, _INT32_MAX)
+        context = context_of(call, "pool", body)
+        inputs, fields = inputs_of(body.input)
+        self._llm.pooling.inputs.check_count(len(inputs), field="input")
+        await self._llm.engines.wait_until_usable(context.deadline)  # which know what the model can do
+        request = PoolingRequest(inputs=inputs, fields=fields, params=self._params(body), context=context)
+        given.close()  # admission is the first thing that happens
+        try:
+            result, request_id = await self._llm.run_pooling(request)
+        except RequestFailed as e:
+            raise renamed(e, {"pooling_params.": ""}) from e
+        # The encoder copies a Raw as it is.
+        data = cast(Sequence[Pooled], await self._written(result.outputs, as_text=body.encoding_format == "base64"))
+        return PooledList(
+            id=request_id,
+            created=int(time.time()),
+            model=self._model,
+            data=data,
+            usage=usage_of(result.prompt_tokens),
+        )
+
+    def _params(self, body: PoolingBody) -> PoolingParams:
+        served = self._llm.engines.view.capabilities
+        unasked = next((task for task in _UNASKED if task.name.lower() in served), PoolingTask.TOKEN_EMBED)
+        task = PoolingTask[body.task.upper()] if body.task else unasked
+        for name in _MEANINGLESS[task]:
+            if (value := getattr(body, name)) is not None:
+                raise InvalidArgument(f"{name} is {value}; it means nothing to {task.name.lower()}", field=name)
+        return PoolingParams(
+            task=task,
+            dimensions=body.dimensions,
+            normalize=body.normalize,
+            use_activation=body.use_activation is not False,
+        )
+
+    async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
+        """The JSON of every Pooled, made over as many turns of the event loop as it takes: numbers are slow to write."""
+        written = []
+        for index, output in enumerate(outputs):
+            vectors = vectors_of(output)
+            await self._pace.take(len(vectors.data) // _NUMBER_BYTES)
+            data = base64.b64encode(vectors.data).decode() if as_text else _numbers(vectors)
+            written.append(msgspec.Raw(_ENCODER.encode(Pooled(index=index, data=data))))
+        return written
+
+
+def _numbers(vectors: Vectors) -> Sequence[float | list[float]]:
+    numbers = floats(vectors)
+    if len(vectors.shape) == 1:
+        return numbers
+    _, size = vectors.shape
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]

@@ -1,0 +1,111 @@
+"""``/rerank``, ``/v1/rerank`` and ``/v2/rerank``: documents by how well they fit a query, as Jina and Cohere have it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.pooling.inputs import PoolingFields, PoolingUsage, check, usage_of
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ScoreRequest
+from penstock_frontend.scoring_calls import ScoringCalls
+
+_INT32_MAX = 2**31 - 1
+_REFUSED = {
+    "rank_fields": "documents",
+    "max_tokens_per_doc": "",
+    "max_chunks_per_doc": "",
+    "return_embeddings": "/v1/embeddings",
+}
+
+
+class DocumentBody(msgspec.Struct, frozen=True):
+    """A document as an object. What else it has is not read."""
+
+    text: str
+
+
+class RerankBody(PoolingFields, kw_only=True):
+    """The body. ``documents``: texts, or objects with ``text``. ``top_n``: null or 0 for all of them; ``return_documents`` false
+    leaves their texts out of the answer.
+    """
+
+    query: str | DocumentBody
+    documents: list[str | DocumentBody]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    rank_fields: Any = None
+    max_tokens_per_doc: Any = None
+    max_chunks_per_doc: Any = None
+    return_embeddings: bool | None = None
+
+
+class RankedDocument(msgspec.Struct, frozen=True):
+    """A document."""
+
+    text: str
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """A document's place in the body, and how well it fits."""
+
+    index: int
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, the best first. Documents that fit alike stay in their order."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: Sequence[Ranked]
+
+
+class Reranking:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls, *, model: str) -> None:
+        self._llm = llm
+        self._scoring = scoring
+        self._model = model
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Rank the documents. Raises RequestFailed."""
+        body = await given.decode(RerankBody)
+        check(body)
+        refuse_fields(body, {name: use for name, use in _REFUSED.items() if getattr(body, name) is not False})
+        check_range("top_n", body.top_n, 0, _INT32_MAX)
+        context = context_of(call, "rerank", body)
+        texts = [_text(document) for document in body.documents]
+        self._llm.pooling.inputs.check_count(len(texts), field="documents")
+        request = ScoreRequest(
+            queries=[_text(body.query)],
+            query_fields=["query"],
+            documents=texts,
+            document_fields=[f"documents[{index}]" for index in range(len(texts))],
+            use_activation=body.use_activation is not False,
+            context=context,
+        )
+        given.close()  # admission is the first thing that happens
+        result = await self._scoring.run(request)
+        order = sorted(range(len(texts)), key=result.scores.__getitem__, reverse=True)
+        shown = body.return_documents is not False
+        results = [
+            Ranked(
+                index=index,
+                document=RankedDocument(texts[index]) if shown else msgspec.UNSET,
+                relevance_score=result.scores[index],
+            )
+            for index in order[: body.top_n or None]
+        ]
+        return Ranking(id=result.request_id, model=self._model, usage=usage_of(result.prompt_tokens), results=results)
+
+
+def _text(document: str | DocumentBody) -> str:
+    return document if isinstance(document, str) else document.text

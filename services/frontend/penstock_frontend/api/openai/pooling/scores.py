@@ -1,0 +1,122 @@
+"""``/v1/score`` and ``/score``, as vLLM has them: how well texts fit one another."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.pooling.inputs import (
+    Input,
+    PoolingFields,
+    PoolingUsage,
+    check,
+    inputs_of,
+    usage_of,
+)
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ScoreRequest
+from penstock_frontend.scoring_calls import ScoringCalls
+
+_NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
+"""What the two sides may be called."""
+
+
+class ScoreBody(PoolingFields, kw_only=True):
+    """The body. One of the pairs ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and ``text_2``, ``data_1``
+    and ``data_2``: the first of each is one input, or as many as the second has.
+    """
+
+    queries: Input | None = None
+    documents: Input | None = None
+    items: Input | None = None
+    text_1: Input | None = None
+    text_2: Input | None = None
+    data_1: Input | None = None
+    data_2: Input | None = None
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a pair fits."""
+
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the pairs."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: Sequence[Score]
+    usage: PoolingUsage
+
+
+class Scores:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, scoring: ScoringCalls, *, model: str) -> None:
+        self._llm = llm
+        self._scoring = scoring
+        self._model = model
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Score the pairs. Raises RequestFailed."""
+        body = await given.decode(ScoreBody)
+        check(body)
+        context = context_of(call, "score", body)
+        sides = _sides(body)
+        queries, query_fields = inputs_of(sides.queries, field=sides.names[0])
+        documents, document_fields = inputs_of(sides.documents, field=sides.names[1])
+        self._llm.pooling.inputs.check_count(len(queries), field=sides.names[0])
+        self._llm.pooling.inputs.check_count(len(documents), field=sides.names[1])
+        if len(queries) not in (1, len(documents)):
+            first, second = sides.names
+            raise InvalidArgument(
+                f"{first} has {len(queries)} entries, {second} has {len(documents)}; {first} must have 1 or as many",
+                field=first,
+            )
+        request = ScoreRequest(
+            queries=queries,
+            query_fields=query_fields,
+            documents=documents,
+            document_fields=document_fields,
+            use_activation=body.use_activation is not False,
+            context=context,
+        )
+        given.close()  # admission is the first thing that happens
+        result = await self._scoring.run(request)
+        return ScoreList(
+            id=result.request_id,
+            created=int(time.time()),
+            model=self._model,
+            data=[Score(index=index, score=score) for index, score in enumerate(result.scores)],
+            usage=usage_of(result.prompt_tokens),
+        )
+
+
+class _Sides(NamedTuple):
+    names: tuple[str, str]
+    queries: Input
+    documents: Input
+
+
+def _sides(body: ScoreBody) -> _Sides:
+    """What is compared, and how the body calls it. Raises InvalidArgument unless that is one of ``_NAMES`` and nothing else."""
+    given = [name for name in dict.fromkeys(sum(_NAMES, ())) if getattr(body, name) is not None]
+    for names in _NAMES:
+        if set(given) == set(names):
+            return _Sides(names, getattr(body, names[0]), getattr(body, names[1]))
+    missing = next((second for first, second in _NAMES if given == [first]), "")
+    if missing:
+        raise InvalidArgument(f"{missing} is not set", field=missing, reason="MISSING_FIELD")
+    known = ", ".join(f"{first} and {second}" for first, second in _NAMES)
+    field = given[0] if given else "queries"
+    raise InvalidArgument(f"{', '.join(given) or 'nothing'} is set; one of these pairs must be: {known}", field=field)
