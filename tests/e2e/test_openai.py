@@ -1,4 +1,4 @@
-"""The OpenAI API with the demo model, and with the published client in Node."""
+"""The OpenAI API, and Anthropic's, with the demo model, and with the published client in Node."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -57,6 +58,35 @@ async def test_a_chat_answers_and_streams_the_same(demo: OpenAIServer) -> None:
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert "42" in text
     assert (text, whole.choices[0].finish_reason) == (whole.choices[0].message.content, "stop")
+
+
+async def test_a_response_answers_streams_the_same_and_goes_on(demo: OpenAIServer) -> None:
+    body: dict[str, Any] = {"model": "model", "temperature": 0, "max_output_tokens": 20}
+    whole = await demo.client.responses.create(**body, input="What is 12 + 30?")
+    async with demo.client.responses.stream(**body, input="What is 12 + 30?") as stream:
+        streamed = await stream.get_final_response()
+    assert "42" in whole.output_text
+    assert (streamed.output_text, streamed.status) == (whole.output_text, "completed")
+    chat = await demo.client.chat.completions.create(
+        model="model",
+        messages=[QUESTION, {"role": "assistant", "content": whole.output_text}, QUESTION],
+        temperature=0,
+        max_tokens=20,
+    )
+    again = await demo.client.responses.create(**body, input="What is 12 + 30?", previous_response_id=whole.id)
+    assert again.output_text == chat.choices[0].message.content
+
+
+async def test_a_message_of_anthropics_answers_and_streams_the_same(demo: OpenAIServer) -> None:
+    chat = await demo.client.chat.completions.create(model="model", messages=[QUESTION], temperature=0, max_tokens=20)
+    plain = anthropic.DefaultAsyncHttpxClient(verify=False)
+    url = f"http://127.0.0.1:{demo.port}"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
+        body: dict[str, Any] = {"model": "model", "messages": [QUESTION], "max_tokens": 20}
+        whole: Any = await client.messages.create(**body, extra_body={"temperature": 0})
+        async with client.messages.stream(**body, extra_body={"temperature": 0}) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+    assert [block.text for block in whole.content] == [text] == [chat.choices[0].message.content]
 
 
 async def test_a_schema_holds(demo: OpenAIServer) -> None:

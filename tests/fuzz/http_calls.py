@@ -66,6 +66,45 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"input": "a", "model": MODEL},
         {"input": [[5, 6], [7]], "encoding_format": "base64", "dimensions": 4},
     ],
+    "/v1/messages": [
+        {"messages": [_HI], "max_tokens": 2, "system": "b", "stop_sequences": ["x"], "temperature": 0.5},
+        {
+            "messages": [
+                _HI,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": ""},
+                        {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "7"}]},
+            ],
+            "max_tokens": 2,
+            "stream": True,
+            "tools": [{"name": "f", "input_schema": json.loads(SCHEMA)}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": [_HI], "system": [{"type": "text", "text": "b"}]}],
+    "/v1/responses": [
+        {"input": "a", "max_output_tokens": 2, "instructions": "b", "store": False},
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "y"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "7"},
+            ],
+            "max_output_tokens": 2,
+            "stream": True,
+            "tools": [{"type": "function", "name": "f", "parameters": json.loads(SCHEMA)}],
+            "text": {"format": {"type": "json_schema", "name": "s", "schema": json.loads(SCHEMA)}},
+            "include": ["message.output_text.logprobs"],
+            "reasoning": {"effort": "low"},
+        },
+    ],
     "/v1/score": [{"queries": "a", "documents": ["b", "c"]}, {"text_1": ["a", "b"], "text_2": ["c", [5, 6]]}],
     "/v1/rerank": [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False}],
     "/classify": [{"input": ["a", [5, 6]], "use_activation": False}],
@@ -113,6 +152,8 @@ _PATHS = (
     "/v1/models/",
     "/v1/models/none",
     "/v1/models/%ff%00",
+    "/v1/responses/none",
+    "/v1/responses/%ff%00/input_items?limit=x",
     "//",
     "/..%2f..%2fetc/passwd",
     "/metrics",
@@ -131,7 +172,7 @@ _MOST_TAKEN = 32 * 1024 * 1024
 _MOST_TOKENS = 32
 _COMPUTED = 20_000
 """Bytes of a body that are surely computed in a second: a thousand inputs of a thousand tokens are much work."""
-_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 
 
 class HttpCase(NamedTuple):
@@ -314,6 +355,10 @@ def _judged(answer: bytes, case: HttpCase) -> End:
         return End(code, f"{status}: {body[:300]!r}")
     if case.valid and status != 200:
         return End(code, f"a valid request was answered {status}: {body[:300]!r}")
-    if b"text/event-stream" in head and b'"error"' in body and (b'"server_error"' in body or b'"internal"' in body):
+    if (
+        b"text/event-stream" in head
+        and b'"error"' in body
+        and (b'"server_error"' in body or b'"api_error"' in body or b'"internal"' in body)
+    ):
         return End(code, f"a stream ended with an error of ours: {body[-300:]!r}")
     return End(code)

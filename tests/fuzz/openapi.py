@@ -21,7 +21,13 @@ _CHECKS = (
     checks.response_schema_conformance,
     checks.response_headers_conformance,
 )
-_SHORT = {"max_tokens": 2, "max_completion_tokens": 2}
+_SHORT = {
+    "/v1/completions": ("max_tokens",),
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/messages": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
+"""What bounds the tokens of an answer."""
 
 
 async def schema_storm(port: int, findings: Findings, *, examples: int, seed: int) -> list[str]:
@@ -56,7 +62,7 @@ def _check(
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         if isinstance(case.body, dict):
-            case.body = {**case.body, **{name: 2 for name in _SHORT if case.body.get(name) is None and name in _known}}
+            case.body = {**case.body, **{name: 2 for name in limits if case.body.get(name) is None}}
         response = case.call(base_url=url, timeout=20)
         problem = ""
         try:
@@ -65,7 +71,7 @@ def _check(
             problem = "; ".join(str(each) for each in getattr(e, "exceptions", [e]))
         findings.ended(target, End(str(response.status_code), problem), None, case.as_curl_command()[:1500], 0)
 
-    _known = ("max_tokens", "max_completion_tokens") if "completions" in operation.path else ()
+    limits = _SHORT.get(operation.path, ())
     try:
         check()
     except hypothesis.errors.Unsatisfiable:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock_frontend.api.anthropic.messages_body import MessagesBody
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.embeddings import EmbeddingRequest
@@ -17,6 +18,7 @@ from penstock_frontend.api.openai.pooling.classification import ClassificationBo
 from penstock_frontend.api.openai.pooling.pooled import PoolingBody
 from penstock_frontend.api.openai.pooling.reranking import RerankBody
 from penstock_frontend.api.openai.pooling.scores import ScoreBody
+from penstock_frontend.api.openai.responses.response_body import ResponseBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import openai_server
@@ -28,6 +30,8 @@ WEATHER = {"type": "function", "function": {"name": "weather"}}
 CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": [HI]}),
+    "/v1/messages": (MessagesBody, {"messages": [HI], "max_tokens": 3}),
+    "/v1/responses": (ResponseBody, {"input": "hi", "max_tokens": None, "max_output_tokens": 3}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "hi"}),
     "/v1/score": (ScoreBody, {"queries": "hi", "documents": ["a", "b"]}),
     "/rerank": (RerankBody, {"query": "hi", "documents": ["a", {"text": "b"}]}),

@@ -11,11 +11,12 @@ from starlette.routing import Route
 from penstock_frontend.api.openai.document import document
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
 
 
 @pytest.fixture
-async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    async with openai_server(model, engines=[engine.address]) as server:
+async def api(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[OpenAIServer]:
+    async with openai_server(save_chat_model(tmp_path), engines=[engine.address]) as server:
         yield server
 
 
@@ -71,6 +72,9 @@ async def test_every_reference_leads_somewhere(api: OpenAIServer) -> None:
         ("/v1/completions", {"prompt": "hi", "max_tokens": 2, "logprobs": 1}),
         ("/tokenize", {"prompt": "hi", "return_token_strs": True}),
         ("/detokenize", {"tokens": [1, 2]}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2, "include": ["message.output_text.logprobs"]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
     ],
 )
 async def test_answers_are_what_it_says(api: OpenAIServer, path: str, body: dict[str, Any]) -> None:

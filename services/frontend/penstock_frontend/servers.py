@@ -12,12 +12,15 @@ from penstock_common.rpc.calls import CallTelemetry
 from penstock_common.rpc.guard import CallerGuard, PeerGuard
 from penstock_common.rpc.server import RpcServer
 from penstock_common.security.certificates import Certificates
+from penstock_frontend.api.anthropic import app as anthropic
 from penstock_frontend.api.authentication import OPERATORS_METHODS, HttpAuthentication, grpc_check
 from penstock_frontend.api.grpc import admin, inference
 from penstock_frontend.api.http.page import Page
 from penstock_frontend.api.http.server import HttpServer, make_app
 from penstock_frontend.api.http.telemetry import HttpTelemetry
 from penstock_frontend.api.openai import app as openai
+from penstock_frontend.api.openai.bodies import Bodies
+from penstock_frontend.api.openai.endpoint import Gate
 from penstock_frontend.api.vllm import engine as vllm_engine
 from penstock_frontend.assembly import Assembly
 from penstock_frontend.auth.authenticator import Authenticator
@@ -125,19 +128,26 @@ class Servers:
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
-        config, assembly, registry = self._config, self._assembly, self._assembly.metrics.registry
+        config, registry = self._config, self._assembly.metrics.registry
         app = make_app(
             registry,
             lambda: self._readiness.why,
-            [
-                *openai.routes(assembly.llm, assembly.chat, config, assembly.settings.limits, self._labels),
-                *self._page_routes(),
-            ],
+            [*self._api_routes(), *self._page_routes()],
             exception_handlers=openai.EXCEPTION_HANDLERS,
             allowed_origins=config.http.allowed_origins,
             middleware=_http_guards(config, authenticator),
         )
         return HttpServer(config.http, HttpTelemetry(app, registry, self._tracer), self._certificates)
+
+    def _api_routes(self) -> list[Route]:
+        config, assembly = self._config, self._assembly
+        llm, chat = assembly.llm, assembly.chat
+        gate, bodies = Gate(config.http), Bodies(config.http)
+        limits = assembly.settings.limits
+        return [
+            *openai.routes(llm, chat, config, limits, self._labels, gate=gate, bodies=bodies),
+            *anthropic.routes(llm, chat, model=config.model.name, gate=gate, bodies=bodies),
+        ]
 
     def _page_routes(self) -> list[Route]:
         if not self._config.http.page:

@@ -6,6 +6,9 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock_common.errors import PermissionDenied, Unauthenticated
+from penstock_frontend.api.anthropic import errors as anthropic
+from penstock_frontend.api.anthropic.errors import is_anthropic
+from penstock_frontend.api.openai import errors as openai
 from penstock_frontend.api.openai.endpoint import REQUEST_ID, send_error
 from penstock_frontend.auth import principal
 from penstock_frontend.auth.authenticator import Authenticator
@@ -54,7 +57,8 @@ class HttpAuthentication:
             caller = self._authenticator.principal(headers, scope="inference")
         except (Unauthenticated, PermissionDenied) as e:
             request_id = headers.get(REQUEST_ID)
-            await send_error(send, e, {REQUEST_ID: request_id} if request_id else {})
+            shape = anthropic.answer if is_anthropic(scope["path"]) else openai.answer
+            await send_error(send, e, {REQUEST_ID: request_id} if request_id else {}, shape)
             return
         current_principal.set(caller)
         await self._app(scope, receive, send)

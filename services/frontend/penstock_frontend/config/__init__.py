@@ -9,7 +9,7 @@ from penstock_frontend.config.frontend import (
     ModelConfig,
     RetriesConfig,
 )
-from penstock_frontend.config.http import HttpConfig
+from penstock_frontend.config.http import HttpConfig, ResponsesConfig
 from penstock_frontend.config.limits import LimitsConfig
 from penstock_frontend.config.routing import RoutingConfig, RoutingPolicy
 
@@ -23,6 +23,7 @@ __all__ = [
     "JwtConfig",
     "LimitsConfig",
     "ModelConfig",
+    "ResponsesConfig",
     "RetriesConfig",
     "RoutingConfig",
     "RoutingPolicy",

@@ -49,8 +49,8 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may call. Callers are asked for credentials as soon as ``api_keys`` or ``jwt.jwks`` is set; ``/health`` and gRPC's
-    health service are always open.
+    """Who may call. Callers are asked for credentials as soon as ``api_keys`` or ``jwt.jwks`` is set; ``/health``, ``/ping`` and
+    gRPC's health service are always open.
     """
 
     api_keys: Annotated[

@@ -10,8 +10,27 @@ from penstock_common.config.sections import TlsConfig
 from penstock_common.config.sizes import ByteSize
 
 
+class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Responses of ``/v1/responses`` that a frontend keeps in its memory, for others that go on with them."""
+
+    max_stored: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Responses that are kept at once, unless a call says not to; where there are more, the oldest of the "
+            "tenant that has the most goes. 0: none are kept.",
+        ),
+    ] = 1024
+    max_stored_bytes: Annotated[
+        ByteSize, Meta(ge=1, description="Bytes of them, with their conversations; a larger one is not kept.")
+    ] = 64 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        check_fields("http.responses", self)
+
+
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP listener with the OpenAI API, ``/health`` and ``/metrics``."""
+    """The HTTP listener with OpenAI's and Anthropic's APIs, ``/health`` and ``/metrics``."""
 
     host: Annotated[str, Meta(min_length=1, description="Interface to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=-1, le=65_535, description="Port to listen on; 0: one that is free; -1: no HTTP.")] = (
@@ -71,6 +90,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "are collected, so that nothing is counted twice."
         ),
     ] = True
+    responses: ResponsesConfig = ResponsesConfig()
     tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:

@@ -9,17 +9,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_common.config.reread import Reread
+from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.bodies import Bodies
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.embeddings import Embeddings
-from penstock_frontend.api.openai.endpoint import Endpoint, Gate, Handler
+from penstock_frontend.api.openai.endpoint import REQUEST_ID, Endpoint, Gate, Handler
 from penstock_frontend.api.openai.models import Models
 from penstock_frontend.api.openai.pooling.classification import Classifications
 from penstock_frontend.api.openai.pooling.pooled import Pooling
 from penstock_frontend.api.openai.pooling.reranking import Reranking
 from penstock_frontend.api.openai.pooling.scores import Scores
+from penstock_frontend.api.openai.responses.creating import ResponseCreation
+from penstock_frontend.api.openai.responses.response_store import ResponseStore
+from penstock_frontend.api.openai.responses.stored import StoredResponses
 from penstock_frontend.api.openai.tokenization import Tokenization
 from penstock_frontend.api.openai.version import version
 from penstock_frontend.async_llm import AsyncLLM
@@ -27,16 +31,28 @@ from penstock_frontend.chat_calls import ChatCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
 from penstock_frontend.scoring_calls import ScoringCalls
 
+_RESPONSE = "/v1/responses/{response_id}"
+
 
 def routes(
-    llm: AsyncLLM, chat: ChatCalls, config: FrontendConfig, limits: Reread[LimitsConfig], labels: Sequence[str]
+    llm: AsyncLLM,
+    chat: ChatCalls,
+    config: FrontendConfig,
+    limits: Reread[LimitsConfig],
+    labels: Sequence[str],
+    *,
+    gate: Gate,
+    bodies: Bodies,
 ) -> Sequence[Route]:
-    """All of them. ``labels``: names of the model's classes, in order."""
-    gate, bodies = Gate(config.http), Bodies(config.http)
+    """All of them. ``labels``: names of the model's classes, in order; ``gate`` and ``bodies``: of all calls of the listener."""
     name, scoring = config.model.name, ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     scores, reranking = Scores(llm, scoring, model=name), Reranking(llm, scoring, model=name)
+    store = ResponseStore(config.http.responses)
+    stored = StoredResponses(store)
     posts: dict[str, Handler] = {
+        "/v1/responses": ResponseCreation(llm, chat, store, model=name),
+        f"{_RESPONSE}/cancel": stored.cancel,
         "/v1/completions": Completions(llm, model=name, limits=limits),
         "/v1/chat/completions": ChatCompletions(llm, chat, model=name),
         "/v1/embeddings": Embeddings(llm, model=name),
@@ -54,10 +70,13 @@ def routes(
         "/v1/models": models.list,
         "/v1/models/{name:path}": models.get,
         "/version": version,
+        _RESPONSE: stored.get,
+        f"{_RESPONSE}/input_items": stored.items,
     }
     return [
         *(Route(path, Endpoint(gate, bodies, handler), methods=["POST"]) for path, handler in posts.items()),
         *(Route(path, Endpoint(gate, bodies, handler), methods=["GET"]) for path, handler in gets.items()),
+        Route(_RESPONSE, Endpoint(gate, bodies, stored.delete), methods=["DELETE"]),
     ]
 
 
@@ -67,7 +86,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not serve {request.method}"}
     code = {404: "path_not_found", 405: "method_not_allowed"}
     failure = errors.HttpError(status, message.get(status, f"HTTP {status}"), code.get(status, "http_error"))
-    answer = errors.answer(failure)
+    shape = anthropic.answer if anthropic.is_anthropic(request.url.path) else errors.answer
+    answer = shape(failure, request.headers.get(REQUEST_ID, ""))
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     return Response(answer.body, status, {**headers, **answer.headers}, "application/json")
 

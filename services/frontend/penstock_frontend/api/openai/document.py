@@ -1,6 +1,7 @@
 """``/openapi.json``: what the HTTP API takes and answers, made from the structs that it is made of."""
 
 import importlib.metadata
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock_frontend.api.anthropic.errors import MessagesError
+from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
+from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody
 from penstock_frontend.api.http.page import ClusterState
 from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock_frontend.api.openai.completions import Completion, CompletionRequest
@@ -19,6 +23,9 @@ from penstock_frontend.api.openai.pooling.classification import ClassificationBo
 from penstock_frontend.api.openai.pooling.pooled import PooledList, PoolingBody
 from penstock_frontend.api.openai.pooling.reranking import Ranking, RerankBody
 from penstock_frontend.api.openai.pooling.scores import ScoreBody, ScoreList
+from penstock_frontend.api.openai.responses import response
+from penstock_frontend.api.openai.responses.events import Event
+from penstock_frontend.api.openai.responses.response_body import ResponseBody
 from penstock_frontend.api.openai.sampling_fields import ResponseFormat
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from penstock_frontend.api.openai.version import Version
@@ -30,6 +37,7 @@ _ERRORS = {
     "408": "The body took longer than http.body_timeout.",
     "413": "The body is larger than http.max_body_bytes.",
     "429": "A limit of requests at once is reached.",
+    "529": "No engine takes requests.",
     "503": "No engine takes requests.",
     "504": "The time that x-request-timeout gives is over.",
 }
@@ -47,9 +55,11 @@ class _Operation(msgspec.Struct, frozen=True, kw_only=True):
     chunk: type | None = None
     text: str = ""
     errors: tuple[str, ...] = ()
+    error: type = ErrorBody
 
 
 _CALL = ("400", "404", "408", "413", "429", "503", "504")
+_MESSAGE_CALL = ("400", "404", "408", "413", "429", "504", "529")
 _LOOK = ("400", "408", "413", "429")
 _SCORE = _Operation(summary="How well texts fit one another", body=ScoreBody, answer=ScoreList, errors=_CALL)
 _RERANK = _Operation(summary="Documents by how well they fit", body=RerankBody, answer=Ranking, errors=_CALL)
@@ -63,6 +73,27 @@ _POSTS: Mapping[str, _Operation] = {
         answer=ChatCompletion,
         chunk=ChatCompletionChunk,
         errors=_CALL,
+    ),
+    "/v1/messages": _Operation(
+        summary="Answers a conversation, in Anthropic's protocol",
+        body=MessagesBody,
+        answer=AssistantMessage,
+        chunk=StreamEvent,
+        errors=_MESSAGE_CALL,
+        error=MessagesError,
+    ),
+    "/v1/messages/count_tokens": _Operation(
+        summary="How many tokens a conversation is",
+        body=ConversationBody,
+        answer=TokenCount,
+        errors=_MESSAGE_CALL,
+        error=MessagesError,
+    ),
+    "/v1/responses": _Operation(
+        summary="Answers a conversation", body=ResponseBody, answer=response.Response, chunk=Event, errors=_CALL
+    ),
+    "/v1/responses/{response_id}/cancel": _Operation(
+        summary="Ends a response in the making", answer=response.Response, errors=("404", *_LOOK)
     ),
     "/v1/embeddings": _Operation(
         summary="Vectors of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
@@ -84,6 +115,12 @@ _POSTS: Mapping[str, _Operation] = {
 }
 _GETS: Mapping[str, _Operation] = {
     "/v1/models": _Operation(summary="What is served", answer=ModelList, errors=_LOOK),
+    "/v1/responses/{response_id}": _Operation(
+        summary="A response that was kept", answer=response.Response, errors=("404", *_LOOK)
+    ),
+    "/v1/responses/{response_id}/input_items": _Operation(
+        summary="The items of its input", answer=response.ItemList, errors=("404", *_LOOK)
+    ),
     "/v1/models/{name}": _Operation(summary="One model", answer=Model, errors=("404", *_LOOK)),
     "/version": _Operation(summary="The version of the frontend", answer=Version, errors=_LOOK),
     "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
@@ -95,14 +132,22 @@ _GETS: Mapping[str, _Operation] = {
 }
 
 
+_DELETES: Mapping[str, _Operation] = {
+    "/v1/responses/{response_id}": _Operation(
+        summary="Forgets a response", answer=response.DeletedResponse, errors=("404", *_LOOK)
+    ),
+}
+_METHODS = {"post": _POSTS, "get": _GETS, "delete": _DELETES}
+_PARAMETER = re.compile(r"{(\w+)}")
+
+
 def document(paths: frozenset[str]) -> dict[str, Any]:
     """The OpenAPI document of those of ``paths`` that it knows: others are not served."""
-    operations = [("post", path, each) for path, each in _POSTS.items()]
-    operations += [("get", path, each) for path, each in _GETS.items()]
     described: dict[str, dict[str, Any]] = {}
-    for method, path, each in operations:
-        if path in paths:
-            described.setdefault(path, {})[method] = _operation(path, each)
+    for method, operations in _METHODS.items():
+        for path, each in operations.items():
+            if path in paths:
+                described.setdefault(path, {})[method] = _operation(path, each)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": importlib.metadata.version("penstock-frontend")},
@@ -130,7 +175,7 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
         about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
         event: dict[str, Any] = {"type": "object", "description": about, "properties": {"data": {"type": "string"}}}
         content["text/event-stream"] = {"schema": event}
-    errors = {"application/json": {"schema": _ref(ErrorBody)}} if each.text != "text/plain" else content
+    errors = {"application/json": {"schema": _ref(each.error)}} if each.text != "text/plain" else content
     responses = {code: {"description": _ERRORS[code], "content": errors} for code in each.errors}
     described: dict[str, Any] = {
         "summary": each.summary,
@@ -139,8 +184,9 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
     if each.body is not None:
         body = {"application/json": {"schema": _ref(each.body)}}
         described["requestBody"] = {"required": True, "content": body}
-    if "{name}" in path:
-        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := _PARAMETER.findall(path):
+        string = {"type": "string"}
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": string} for name in names]
     return described
 
 
@@ -149,15 +195,15 @@ def _ref(kind: type | None) -> dict[str, str]:
 
 
 def _schemas() -> dict[str, Any]:
-    kinds: list[type] = [ErrorBody, ResponseFormat]
-    for each in (*_POSTS.values(), *_GETS.values()):
+    kinds: list[type] = [ErrorBody, MessagesError, ResponseFormat]
+    for each in (operation for operations in _METHODS.values() for operation in operations.values()):
         kinds += [kind for kind in (each.body, each.answer, each.chunk) if kind is not None]
     _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
     for each in _POSTS.values():
         properties = schemas[each.body.__name__]["properties"] if each.body is not None else {}
         for name in [name for name, schema in properties.items() if schema == _UNTYPED]:
             del properties[name]
-    for kind in (CompletionRequest, ChatCompletionRequest):
+    for kind in (CompletionRequest, ChatCompletionRequest, ResponseBody):
         properties = schemas[kind.__name__]["properties"]
         properties["response_format"] = {"anyOf": [_ref(ResponseFormat), {"type": "null"}]}
     return schemas

@@ -15,7 +15,7 @@ from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.pooling.inputs import Input, inputs_of
+from penstock_frontend.api.openai.pooling.input_fields import Input, inputs_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted
@@ -21,6 +21,8 @@ from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.config import HttpConfig
 
 REQUEST_ID = "x-request-id"
+_SHORT_REQUEST_ID = "request-id"
+"""What Anthropic's clients read."""
 TIMEOUT = "x-request-timeout"
 _MAX_TIMEOUT = 86_400.0
 """Seconds."""
@@ -30,13 +32,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What a call says beside its body.
 
     ``given_id``: the client's header, ``request_id`` that or a random one. ``context``: what the headers say of the call's
-    requests. ``path``: the parameters of the path.
+    requests. ``path`` and ``query``: the parameters of the path, and those behind it.
     """
 
     request_id: str
     given_id: str
     context: RequestContext
     path: Mapping[str, str]
+    query: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
         """The id of an answer: its kind, and the header's id, the body's or a random one."""
@@ -46,6 +49,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 Answer: TypeAlias = msgspec.Struct | EventStream
 Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
 """Decodes the body, and closes it once the call is admitted."""
+ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]
+"""An error as a protocol tells it, of the call with that id."""
 
 
 class Gate:
@@ -76,8 +81,9 @@ class Endpoint:
     compute for it.
     """
 
-    def __init__(self, gate: Gate, bodies: Bodies, handler: Handler) -> None:
+    def __init__(self, gate: Gate, bodies: Bodies, handler: Handler, shape: ErrorShape = errors.answer) -> None:
         self._gate = gate
+        self._shape = shape
         self._bodies = bodies
         self._handler = handler
 
@@ -85,7 +91,7 @@ class Endpoint:
         """Serve one call."""
         headers = Headers(scope=scope)
         request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
-        echo = {REQUEST_ID: request_id}
+        echo = {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
         try:
             with self._bodies.open() as body:
                 await body.read(receive)
@@ -94,16 +100,16 @@ class Endpoint:
         except ClientGone:
             return
         except (ResourceExhausted, errors.HttpError) as e:
-            await send_error(send, e, echo)
+            await send_error(send, e, echo, self._shape)
 
     async def _answer(
         self, headers: Headers, scope: Scope, request_id: str, body: Body, send: Send, echo: Mapping[str, str]
     ) -> None:
         try:
-            answer = await self._handler(_call(headers, request_id, scope.get("path_params", {})), body)
+            answer = await self._handler(_call(headers, request_id, scope), body)
             whole = b"" if isinstance(answer, EventStream) else msgspec.json.encode(answer)
         except Exception as e:
-            await send_error(send, errors.renamed(e, {}) if isinstance(e, RequestFailed) else e, echo)
+            await send_error(send, errors.renamed(e, {}) if isinstance(e, RequestFailed) else e, echo, self._shape)
             return
         if isinstance(answer, EventStream):
             await answer.write(scope, send, echo)
@@ -111,9 +117,11 @@ class Endpoint:
             await send_json(send, 200, whole, echo)
 
 
-async def send_error(send: Send, error: Exception, headers: Mapping[str, str]) -> None:
+async def send_error(
+    send: Send, error: Exception, headers: Mapping[str, str], shape: ErrorShape = errors.answer
+) -> None:
     """The error as an answer. ``headers``: with the request's id."""
-    answer = errors.answer(error, headers.get(REQUEST_ID, ""))
+    answer = shape(error, headers.get(REQUEST_ID, ""))
     await send_json(send, answer.status, answer.body, {**answer.headers, **headers})
 
 
@@ -136,12 +144,13 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _call(headers: Headers, request_id: str, path: Mapping[str, str]) -> Call:
+def _call(headers: Headers, request_id: str, scope: Scope) -> Call:
     return Call(
         request_id=request_id,
         given_id=headers.get(REQUEST_ID, ""),
         context=context_of_call(headers, deadline=_deadline(headers.get(TIMEOUT))),
-        path=path,
+        path=scope.get("path_params", {}),
+        query=QueryParams(scope.get("query_string", b"")),
     )
 
 

@@ -70,6 +70,19 @@ class Generation(Generic[O]):
     ) -> None:
         self._release()
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts that are on their way to engines, which all are that have an output."""
+        return sum(len(live.prompt_token_ids) for live in self._lives)
+
+    def cancel(self) -> None:
+        """End the requests with what there is of their outputs: those that have begun with finish reason ABORT, others with
+        Cancelled.
+        """
+        for live in self._lives:
+            live.abort()
+            self._llm.abort(live)
+
     def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
         """Outputs of all requests as they come. Raises the RequestFailed of the first that fails, in the client's terms.
 

@@ -1,7 +1,7 @@
 """Server-sent events: how an answer is streamed."""
 
 import functools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -12,8 +12,19 @@ from penstock_frontend.api.openai import errors
 from penstock_frontend.api.openai.http_send import send_head
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of a stream of OpenAI's first protocols."""
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ENCODER = msgspec.json.Encoder()
+
+
+class StreamForm(msgspec.Struct, frozen=True):
+    """How a protocol writes events. ``failure``: the event for what an error is told with, which comes when the status is sent;
+    ``end``: what comes last.
+    """
+
+    event: Callable[[msgspec.Struct], bytes]
+    failure: Callable[[Exception, str], bytes]
+    end: bytes = b""
 
 
 class EventStream:
@@ -23,22 +34,27 @@ class EventStream:
     produces meanwhile gathers in the request's collector: a slow client gets fewer, larger chunks.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None], form: StreamForm) -> None:
         """``first``: the event of the first chunk."""
         self._first = first
         self._rest = rest
+        self._form = form
 
     @classmethod
-    async def started(cls, chunks: AsyncGenerator[msgspec.Struct, None]) -> "EventStream":
-        """Wait for the first of ``chunks``. Raises what it fails with."""
+    async def started(
+        cls, chunks: AsyncGenerator[msgspec.Struct, None], form: StreamForm | None = None
+    ) -> "EventStream":
+        """Wait for the first of ``chunks``. ``form``: that of completions if it is not given. Raises what it fails with."""
+        form = form or CHUNKS
         try:
-            return cls(_event(await anext(chunks)), chunks)
+            return cls(form.event(await anext(chunks)), chunks, form)
         except BaseException:
             await chunks.aclose()  # the work behind it has ended, or ends now
             raise
 
     async def write(self, scope: Scope, send: Send, headers: Mapping[str, str]) -> None:
-        """Send everything, ``[DONE]`` last, also behind an error. However this ends, the work behind the chunks ends."""
+        """Send everything, the form's end last, also behind an error. However this ends, the work behind the chunks ends."""
+        event = self._form.event
         pieces: Pieces | None = scope.get("extensions", {}).get(PIECES)
         write = pieces.write if pieces is not None else functools.partial(_send, send)
         async with aclosing(self._rest) as rest:
@@ -46,16 +62,31 @@ class EventStream:
             await write(self._first)
             try:
                 async for chunk in rest:
-                    await write(_event(chunk))
+                    await write(event(chunk))
             except Exception as e:  # the status is sent: all that is left is an event
-                await write(b"data: %b\n\n" % errors.answer(e, headers.get("x-request-id", "")).body)
-            await write(DONE)
+                await write(self._form.failure(e, headers.get("x-request-id", "")))
+            if self._form.end:
+                await write(self._form.end)
             await send({"type": "http.response.body", "body": b""})
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
     """JSON has no raw line breaks, so it is one line."""
     return b"data: %b\n\n" % _ENCODER.encode(chunk)
+
+
+def _failure(error: Exception, request_id: str) -> bytes:
+    return b"data: %b\n\n" % errors.answer(error, request_id).body
+
+
+def named(chunk: msgspec.Struct) -> bytes:
+    """An event that is named after the ``type`` of its chunk."""
+    kind: str = chunk.type  # type: ignore[attr-defined]
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _ENCODER.encode(chunk))
+
+
+CHUNKS = StreamForm(_event, _failure, DONE)
+"""Of completions: events without names."""
 
 
 async def _send(send: Send, event: bytes) -> None:

@@ -13,7 +13,7 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.pooling.inputs import (
+from penstock_frontend.api.openai.pooling.input_fields import (
     Input,
     PoolingFields,
     PoolingUsage,

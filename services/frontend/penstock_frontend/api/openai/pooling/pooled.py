@@ -16,7 +16,7 @@ from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.pooling.inputs import (
+from penstock_frontend.api.openai.pooling.input_fields import (
     Input,
     PoolingFields,
     PoolingUsage,

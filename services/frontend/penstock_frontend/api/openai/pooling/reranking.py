@@ -9,7 +9,7 @@ from penstock_frontend.api.openai.bodies import Body
 from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
-from penstock_frontend.api.openai.pooling.inputs import PoolingFields, PoolingUsage, check, usage_of
+from penstock_frontend.api.openai.pooling.input_fields import PoolingFields, PoolingUsage, check, usage_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.scoring_calls import ScoringCalls

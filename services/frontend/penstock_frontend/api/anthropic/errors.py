@@ -1,0 +1,62 @@
+"""Errors as Anthropic's: ``{"type": "error", "error": {type, message}, "request_id"}`` and a status."""
+
+import msgspec
+
+from penstock_frontend.api.openai import errors as openai
+
+PREFIX = "/v1/messages"
+"""What the paths of the protocol begin with."""
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OVERLOADED = 529
+"""What clients of Anthropic's take for a server that has no room now."""
+
+
+class MessagesErrorDetails(msgspec.Struct, frozen=True):
+    """What went wrong. The message begins with the field at fault, where there is one."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer that is not 200, and the event that ends a stream that failed."""
+
+    type: str = "error"
+    error: MessagesErrorDetails
+    request_id: str | None = None
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether who asks for that path speaks Anthropic's protocol."""
+    return path == PREFIX or path.startswith(f"{PREFIX}/")
+
+
+def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:
+    """What a client is told. Anything but RequestFailed and HttpError is an incident: logged, and 500 without its text."""
+    told = openai.answer(error, request_id)
+    details = msgspec.json.decode(told.body, type=openai.ErrorBody).error
+    message = details.message
+    if details.param and not message.startswith(details.param):
+        message = f"{details.param}: {message}"
+    body = MessagesError(
+        error=MessagesErrorDetails(_TYPES.get(told.status, "api_error"), message), request_id=request_id or None
+    )
+    return openai.ErrorAnswer(
+        _OVERLOADED if told.status == 503 else told.status, msgspec.json.encode(body), told.headers
+    )
+
+
+def event(error: Exception, request_id: str) -> bytes:
+    """The event that ends a stream."""
+    return b"event: error\ndata: %b\n\n" % answer(error, request_id).body

@@ -1,0 +1,140 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: conversations in Anthropic's protocol."""
+
+import functools
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from penstock_common.errors import RequestFailed
+from penstock_common.types.sampling import OutputKind
+from penstock_frontend.admission import demand_of
+from penstock_frontend.api.anthropic import errors
+from penstock_frontend.api.anthropic.message import AssistantMessage, StreamEvent, TokenCount
+from penstock_frontend.api.anthropic.message_writer import MessageWriter
+from penstock_frontend.api.anthropic.messages_body import ConversationBody, MessagesBody, check
+from penstock_frontend.api.anthropic.turns import (
+    Turns,
+    choice_of,
+    continues,
+    format_constraint,
+    template_kwargs,
+    tools_of,
+    turns_of,
+)
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.errors import renamed
+from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ChatRequest
+from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.processing.chat.answers import ChatOutput
+
+EVENTS = StreamForm(named, errors.event)
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
+_NAMES = {
+    "text": "messages",
+    "prompt": "messages",
+    "continue_final_message": "messages",
+    "sampling_params.stop": "stop_sequences",
+    "sampling_params.structured_output.json_schema": "output_config.format.schema",
+    "sampling_params.structured_output": "output_config.format",
+}
+
+
+class Messages:
+    """The handlers."""
+
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls, *, model: str) -> None:
+        self._llm = llm
+        self._chat = chat
+        self._model = model
+
+    async def create(self, call: Call, given: Body) -> Answer:
+        """Answer the conversation. Raises RequestFailed."""
+        body = await given.decode(MessagesBody)
+        self._llm.inputs.check_model(body.model or "")
+        check(body)
+        turns = turns_of(body)
+        request = _request(body, call, turns, _sampling(body))
+        demand = demand_of(request)
+        self._llm.check_room([demand])
+        label = request.context.external_request_id
+        source = Source(label, demand, functools.partial(self._chat.run, request), _names(turns))
+        choice = body.tool_choice
+        writer = MessageWriter(
+            label,
+            self._model,
+            parallel_calls=choice is None or not choice.disable_parallel_tool_use,
+        )
+        generation = Generation(self._llm, [source], given)
+        if body.stream:
+            return await EventStream.started(_events(writer, generation), EVENTS)
+        return await _whole(writer, generation)
+
+    async def count(self, call: Call, given: Body) -> Answer:
+        """How many tokens the conversation is. Raises RequestFailed."""
+        body = await given.decode(ConversationBody)
+        self._llm.inputs.check_model(body.model or "")
+        check(body)
+        turns = turns_of(body)
+        try:
+            rendered = await self._chat.renderer.render(_request(body, call, turns, {}))
+            encoded = await self._llm.encode(str(rendered.prompt), add_special_tokens=rendered.add_special_tokens)
+        except RequestFailed as e:
+            raise renamed(e, _names(turns)) from e
+        return TokenCount(len(encoded.ids))
+
+
+async def _whole(writer: MessageWriter, generation: Generation[ChatOutput]) -> AssistantMessage:
+    with generation:
+        async with aclosing(generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for _ in writer.take(output):
+                    pass
+    return writer.whole()
+
+
+async def _events(writer: MessageWriter, generation: Generation[ChatOutput]) -> AsyncGenerator[StreamEvent, None]:
+    begun = False
+    with generation:
+        async with aclosing(generation.outputs()) as outputs:
+            async for _, output in outputs:
+                if not begun:
+                    begun = True
+                    yield writer.begin(generation.prompt_tokens)
+                for event in writer.take(output):
+                    yield event
+
+
+def _request(body: ConversationBody, call: Call, turns: Turns, sampling: dict[str, Any]) -> ChatRequest:
+    choice, named_tool = choice_of(body.tool_choice, tools=bool(body.tools))
+    return ChatRequest(
+        messages=turns.messages,
+        tools=tools_of(body.tools),
+        tool_choice=choice,
+        named_tool=named_tool,
+        continue_final_message=continues(body),
+        template_kwargs=template_kwargs(body),
+        sampling=sampling,
+        context=context_of(call, "msg", body),
+    )
+
+
+def _sampling(body: MessagesBody) -> dict[str, Any]:
+    # Pieces also for an answer in one piece: its blocks are those of the stream.
+    values: dict[str, Any] = {"output_kind": OutputKind.DELTA}
+    values |= {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if body.stop_sequences is not None:
+        values["stop"] = tuple(body.stop_sequences)
+    format_ = body.output_config.format if body.output_config is not None else None
+    if (constraint := format_constraint(format_)) is not None:
+        values["structured_output"] = constraint
+    return values
+
+
+def _names(turns: Turns) -> Mapping[str, str]:
+    """Our names of fields to the client's."""
+    return {**{f"messages[{index}]": place for index, place in enumerate(turns.places)}, **_NAMES}

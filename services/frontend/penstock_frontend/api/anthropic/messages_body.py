@@ -1,0 +1,118 @@
+"""The bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import Unimplemented
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.context import GenerationContextFields
+
+_INT32_MAX = 2**31 - 1
+_REFUSED = {"container": "", "context_management": "", "mcp_servers": "", "output_format": "output_config.format"}
+_THINKING = ("enabled", "adaptive", "disabled")
+
+
+class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A block of a message's content. What thinking is signed with is not read."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: "str | list[BlockBody] | None" = None
+    is_error: bool | None = None
+
+
+class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn."""
+
+    role: str
+    content: str | list[BlockBody]
+
+
+class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the client runs. ``type``: null or ``custom``; tools that Anthropic runs have others."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``auto``, ``any``, ``none``, or ``tool`` with its name."""
+
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the model thinks first, where its template lets a client say so. There is no budget for it."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class AnswerFormatBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of the answer: ``json_schema``."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer is to be like. ``effort`` is a variable of the chat template."""
+
+    effort: str | None = None
+    format: AnswerFormatBody | None = None
+
+
+class ConversationBody(GenerationContextFields, kw_only=True):
+    """What both bodies have."""
+
+    messages: list[TurnBody]
+    system: str | list[BlockBody] | None = None
+    tools: list[ClientToolBody] | None = None
+    tool_choice: ToolUseChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfigBody | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    output_format: Any = None
+
+
+class MessagesBody(ConversationBody, kw_only=True):
+    """The body of a call for a message."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def check(body: ConversationBody) -> None:
+    """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
+    refuse_fields(body, _REFUSED)
+    if body.thinking is not None:
+        if body.thinking.type not in _THINKING:
+            raise Unimplemented(
+                f"thinking.type is {body.thinking.type!r}; known: {', '.join(_THINKING)}", field="thinking.type"
+            )
+        if body.thinking.display == "omitted":
+            raise Unimplemented(
+                "thinking.display is 'omitted'; what the model thinks is shown", field="thinking.display"
+            )
+        check_range("thinking.budget_tokens", body.thinking.budget_tokens, 1, _INT32_MAX)
+    if isinstance(body, MessagesBody):
+        check_range("max_tokens", body.max_tokens, 1, _INT32_MAX)
+        check_range("top_k", body.top_k, 0, _INT32_MAX)

@@ -1,0 +1,217 @@
+"""``POST /v1/responses``: answers a conversation, which a later response may go on with."""
+
+import functools
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from penstock_common.errors import Cancelled, InvalidArgument
+from penstock_common.types.sampling import OutputKind
+from penstock_frontend.admission import demand_of
+from penstock_frontend.api.openai import errors, sampling_fields
+from penstock_frontend.api.openai.bodies import Body
+from penstock_frontend.api.openai.context import context_of
+from penstock_frontend.api.openai.endpoint import Answer, Call
+from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.responses import input_items, response
+from penstock_frontend.api.openai.responses.events import Event
+from penstock_frontend.api.openai.responses.response import Response
+from penstock_frontend.api.openai.responses.response_body import (
+    FormatBody,
+    InputItem,
+    InputPart,
+    ReasoningBody,
+    ResponseBody,
+    TextBody,
+    check,
+)
+from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
+from penstock_frontend.api.openai.responses.response_writer import ResponseWriter
+from penstock_frontend.api.openai.sse import EventStream, StreamForm, named
+from penstock_frontend.async_llm import AsyncLLM
+from penstock_frontend.call_types import ChatMessage, ChatRequest
+from penstock_frontend.chat_calls import ChatCalls
+from penstock_frontend.processing.chat.answers import ChatOutput
+
+
+def _unexpected(error: Exception, request_id: str) -> bytes:
+    return b"event: error\ndata: %b\n\n" % errors.answer(error, request_id).body
+
+
+EVENTS = StreamForm(named, _unexpected)
+
+
+class ResponseCreation:
+    """The handler."""
+
+    def __init__(self, llm: AsyncLLM, chat: ChatCalls, store: ResponseStore, *, model: str) -> None:
+        self._llm = llm
+        self._chat = chat
+        self._store = store
+        self._model = model
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Answer the conversation. Raises RequestFailed."""
+        body = await given.decode(ResponseBody)
+        self._llm.inputs.check_model(body.model or "")
+        check(body)
+        keep = self._store.enabled if body.store is None else body.store
+        if keep and not self._store.enabled:
+            raise InvalidArgument(
+                "store is true; this server keeps no responses (http.responses.max_stored is 0)",
+                field="store",
+                reason="RESPONSES_NOT_STORED",
+            )
+        given_turns, tenant = input_items.turns_of(body.input), call.context.tenant
+        before = (
+            self._store.messages(tenant, body.previous_response_id) if body.previous_response_id is not None else []
+        )
+        messages = [*before, *given_turns.messages]
+        request = _request(body, call, messages)
+        num_before = len(request.messages) - len(given_turns.messages)
+        names = input_items.names(body, sampling_fields.names(body), given_turns.places, num_before)
+        demand = demand_of(request)
+        self._llm.check_room([demand])
+        label = request.context.external_request_id
+        source = Source(label, demand, functools.partial(self._chat.run, request), names)
+        # Clients may give an id to several calls; a response has one of its own.
+        response_id = f"resp_{uuid.uuid4().hex if call.given_id else call.request_id}"
+        making = _Making(self._begun(body, response_id, keep=keep), self._llm, body, tenant, messages)
+        generation = Generation(self._llm, [source], given)
+        if body.stream:
+            return await EventStream.started(making.events(generation, self._store), EVENTS)
+        return await making.whole(generation, self._store)
+
+    def _begun(self, body: ResponseBody, response_id: str, *, keep: bool) -> Response:
+        text = body.text or TextBody()
+        return Response(
+            id=response_id,
+            created_at=int(time.time()),
+            status=response.IN_PROGRESS,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning or ReasoningBody(),
+            store=keep,
+            temperature=body.temperature,
+            text=TextBody(format=text.format or FormatBody(type="text"), verbosity=text.verbosity),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=body.top_p,
+            user=body.user,
+        )
+
+
+class _Making:
+    """One response in the making. ``messages``: the conversation that it answers, without instructions."""
+
+    def __init__(
+        self, begun: Response, llm: AsyncLLM, body: ResponseBody, tenant: str, messages: Sequence[ChatMessage]
+    ) -> None:
+        reasoning = llm.inputs.reasoning
+        self._writer = ResponseWriter(
+            begun,
+            parallel_calls=begun.parallel_tool_calls,
+            reasoning=body.include_reasoning is not False,
+            top_logprobs=begun.top_logprobs if body.with_logprobs else None,
+            reasoning_tokens=reasoning.tokens if reasoning is not None else None,
+        )
+        self._tenant = tenant
+        self._items = _items(body.input)
+        self._messages = messages
+
+    async def whole(self, generation: Generation[ChatOutput], store: ResponseStore) -> Response:
+        """The response, once it has ended. Raises RequestFailed, except for one that was cancelled."""
+        with generation:
+            self._begin(generation, store)
+            try:
+                async with aclosing(generation.outputs()) as outputs:
+                    async for _, output in outputs:
+                        for _ in self._writer.take(output):
+                            pass
+            except Cancelled as e:
+                self._writer.fail(e)
+            except BaseException:
+                store.end(self._tenant, self._writer.response.id)
+                raise
+        self._end(store)
+        return self._writer.response
+
+    async def events(self, generation: Generation[ChatOutput], store: ResponseStore) -> AsyncGenerator[Event, None]:
+        """The response's events. What fails before the first output is raised, what fails later is the last event."""
+        begun = False
+        with generation:
+            self._begin(generation, store)
+            try:
+                async with aclosing(generation.outputs()) as outputs:
+                    async for _, output in outputs:
+                        if not begun:
+                            begun = True
+                            for event in self._writer.begin():
+                                yield event
+                        for event in self._writer.take(output):
+                            yield event
+            except Exception as e:
+                if not begun:
+                    store.end(self._tenant, self._writer.response.id)
+                    raise
+                self._writer.fail(e)
+            except BaseException:  # the client is gone
+                store.end(self._tenant, self._writer.response.id)
+                raise
+        self._end(store)
+        yield self._writer.last()
+
+    def _begin(self, generation: Generation[ChatOutput], store: ResponseStore) -> None:
+        if self._writer.response.store:
+            store.begin(self._tenant, Running(self._writer.response, self._items, generation.cancel))
+
+    def _end(self, store: ResponseStore) -> None:
+        ended = self._writer.response
+        if store.end(self._tenant, ended.id) and ended.status != response.FAILED:
+            messages = [*self._messages, *input_items.answered(self._writer.blocks.all)]
+            store.keep(self._tenant, ended, self._items, messages)
+
+
+def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage]) -> ChatRequest:
+    # Pieces also for an answer in one piece: its items are those of the stream.
+    values = {**sampling_fields.values(body), "output_kind": OutputKind.DELTA}
+    if body.max_output_tokens is not None:
+        values["max_tokens"] = body.max_output_tokens
+    if body.with_logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    if body.text is not None and (constraint := input_items.format_constraint(body.text.format)) is not None:
+        if "structured_output" in values and values["structured_output"].constrains:
+            raise InvalidArgument(
+                "text.format and structured_outputs both constrain the output; set one", field="structured_outputs"
+            )
+        values["structured_output"] = constraint
+    choice, named = input_items.choice_of(body.tool_choice, tools=bool(body.tools))
+    instructions = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
+    return ChatRequest(
+        messages=[*instructions, *messages],
+        tools=input_items.tools_of(body.tools),
+        tool_choice=choice,
+        named_tool=named,
+        template_kwargs=input_items.template_kwargs(body),
+        sampling=values,
+        context=context_of(call, "resp", body),
+    )
+
+
+def _items(given: str | Sequence[InputItem]) -> list[InputItem]:
+    """The input as items that each have an id and a type."""
+    if isinstance(given, str):
+        part = InputPart(type="input_text", text=given)
+        given = [InputItem(type="message", role="user", content=[part])]
+    return [
+        msgspec.structs.replace(item, id=item.id or f"item_{uuid.uuid4().hex}", type=item.type or "message")
+        for item in given
+    ]

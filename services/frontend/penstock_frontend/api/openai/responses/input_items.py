@@ -1,0 +1,217 @@
+"""A response's input and tools to the domain's, and its output to what a later response goes on with."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.types.sampling import StructuredOutput
+from penstock_frontend.api.openai.responses.response_body import (
+    FormatBody,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    ResponseBody,
+    ToolChoiceBody,
+)
+from penstock_frontend.call_types import ChatMessage, ContentPart, Tool, ToolCall
+from penstock_frontend.processing.chat.blocks import Block, BlockKind
+from penstock_frontend.processing.chat.tool_choice import named_choice
+
+_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+
+
+class Turns(NamedTuple):
+    """The domain's messages, and the item that each begins with, as errors call it."""
+
+    messages: list[ChatMessage]
+    places: list[str]
+
+
+def turns_of(given: str | Sequence[InputItem]) -> Turns:
+    """The input's. What an assistant thought, said and called, one behind the other, is one message.
+
+    Raises InvalidArgument, Unimplemented.
+    """
+    if isinstance(given, str):
+        return Turns([ChatMessage(role="user", content=given)], ["input"])
+    turns, places = _Turns(), []
+    for index, item in enumerate(given):
+        before = turns.count
+        _add(turns, item, f"input[{index}]")
+        places += [f"input[{index}]"] * (turns.count - before)
+    return Turns(turns.all(), places)
+
+
+def answered(blocks: Iterable[Block]) -> list[ChatMessage]:
+    """What an assistant has answered, as messages."""
+    turns = _Turns()
+    for block in blocks:
+        if block.kind is BlockKind.REASONING:
+            turns.thought(block.text)
+        elif block.kind is BlockKind.TEXT:
+            turns.said(block.text)
+        else:
+            turns.called(ToolCall(id=block.call_id, name=block.name, arguments=block.text))
+    return turns.all()
+
+
+def tools_of(bodies: Sequence[FunctionTool] | None) -> list[Tool]:
+    """The domain's tools. Raises Unimplemented for those that are no functions."""
+    for index, body in enumerate(bodies or ()):
+        _check_function(body.type, f"tools[{index}]")
+    return [
+        Tool(name=body.name, description=body.description or "", parameters=body.parameters) for body in bodies or ()
+    ]
+
+
+def choice_of(choice: str | ToolChoiceBody | None, *, tools: bool) -> tuple[str, str]:
+    """The domain's ``tool_choice`` and ``named_tool``. Without a choice it is ``auto``, without tools ``none``."""
+    if choice is None:
+        return ("auto" if tools else "none"), ""
+    if isinstance(choice, str):
+        return choice if tools or choice != "auto" else "none", ""
+    _check_function(choice.type, "tool_choice")
+    return named_choice(choice.name, field="tool_choice.name")
+
+
+def template_kwargs(body: ResponseBody) -> dict[str, Any]:
+    """Variables of the chat template."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning.effort if body.reasoning else None
+    if effort == "none":
+        kwargs.setdefault("enable_thinking", False)
+    elif effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    return kwargs
+
+
+def format_constraint(format_: FormatBody | None) -> StructuredOutput | None:
+    """What ``text.format`` asks of the output. Raises InvalidArgument."""
+    match format_.type if format_ else "text":
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutput(json_object=True)
+        case "json_schema" if format_ and format_.schema is not None:
+            return StructuredOutput(json_schema=msgspec.json.encode(format_.schema).decode())
+        case "json_schema":
+            raise InvalidArgument("text.format.schema is not set", field="text.format.schema")
+        case kind:
+            raise InvalidArgument(
+                f"text.format.type is {kind!r}; known: text, json_object, json_schema", field="text.format.type"
+            )
+
+
+def names(body: ResponseBody, of_sampling: Mapping[str, str], places: Sequence[str], before: int) -> Mapping[str, str]:
+    """Our names of fields to the client's, for errors. ``of_sampling``: those of the common fields; ``places``: of the input's
+    messages, which stand behind ``before`` others.
+    """
+    path = "sampling_params.structured_output"
+    of_format = {f"{path}.json_schema": "text.format.schema", path: "text.format"}
+    return {
+        **{f"messages[{before + index}]": place for index, place in enumerate(places)},
+        "text": "input",
+        "prompt": "input",
+        "messages": "input",
+        "sampling_params.max_tokens": "max_output_tokens",
+        **(of_sampling if body.structured_outputs is not None else of_format),
+    }
+
+
+class _Turns:
+    """Messages in the making. The assistant's last one takes more, in the order in which templates write it."""
+
+    def __init__(self) -> None:
+        self._done: list[ChatMessage] = []
+        self._open: ChatMessage | None = None
+
+    def all(self) -> list[ChatMessage]:
+        self._close()
+        return self._done
+
+    @property
+    def count(self) -> int:
+        return len(self._done) + (self._open is not None)
+
+    def add(self, message: ChatMessage) -> None:
+        self._close()
+        self._done.append(message)
+
+    def thought(self, text: str) -> None:
+        if self._open is None or self._open.content is not None or self._open.tool_calls:
+            self._begin()
+        self._change(reasoning=(self._open.reasoning if self._open else "") + text)
+
+    def said(self, content: str | Sequence[ContentPart] | None) -> None:
+        if self._open is None or self._open.content is not None or self._open.tool_calls:
+            self._begin()
+        self._change(content=content)
+
+    def called(self, call: ToolCall) -> None:
+        if self._open is None:
+            self._begin()
+        self._change(tool_calls=[*(self._open.tool_calls if self._open else ()), call])
+
+    def _begin(self) -> None:
+        self._close()
+        self._open = ChatMessage(role="assistant")
+
+    def _change(self, **fields: Any) -> None:
+        self._open = msgspec.structs.replace(self._open or ChatMessage(role="assistant"), **fields)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._done.append(self._open)
+            self._open = None
+
+
+def _add(turns: _Turns, item: InputItem, path: str) -> None:
+    match item.type or "message":
+        case "message":
+            if item.role is None:
+                raise _missing(f"{path}.role")
+            content = _content(item.content, f"{path}.content")
+            if item.role == "assistant":
+                turns.said(content)
+            else:
+                turns.add(ChatMessage(role=item.role, content=content))
+        case "function_call":
+            if not item.name:
+                raise _missing(f"{path}.name")
+            turns.called(ToolCall(id=item.call_id or "", name=item.name, arguments=item.arguments or ""))
+        case "function_call_output":
+            if not item.call_id:
+                raise _missing(f"{path}.call_id")
+            output = _content(item.output, f"{path}.output")
+            turns.add(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+        case "reasoning":
+            parts = item.content or item.summary or ()
+            if thoughts := parts if isinstance(parts, str) else "".join(part.text for part in parts):
+                turns.thought(thoughts)
+        case kind:
+            raise Unimplemented(
+                f"{path}.type is {kind!r}; known: message, function_call, function_call_output, reasoning",
+                field=f"{path}.type",
+            )
+
+
+def _content(content: str | Sequence[InputPart] | None, path: str) -> str | list[ContentPart]:
+    """Text, or parts of text. Raises Unimplemented for other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type not in _TEXT_TYPES:
+            field = f"{path}[{index}].type"
+            raise Unimplemented(f"{field} is {part.type!r}; this model takes text", field=field)
+    return [ContentPart(type="text", text=part.text or part.refusal) for part in content]
+
+
+def _missing(field: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
+
+
+def _check_function(kind: str, path: str) -> None:
+    if kind != "function":
+        raise Unimplemented(f"{path}.type is {kind!r}; only 'function' is served", field=f"{path}.type")

@@ -1,0 +1,155 @@
+"""The body of a call that makes a response."""
+
+from typing import Any
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_frontend.api.openai import sampling_fields
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
+from penstock_frontend.api.openai.sampling_fields import SamplingFields
+
+_INT32_MAX = 2**31 - 1
+_MOST_METADATA = 16
+_REFUSED = {
+    "conversation": "previous_response_id",
+    "prompt": "input",
+    "context_management": "",
+    "max_tool_calls": "",
+    "moderation": "",
+    "previous_response": "previous_response_id",
+    "previous_input_messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "prompt_logprobs": "",
+    "truncate_prompt_tokens": "",
+    "return_token_ids": "",
+}
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+
+
+class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of an item: text, under one of its names."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An item of the input: a message, a call of a function, what one gave, or reasoning. Items of outputs are taken as well."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    id: str | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call. Schemas of tools that must be called are enforced, whatever ``strict`` says."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The tool that must be called."""
+
+    type: str
+    name: str = ""
+
+
+class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form of the text: ``text``, ``json_object``, or ``json_schema``, which is always enforced."""
+
+    type: str
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What text is to be like."""
+
+    format: FormatBody | None = None
+    verbosity: str | None = None
+
+
+class ReasoningBody(msgspec.Struct, frozen=True, kw_only=True):
+    """How much the model is to reason: a variable of its chat template; ``none``: not at all, where the template knows that."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseBody(SamplingFields, kw_only=True):
+    """The body. ``input``: a text, or items. The common fields of completions are vLLM's here."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    include: list[str] | None = None
+    include_reasoning: bool | None = None
+    top_logprobs: int | None = None
+    user: str | None = None
+    background: bool | None = None
+    truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    previous_response: Any = None
+    previous_input_messages: Any = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the text's log-probabilities are asked for."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+
+def check(body: ResponseBody) -> None:
+    """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
+    raw = bytes(body.response_format)
+    refuse_fields(
+        body, {name: use for name, use in _REFUSED.items() if name != "response_format" or raw not in (b"", b"null")}
+    )
+    sampling_fields.check(body)
+    for name, served in (("background", False), ("truncation", "disabled"), ("n", 1)):
+        if (value := getattr(body, name)) not in (None, served):
+            raise Unimplemented(f"{name} is {value!r}; only {served!r} is served", field=name)
+    check_range("max_output_tokens", body.max_output_tokens, 1, _INT32_MAX)
+    check_range("top_logprobs", body.top_logprobs, 0, _INT32_MAX)
+    for index, name in enumerate(body.include or ()):
+        if name not in _INCLUDED:
+            field = f"include[{index}]"
+            raise Unimplemented(f"{field} is {name!r}; known: {', '.join(_INCLUDED)}", field=field)
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise Unimplemented(
+            f"text.verbosity is {body.text.verbosity!r}; only 'medium' is served", field="text.verbosity"
+        )
+    if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
+        raise Unimplemented("reasoning.summary is set; reasoning is shown as it is", field="reasoning.summary")
+    if len(body.metadata or ()) > _MOST_METADATA:
+        raise InvalidArgument(
+            f"metadata has {len(body.metadata or ())} entries; it may have {_MOST_METADATA}", field="metadata"
+        )

@@ -1,0 +1,227 @@
+"""A response in the making: its items, its events, what it counts."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock_common.errors import Cancelled, RequestFailed
+from penstock_common.types.outputs import FinishReason
+from penstock_common.types.request import ReasoningTokens
+from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.choice_logprobs import ContentLogprob, chat_logprobs
+from penstock_frontend.api.openai.responses import events, response
+from penstock_frontend.api.openai.responses.items import (
+    FunctionCallItem,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    Part,
+    ReasoningItem,
+    ReasoningText,
+)
+from penstock_frontend.api.openai.responses.response import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseError,
+    ResponseUsage,
+)
+from penstock_frontend.call_types import Finish
+from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.blocks import Block, BlockKind, BlockPiece, Blocks
+from penstock_frontend.processing.chat.reasoning_tokens import ReasoningTokenCount
+
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.REPETITION: "repetition"}
+
+E = TypeVar("E", bound=events.Event)
+
+
+class ResponseWriter:
+    """Makes events of outputs, and keeps the response as it is now. ``reasoning``: whether it is shown; ``top_logprobs``: None
+    without log-probabilities.
+    """
+
+    def __init__(
+        self,
+        begun: Response,
+        *,
+        parallel_calls: bool,
+        reasoning: bool,
+        top_logprobs: int | None,
+        reasoning_tokens: ReasoningTokens | None,
+    ) -> None:
+        self.response = begun
+        self.blocks = Blocks(parallel_calls=parallel_calls, reasoning=reasoning)
+        self._top_logprobs = top_logprobs
+        self._reasoning = ReasoningTokenCount(reasoning_tokens)
+        self._ids: list[str] = []
+        self._logprobs: list[list[ContentLogprob]] = []
+        self._untold: list[ContentLogprob] = []  # of tokens whose text is still to come
+        self._number = 0
+
+    def begin(self) -> Iterator[events.Event]:
+        """The first events."""
+        yield self._event(events.ResponseEvent, "response.created", response=self.response)
+        yield self._event(events.ResponseEvent, "response.in_progress", response=self.response)
+
+    def take(self, output: ChatOutput) -> Iterator[events.Event]:
+        """The events of a piece of output. Behind the last one the response is as it ended."""
+        self._reasoning.push(output.token_ids, reasoning=bool(output.reasoning))
+        logprobs = self._logprobs_of(output)
+        for piece in self.blocks.push(output):
+            told: Sequence[ContentLogprob] = []
+            if piece.text and piece.block.kind is BlockKind.TEXT:
+                begun = bool(self._logprobs[piece.block.index]) or piece.block.index == 0
+                told = logprobs if begun else _of_text(logprobs, piece.text)
+            yield from self._events(piece, told, ended=output.finish)
+        if output.finish is not None:
+            self._finish(output.finish)
+
+    def last(self) -> events.Event:
+        """The event of the end."""
+        status = self.response.status
+        kind = "incomplete" if status == response.CANCELLED else status  # of which there is no event
+        return self._event(events.ResponseEvent, f"response.{kind}", response=self.response)
+
+    def fail(self, error: Exception) -> None:
+        """The response ends with an error, with what there is of its output."""
+        if isinstance(error, Cancelled):
+            self._end(response.CANCELLED)
+            return
+        told = msgspec.json.decode(errors.answer(error, self.response.id).body, type=errors.ErrorBody).error
+        code = told.code if isinstance(error, RequestFailed) and told.code else "server_error"
+        self._end(response.FAILED, error=ResponseError(code, told.message))
+
+    def _finish(self, finish: Finish) -> None:
+        usage = finish.usage
+        told = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(min(self._reasoning.total, usage.completion_tokens)),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+        if finish.reason is FinishReason.ABORT:
+            self._end(response.CANCELLED, usage=told)
+        elif (why := _INCOMPLETE.get(finish.reason)) is not None:
+            self._end(response.INCOMPLETE, usage=told, incomplete_details=IncompleteDetails(why))
+        else:
+            self._end(response.COMPLETED, usage=told)
+
+    def _end(self, status: str, **fields: Any) -> None:
+        complete = status == response.COMPLETED
+        output = [self._item(block, _status(block, self.blocks.all, complete=complete)) for block in self.blocks.all]
+        completed_at = int(time.time()) if complete else None
+        self.response = msgspec.structs.replace(
+            self.response, status=status, output=output, completed_at=completed_at, **fields
+        )
+
+    def _events(
+        self, piece: BlockPiece, logprobs: Sequence[ContentLogprob], *, ended: Finish | None
+    ) -> Iterator[events.Event]:
+        block = piece.block
+        if piece.begins:
+            self._ids.append(f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+            self._logprobs.append([])
+            item = self._item(block, response.IN_PROGRESS, empty=True)
+            yield self._event(events.ItemEvent, "response.output_item.added", output_index=block.index, item=item)
+            if block.kind is not BlockKind.CALL:
+                yield self._part_event("response.content_part.added", block, empty=True)
+        if piece.text:
+            self._logprobs[block.index] += logprobs
+            yield self._delta(block, piece.text, logprobs)
+        if piece.ends:
+            yield self._done(block)
+            if block.kind is not BlockKind.CALL:
+                yield self._part_event("response.content_part.done", block)
+            complete = ended is None or ended.reason is FinishReason.STOP
+            item = self._item(block, response.COMPLETED if complete else response.INCOMPLETE)
+            yield self._event(events.ItemEvent, "response.output_item.done", output_index=block.index, item=item)
+
+    def _delta(self, block: Block, text: str, logprobs: Sequence[ContentLogprob]) -> events.Event:
+        place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index, "delta": text}
+        match block.kind:
+            case BlockKind.TEXT:
+                kind = "response.output_text.delta"
+                return self._event(events.TextDelta, kind, **place, content_index=0, logprobs=logprobs)
+            case BlockKind.REASONING:
+                return self._event(events.ReasoningDelta, "response.reasoning_text.delta", **place, content_index=0)
+            case BlockKind.CALL:
+                return self._event(events.ArgumentsDelta, "response.function_call_arguments.delta", **place)
+
+    def _done(self, block: Block) -> events.Event:
+        place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index}
+        match block.kind:
+            case BlockKind.TEXT:
+                whole = {"text": block.text, "logprobs": self._logprobs[block.index]}
+                return self._event(events.TextDone, "response.output_text.done", **place, content_index=0, **whole)
+            case BlockKind.REASONING:
+                kind = "response.reasoning_text.done"
+                return self._event(events.ReasoningDone, kind, **place, content_index=0, text=block.text)
+            case BlockKind.CALL:
+                call = {"name": block.name, "arguments": block.text}
+                return self._event(events.ArgumentsDone, "response.function_call_arguments.done", **place, **call)
+
+    def _part_event(self, kind: str, block: Block, *, empty: bool = False) -> events.Event:
+        return self._event(
+            events.PartEvent,
+            kind,
+            item_id=self._ids[block.index],
+            output_index=block.index,
+            content_index=0,
+            part=self._part(block, empty=empty),
+        )
+
+    def _part(self, block: Block, *, empty: bool = False) -> Part:
+        text = "" if empty else block.text
+        if block.kind is BlockKind.REASONING:
+            return ReasoningText(text=text)
+        return OutputText(text=text, logprobs=[] if empty else self._logprobs[block.index])
+
+    def _item(self, block: Block, status: str, *, empty: bool = False) -> OutputItem:
+        item_id = self._ids[block.index]
+        if block.kind is BlockKind.CALL:
+            arguments = "" if empty else block.text
+            return FunctionCallItem(
+                id=item_id, status=status, call_id=block.call_id, name=block.name, arguments=arguments
+            )
+        parts: list[Any] = [] if empty else [self._part(block)]
+        if block.kind is BlockKind.REASONING:
+            return ReasoningItem(id=item_id, status=status, content=parts)
+        return MessageItem(id=item_id, status=status, content=parts)
+
+    def _logprobs_of(self, output: ChatOutput) -> list[ContentLogprob]:
+        """Those that belong to the piece's text: tokens may come before it. None, and none later, of reasoning and calls."""
+        if self._top_logprobs is None:
+            return []
+        if (found := chat_logprobs(output.logprobs, top=self._top_logprobs)) is not None:
+            self._untold += found.content
+        if not output.content and not output.reasoning and not output.tool_calls and output.finish is None:
+            return []
+        told, self._untold = self._untold, []
+        return told
+
+    def _event(self, kind: Callable[..., E], name: str, /, **fields: Any) -> E:
+        event = kind(type=name, sequence_number=self._number, **fields)
+        self._number += 1
+        return event
+
+
+def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentLogprob]:
+    """The last tokens, as many as the text is made of: before them there may be a tag."""
+    size, begin = len(text.encode()), len(logprobs)
+    while begin and size > 0:
+        begin -= 1
+        token = logprobs[begin]
+        size -= len(token.bytes) if token.bytes is not None else 1
+    return logprobs[begin:]
+
+
+def _status(block: Block, blocks: Sequence[Block], *, complete: bool) -> str:
+    """Only the last block of what did not complete is incomplete."""
+    return response.COMPLETED if complete or block is not blocks[-1] else response.INCOMPLETE

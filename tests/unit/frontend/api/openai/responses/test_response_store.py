@@ -1,0 +1,95 @@
+"""The store of responses: what it holds, and what goes first."""
+
+import pytest
+
+from penstock_common.errors import InvalidArgument, NotFound
+from penstock_frontend.api.openai.responses.response import Response
+from penstock_frontend.api.openai.responses.response_body import ReasoningBody, TextBody
+from penstock_frontend.api.openai.responses.response_store import ResponseStore, Running
+from penstock_frontend.call_types import ChatMessage
+from penstock_frontend.config import ResponsesConfig
+
+
+def response(name: str) -> Response:
+    return Response(
+        id=name,
+        created_at=1,
+        status="completed",
+        instructions=None,
+        max_output_tokens=None,
+        metadata={},
+        model="m",
+        parallel_tool_calls=True,
+        previous_response_id=None,
+        reasoning=ReasoningBody(),
+        store=True,
+        temperature=None,
+        text=TextBody(),
+        tool_choice="auto",
+        tools=[],
+        top_logprobs=0,
+        top_p=None,
+        user=None,
+    )
+
+
+def keep(store: ResponseStore, tenant: str, name: str, length: int = 10) -> None:
+    store.keep(tenant, response(name), [], [ChatMessage(role="user", content="x" * length)])
+
+
+def there(store: ResponseStore, tenant: str, *names: str) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            store.get(tenant, name)
+        except NotFound:
+            continue
+        found.append(name)
+    return found
+
+
+def test_the_conversation_comes_back() -> None:
+    store = ResponseStore(ResponsesConfig())
+    keep(store, "", "a", 3)
+    [message] = store.messages("", "a")
+    assert (message.role, message.content) == ("user", "xxx")
+
+
+def test_the_oldest_of_the_tenant_with_the_most_goes_first() -> None:
+    store = ResponseStore(ResponsesConfig(max_stored=4))
+    keep(store, "small", "a")
+    for name in "bcdef":
+        keep(store, "large", name)
+    assert there(store, "small", *"a") == ["a"]
+    assert there(store, "large", *"bcdef") == ["d", "e", "f"]
+    assert there(store, "small", *"bcdef") == []
+
+
+def test_bytes_are_bounded_also_when_responses_are_deleted() -> None:
+    store = ResponseStore(ResponsesConfig(max_stored_bytes=10_000))
+    for name in "abc":
+        keep(store, "", name, 4000)
+    assert there(store, "", *"abc") == ["b", "c"]
+    store.delete("", "b")
+    keep(store, "", "d", 4000)
+    assert there(store, "", *"abcd") == ["c", "d"]
+    keep(store, "", "e", 20_000)
+    assert there(store, "", *"cde") == ["c", "d"]
+
+
+def test_one_in_the_making_ends_when_it_is_deleted() -> None:
+    store, cancelled = ResponseStore(ResponsesConfig()), []
+    store.begin("t", Running(response("a"), [], lambda: cancelled.append("a")))
+    assert store.running("t", "a") is not None
+    assert store.running("other", "a") is None
+    store.delete("t", "a")
+    assert cancelled == ["a"]
+    assert not store.end("t", "a"), "and is not kept when it has ended"
+
+
+def test_nothing_is_found_where_nothing_is_kept() -> None:
+    store = ResponseStore(ResponsesConfig(max_stored=0))
+    assert not store.enabled
+    with pytest.raises(InvalidArgument, match=r"http\.responses\.max_stored is 0") as caught:
+        store.messages("", "a")
+    assert caught.value.field == "previous_response_id"

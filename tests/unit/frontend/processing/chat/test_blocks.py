@@ -1,0 +1,89 @@
+"""An answer's blocks: however it is cut into deltas, they are the same."""
+
+from collections.abc import Sequence
+
+from penstock_common.types.outputs import FinishReason
+from penstock_common.types.request import ReasoningTokens
+from penstock_frontend.call_types import Finish, Usage
+from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.processing.chat.blocks import BlockKind, Blocks
+from penstock_frontend.processing.chat.reasoning_tokens import ReasoningTokenCount
+from penstock_frontend.processing.parsers.base import ToolCallDelta
+
+FINISH = Finish(FinishReason.STOP, None, Usage())
+
+
+def call(index: int, name: str = "", arguments: str = "") -> ToolCallDelta:
+    return ToolCallDelta(index=index, id=f"call_{index}", name=name, arguments=arguments)
+
+
+ANSWER = [
+    ChatOutput(reasoning="I "),
+    ChatOutput(reasoning="think.", content="A"),
+    ChatOutput(content="da", tool_calls=[call(0, "f")]),
+    ChatOutput(tool_calls=[call(0, arguments="{"), call(0, arguments="}"), call(1, "g", "{}")]),
+    ChatOutput(content="end", finish=FINISH),
+]
+
+
+def read(blocks: Blocks, outputs: Sequence[ChatOutput]) -> list[tuple[BlockKind, str, str]]:
+    """What the pieces come to. Exactly one block is open at a time, and none at the end."""
+    open_: list[int] = []
+    texts: dict[int, str] = {}
+    for piece in (piece for output in outputs for piece in blocks.push(output)):
+        index = piece.block.index
+        if piece.begins:
+            assert open_ == []
+            open_.append(index)
+        assert open_ == [index]
+        texts[index] = texts.get(index, "") + piece.text
+        if piece.ends:
+            open_.remove(index)
+    assert open_ == []
+    assert [block.text for block in blocks.all] == [texts[index] for index in range(len(texts))]
+    return [(block.kind, block.name, block.text) for block in blocks.all]
+
+
+def test_blocks_stand_in_the_order_in_which_they_were_written() -> None:
+    assert read(Blocks(), ANSWER) == [
+        (BlockKind.REASONING, "", "I think."),
+        (BlockKind.TEXT, "", "Ada"),
+        (BlockKind.CALL, "f", "{}"),
+        (BlockKind.CALL, "g", "{}"),
+        (BlockKind.TEXT, "", "end"),
+    ]
+
+
+def test_what_is_not_to_be_shown_is_no_block() -> None:
+    found = read(Blocks(parallel_calls=False, reasoning=False), ANSWER)
+    assert [(kind, text) for kind, _, text in found] == [
+        (BlockKind.TEXT, "Ada"),
+        (BlockKind.CALL, "{}"),
+        (BlockKind.TEXT, "end"),
+    ]
+
+
+def test_an_answer_without_anything_has_no_block() -> None:
+    assert read(Blocks(), [ChatOutput(finish=FINISH)]) == []
+
+
+def test_reasoning_counts_up_to_its_end() -> None:
+    count = ReasoningTokenCount(ReasoningTokens(7, 8))
+    count.push([7, 1, 2], reasoning=True)
+    assert count.total == 3
+    count.push([3, 8, 4], reasoning=True)
+    count.push([8, 5], reasoning=False)
+    assert count.total == 5
+
+
+def test_without_tags_that_are_tokens_pieces_count() -> None:
+    count = ReasoningTokenCount(None)
+    count.push([1, 2], reasoning=True)
+    count.push([3], reasoning=False)
+    assert count.total == 2
+
+
+def test_an_answer_that_does_not_reason_counts_nothing() -> None:
+    count = ReasoningTokenCount(ReasoningTokens(7, 8))
+    count.push([1, 2, 3], reasoning=False)
+    assert count.total == 0
