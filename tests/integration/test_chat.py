@@ -211,7 +211,7 @@ async def test_tools_that_the_template_cannot_show_are_refused(writer: FakeEngin
         error = await failure(frontend.stub.Chat(request(tools=[WEATHER])))
         assert isinstance(error, InvalidArgument)
         assert error.field == "tools"
-        assert "--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json" in error.message
+        assert "--set frontend.model.tool_parser=..., which is one of: deepseek_v3, " in error.message
         says(writer, "x")
         await answers(frontend, tools=[WEATHER], tool_choice=NONE)
 

@@ -175,7 +175,7 @@ async def test_tools_that_the_template_cannot_show_are_refused(engine: FakeEngin
             response = await api.http.post(path, json={"messages": [HI], "tools": [WEATHER]})
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "tools")
-            assert "--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json" in error["message"]
+            assert "--set frontend.model.tool_parser=..., which is one of: deepseek_v3, " in error["message"]
         says(engine, "x")
         await chat(api, tools=[WEATHER], tool_choice="none")
 

@@ -13,6 +13,7 @@ from penstock_enginecore.structured_output.backend import XgrammarBackend
 from penstock_enginecore.structured_output.factory import make_grammar_backend
 from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.chat.tool_choice import tool_constraint
+from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.base import ToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
@@ -85,3 +86,28 @@ def test_the_engine_lets_calls_of_the_tools_through_and_nothing_else(
         assert {call.name for call in answer.tool_calls} <= {"weather", "now"}
         assert all(json.loads(call.arguments) is not None for call in answer.tool_calls)
         assert answer.tool_calls
+
+
+@pytest.mark.parametrize("name", registry.tool_parser_names())
+def test_calls_that_must_be_made_are_read_in_every_format(
+    backend: XgrammarBackend, tokenizer: Tokenizer, name: str
+) -> None:
+    parser = registry.pick(tool=name, reasoning="none", template="").tool
+    assert parser is not None
+    constraint = tool_constraint(TOOLS, "required", parser)
+    assert constraint is not None
+    form = parser.form
+    weather = f'{form.begin}{{"city": "Köln"}}{form.end}'.replace("{name}", '"weather"').replace("{bare}", "weather")
+    now = f"{form.begin}{{}}{form.end}".replace("{name}", '"now"').replace("{bare}", "now")
+    several = form.separator is not None
+    text = form.opening + (f"{weather}{form.separator}{now}" if several else weather) + form.closing
+    grammar = follow_here(backend, **dict([constraint.constraint]))
+    assert grammar.accept([*tokenizer.encode(text, add_special_tokens=False).ids, EOS])
+    tool = parser()
+    first, last = tool.push(text), tool.finish()
+    calls: dict[int, list[str]] = {}
+    for call in [*first.calls, *last.calls]:
+        calls.setdefault(call.index, [call.name, ""])[1] += call.arguments
+    assert first.content + last.content == ""
+    assert list(calls.values()) == [["weather", '{"city": "Köln"}'], *([["now", "{}"]] if several else [])]
+    assert tool.broken == 0

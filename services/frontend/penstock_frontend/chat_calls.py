@@ -42,7 +42,10 @@ class ChatCalls:
 
         def make_parser() -> AnswerParser:
             reasoning = parsers.reasoning(prompt) if parsers.reasoning is not None else None
-            return AnswerParser(reasoning, parsers.tool() if parsers.tool is not None else None)
+            tool = parsers.tool() if parsers.tool is not None else None
+            if tool is not None:
+                tool.expect({each.name: each.parameters or {} for each in request.tools})
+            return AnswerParser(reasoning, tool)
 
         outputs = ChatOutputs(request.sampling.get("output_kind", OutputKind.DELTA), make_parser)
         async for output in self._llm.generate(rendered, live):

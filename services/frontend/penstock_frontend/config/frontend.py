@@ -54,16 +54,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             min_length=1,
-            description="What finds tool calls in the answers of a chat: hermes, llama3_json, none, or one that a plugin brings; "
-            "auto goes by the model's chat template.",
+            description="What finds tool calls in the answers of a chat: deepseek_v3, deepseek_v31, gemma3, glm45, gpt_oss, "
+            "granite, hermes, kimi_k2, llama3_json, llama4_pythonic, mistral, phi4, qwen3_coder, none, or one that a plugin "
+            "brings; auto goes by the model's chat template.",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
         Meta(
             min_length=1,
-            description="What finds reasoning in the answers of a chat: qwen3, none, or one that a plugin brings; auto goes by "
-            "the model's chat template.",
+            description="What finds reasoning in the answers of a chat: deepseek_r1, gpt_oss, granite, mistral, qwen3, none, "
+            "or one that a plugin brings; auto goes by the model's chat template.",
         ),
     ] = "auto"
 

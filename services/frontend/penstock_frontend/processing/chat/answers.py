@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from penstock_common.observability.logging import get_logger
 from penstock_common.types.logprobs import Logprobs
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, RequestOutput
@@ -44,6 +45,8 @@ class ChatOutputs:
         cumulative = self._kind is OutputKind.CUMULATIVE
         text = output.text[answer.length :] if cumulative else output.text
         delta = answer.push(text, ended=output.finish is not None)
+        if output.finish is not None and answer.broken:
+            get_logger().warning("calls of tools could not be read: they are text, or incomplete", calls=answer.broken)
         if self._kind is not OutputKind.DELTA:
             delta = answer.add(delta)
         return ChatOutput(
@@ -69,6 +72,10 @@ class _Answer:
         self._reasoning = ""
         self._calls: list[ToolCallDelta] = []
         self.length = 0
+
+    @property
+    def broken(self) -> int:
+        return self._parser.broken
 
     def push(self, text: str, *, ended: bool) -> AnswerDelta:
         self.length += len(text)

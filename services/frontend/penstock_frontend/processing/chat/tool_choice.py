@@ -45,6 +45,9 @@ def tool_constraint(
         "at_least_one": True,
         "stop_after_first": bool(named) or form.separator is None,
     }
+    if form.opening or form.closing:
+        around = [{"type": "const_string", "value": text} for text in (form.opening, form.closing)]
+        calls = {"type": "sequence", "elements": [around[0], calls, around[1]]}
     format_ = _after_reasoning(calls, reasoning, prompt) if reasoning is not None else calls
     return StructuredOutput(structural_tag=json.dumps({"type": "structural_tag", "format": format_}))
 
@@ -71,7 +74,7 @@ def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
     return {
         "type": "tag",
-        "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)),
+        "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)).replace("{bare}", tool.name),
         "content": {"type": "json_schema", "json_schema": schema},
         "end": end,
     }
@@ -80,9 +83,10 @@ def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
 def _after_reasoning(calls: dict[str, Any], reasoning: type[ReasoningParser], prompt: str) -> dict[str, Any]:
     begin, end = reasoning.tags
     ended = reasoning.ended_by(prompt)
-    if ended:
+    if ended or reasoning.before_calls is None:
         return calls
     begun = ended is False
-    thoughts = {"type": "tag", "begin": "" if begun else begin, "content": {"type": "any_text"}, "end": f"{end}\n\n"}
+    end += reasoning.before_calls
+    thoughts = {"type": "tag", "begin": "" if begun else begin, "content": {"type": "any_text"}, "end": end}
     first = thoughts if begun else {"type": "optional", "content": thoughts}
     return {"type": "sequence", "elements": [first, calls]}

@@ -26,6 +26,11 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tool = tool
 
+    @property
+    def broken(self) -> int:
+        """How many calls could not be read."""
+        return self._tool.broken if self._tool is not None else 0
+
     def push(self, text: str, *, ended: bool = False) -> AnswerDelta:
         """Take the next piece of the sequence's text. ``ended``: it is the last."""
         reasoning, content = self._reasoning.push(text) if self._reasoning else ReasoningDelta("", text)

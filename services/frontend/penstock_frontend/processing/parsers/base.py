@@ -7,8 +7,8 @@ Plugins subclass ``ToolParser`` or ``ReasoningParser`` and are found by the entr
 
 import abc
 import uuid
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -43,14 +43,17 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolForm(NamedTuple):
-    """How a model writes a call: ``begin``, in which ``{name}`` is a JSON string, then the arguments as JSON, then ``end``.
+    """How a model can be made to write a call: ``begin``, then the arguments as JSON, then ``end``.
 
-    ``separator`` stands between two calls; None where the model makes one call at a time.
+    In ``begin`` ``{name}`` is the tool's name as a JSON string, ``{bare}`` the name as it is. ``separator`` stands between two
+    calls; None where the model makes one call at a time. ``opening`` and ``closing`` stand around all of them.
     """
 
     begin: str
     end: str
     separator: str | None
+    opening: str = ""
+    closing: str = ""
 
 
 class ToolParser(abc.ABC):
@@ -58,11 +61,19 @@ class ToolParser(abc.ABC):
 
     form: ClassVar[ToolForm]
     tags: ClassVar[Sequence[str]] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = {}
+    """The JSON schemas of the tools' arguments by name, for formats without types."""
+    broken: int = 0
+    """How many calls could not be read: they are content, or end early."""
 
     @classmethod
     @abc.abstractmethod
     def fits(cls, template: str) -> bool:
         """Whether a model with this chat template writes its calls so."""
+
+    def expect(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell of the tools before the first piece."""
+        self.schemas = schemas
 
     @abc.abstractmethod
     def push(self, text: str) -> ToolDelta:
@@ -77,6 +88,8 @@ class ReasoningParser(abc.ABC):
     """Splits a model's answer into reasoning and the rest. ``tags`` as of ToolParser; the first begins, the second ends it."""
 
     tags: ClassVar[tuple[str, str]]
+    before_calls: ClassVar[str | None] = "\n\n"
+    """What stands between ``tags[1]`` and a call that must be made; None: no reasoning comes before such a call."""
 
     @abc.abstractmethod
     def __init__(self, prompt: str) -> None:

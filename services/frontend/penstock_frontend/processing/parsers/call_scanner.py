@@ -32,7 +32,7 @@ class Scanned(NamedTuple):
     ended: bool = False
 
 
-def _whole(text: str) -> str:
+def whole(text: str) -> str:
     """The text with U+FFFD for halves of characters, which JSON can spell and no protocol takes."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -169,7 +169,7 @@ class CallScanner:
 
     def _end_string(self) -> bool:
         try:
-            text = _whole(json.loads(f'"{"".join(self._value)}"', strict=False))
+            text = whole(json.loads(f'"{"".join(self._value)}"', strict=False))
         except ValueError:
             return False
         if self._at is _At.IN_KEY:

@@ -100,6 +100,7 @@ class HermesToolParser(ToolParser):
 
     def _give_back(self, scanner: CallScanner) -> None:
         """It is no call: what was read of it is content."""
+        self.broken += 1
         self._content.append(self._gap + "".join(scanner.raw))
         self._scanner = None
 

@@ -7,6 +7,8 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner
 
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
+_HEADERS = ("<|start_header_id|>", "<|header_start|>")
+"""Llama 3's and Llama 4's."""
 
 
 class Llama3JsonToolParser(ToolParser):
@@ -30,8 +32,8 @@ class Llama3JsonToolParser(ToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model to answer with JSON that has ``parameters``, in Llama 3's headers."""
-        return '"parameters": ' in template and "<|start_header_id|>" in template
+        """Whether the template tells the model to answer with JSON that has ``parameters``, in Llama's headers."""
+        return '"parameters": ' in template and any(header in template for header in _HEADERS)
 
     def push(self, text: str) -> ToolDelta:
         """Take the next piece of the answer. Its beginning says whether it is calls or content, and is held back until then."""

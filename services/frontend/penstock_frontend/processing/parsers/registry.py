@@ -5,15 +5,49 @@ from typing import NamedTuple, TypeVar
 
 from penstock_common.errors import ConfigError, nearest
 from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParser
+from penstock_frontend.processing.parsers.deepseek import (
+    DeepSeekR1ReasoningParser,
+    DeepSeekV3ToolParser,
+    DeepSeekV31ToolParser,
+)
+from penstock_frontend.processing.parsers.gemma3 import Gemma3ToolParser
+from penstock_frontend.processing.parsers.glm45 import Glm45ToolParser
+from penstock_frontend.processing.parsers.gpt_oss import GptOssReasoningParser, GptOssToolParser
+from penstock_frontend.processing.parsers.granite import GraniteReasoningParser, GraniteToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.kimi_k2 import KimiK2ToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
+from penstock_frontend.processing.parsers.llama4_pythonic import Llama4PythonicToolParser
+from penstock_frontend.processing.parsers.mistral import MistralReasoningParser, MistralToolParser
+from penstock_frontend.processing.parsers.phi4 import Phi4ToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.parsers.qwen3_coder import Qwen3CoderToolParser
 
 ENTRY_POINTS = "penstock.parsers"
 AUTO, NONE = "auto", "none"
 
-_TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesToolParser, "llama3_json": Llama3JsonToolParser}
-_REASONING_PARSERS: dict[str, type[ReasoningParser]] = {"qwen3": Qwen3ReasoningParser}
+_TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "deepseek_v3": DeepSeekV3ToolParser,
+    "deepseek_v31": DeepSeekV31ToolParser,
+    "gemma3": Gemma3ToolParser,
+    "glm45": Glm45ToolParser,
+    "gpt_oss": GptOssToolParser,
+    "granite": GraniteToolParser,
+    "hermes": HermesToolParser,
+    "kimi_k2": KimiK2ToolParser,
+    "llama3_json": Llama3JsonToolParser,
+    "llama4_pythonic": Llama4PythonicToolParser,
+    "mistral": MistralToolParser,
+    "phi4": Phi4ToolParser,
+    "qwen3_coder": Qwen3CoderToolParser,
+}
+_REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
+    "deepseek_r1": DeepSeekR1ReasoningParser,
+    "gpt_oss": GptOssReasoningParser,
+    "granite": GraniteReasoningParser,
+    "mistral": MistralReasoningParser,
+    "qwen3": Qwen3ReasoningParser,
+}
 
 P = TypeVar("P", ToolParser, ReasoningParser)
 

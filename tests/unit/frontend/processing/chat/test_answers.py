@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,3 +100,13 @@ async def test_cumulative_answers_only_grow() -> None:
             (old.id, old.name) == (new.id, new.name) and new.arguments.startswith(old.arguments)
             for old, new in zip(before.tool_calls, after.tool_calls, strict=False)
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"), [('<tool_call>{"na', 1), ('<tool_call>{"name": "f"}</tool_call>', 0), ("<", 0)]
+)
+async def test_calls_that_cannot_be_read_are_text_and_one_warning(text: str, warnings: int) -> None:
+    with structlog.testing.capture_logs() as logs:
+        got = await read(BACKEND.encode(text, add_special_tokens=False).ids, [1], [True], OutputKind.DELTA)
+    assert [log["calls"] for log in logs if "could not be read" in log["event"]] == [1] * warnings
+    assert (joined(got)[0] == text) is not text.endswith("</tool_call>")

@@ -14,6 +14,7 @@ from penstock_frontend.call_types import ChatMessage, ChatRequest, ContentPart, 
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
+from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.models.chat_templates import LLAMA, save_chat_model
 
@@ -103,7 +104,8 @@ async def test_tools_that_the_template_cannot_show_are_refused(tmp_path: Path, t
         await plain.prompt(HI, tools=[WEATHER])
     assert error.value.field == "tools"
     assert error.value.message.startswith("tools: the model's chat template does not show them to the model")
-    assert error.value.message.endswith("--set frontend.model.tool_parser=..., which is one of: hermes, llama3_json")
+    names = ", ".join(registry.tool_parser_names())
+    assert error.value.message.endswith(f"--set frontend.model.tool_parser=..., which is one of: {names}")
 
 
 async def test_tools_that_must_not_be_called_need_not_be_shown(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import pytest
 from penstock_common.errors import InvalidArgument
 from penstock_frontend.call_types import Tool
 from penstock_frontend.processing.chat.tool_choice import tool_constraint
+from penstock_frontend.processing.parsers.gpt_oss import GptOssReasoningParser, GptOssToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.kimi_k2 import KimiK2ToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
+from penstock_frontend.processing.parsers.mistral import MistralToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -59,6 +62,21 @@ def test_a_model_that_reasons_may_do_so_first() -> None:
         "<think>",
         "</think>\n\n",
     )
+    assert calls["type"] == "tags_with_separator"
+
+
+def test_a_list_of_calls_stands_between_brackets() -> None:
+    opening, calls, closing = format_of("required", parser=MistralToolParser)["elements"]
+    assert (opening["value"], calls["separator"], closing["value"]) == ("[TOOL_CALLS] [", ", ", "]")
+
+
+def test_a_name_may_stand_as_it_is() -> None:
+    _, calls, _ = format_of("required", parser=KimiK2ToolParser)["elements"]
+    assert calls["tags"][1]["begin"] == '<|tool_call_begin|>functions."now":0<|tool_call_argument_begin|>'
+
+
+def test_gpt_oss_makes_a_call_that_must_be_made_at_once() -> None:
+    calls = format_of("required", parser=GptOssToolParser, reasoning=GptOssReasoningParser)
     assert calls["type"] == "tags_with_separator"
 
 

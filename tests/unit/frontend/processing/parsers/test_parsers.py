@@ -13,9 +13,23 @@ from penstock_common.errors import ConfigError
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.parsers.answer import AnswerParser
 from penstock_frontend.processing.parsers.base import ToolCallDelta
+from penstock_frontend.processing.parsers.deepseek import (
+    DeepSeekR1ReasoningParser,
+    DeepSeekV3ToolParser,
+    DeepSeekV31ToolParser,
+)
+from penstock_frontend.processing.parsers.gemma3 import Gemma3ToolParser
+from penstock_frontend.processing.parsers.glm45 import Glm45ToolParser
+from penstock_frontend.processing.parsers.gpt_oss import GptOssReasoningParser, GptOssToolParser
+from penstock_frontend.processing.parsers.granite import GraniteReasoningParser, GraniteToolParser
 from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.kimi_k2 import KimiK2ToolParser
 from penstock_frontend.processing.parsers.llama3_json import Llama3JsonToolParser
+from penstock_frontend.processing.parsers.llama4_pythonic import Llama4PythonicToolParser
+from penstock_frontend.processing.parsers.mistral import MistralReasoningParser, MistralToolParser
+from penstock_frontend.processing.parsers.phi4 import Phi4ToolParser
 from penstock_frontend.processing.parsers.qwen3 import Qwen3ReasoningParser
+from penstock_frontend.processing.parsers.qwen3_coder import Qwen3CoderToolParser
 from tests.fakes.models.chat_templates import CHATML, LLAMA
 
 Answer = tuple[str, str, list[tuple[str, str]]]
@@ -225,6 +239,34 @@ def test_what_a_model_wrote_is_found_again(
         (CHATML, HermesToolParser, Qwen3ReasoningParser),
         (LLAMA, Llama3JsonToolParser, None),
         (CHATML.replace('"arguments"', "<function="), None, Qwen3ReasoningParser),
+        (CHATML.replace('"arguments"', "<function=...> <parameter=...>"), Qwen3CoderToolParser, Qwen3ReasoningParser),
+        (CHATML.replace('"arguments"', "<arg_key>...</arg_key>"), Glm45ToolParser, Qwen3ReasoningParser),
+        (LLAMA.replace("<|start_header_id|>", "<|header_start|>"), Llama3JsonToolParser, None),
+        ("<|header_start|>system<|header_end|> Use exact format: [func_name1(a=b)]", Llama4PythonicToolParser, None),
+        ("<start_of_turn>user", None, None),
+        ("<start_of_turn>user Example Format: [func_name1(a=b)]", Gemma3ToolParser, None),
+        ('{{ "[AVAILABLE_TOOLS] [" }} {{ "[TOOL_CALLS] [" }}', MistralToolParser, None),
+        ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }} [THINK] [/THINK]', MistralToolParser, MistralReasoningParser),
+        (
+            "<｜Assistant｜><think> </think> <｜tool▁calls▁begin｜> ```json",
+            DeepSeekV3ToolParser,
+            DeepSeekR1ReasoningParser,
+        ),
+        (
+            "{% if not thinking %}<｜Assistant｜></think>{% endif %} <｜tool▁calls▁begin｜>",
+            DeepSeekV31ToolParser,
+            Qwen3ReasoningParser,
+        ),
+        ("<|im_system|>tool_declare<|im_middle|>", KimiK2ToolParser, None),
+        ("<|tool_calls_section_begin|> <think></think>", KimiK2ToolParser, Qwen3ReasoningParser),
+        ("<|start|>system<|message|> <|channel|>analysis<|message|>", GptOssToolParser, GptOssReasoningParser),
+        ("<|start_of_role|>system<|end_of_role|> <|tool_call|>", GraniteToolParser, None),
+        (
+            "<|start_of_role|> <|tool_call|> <think></think> <response></response>",
+            GraniteToolParser,
+            GraniteReasoningParser,
+        ),
+        ("<|system|> functools[{...}]", Phi4ToolParser, None),
         ("", None, None),
     ],
 )
@@ -238,10 +280,11 @@ def test_parsers_are_picked_by_name() -> None:
 
 def test_an_unknown_parser_is_a_config_error_with_those_there_are() -> None:
     with pytest.raises(
-        ConfigError, match="model.tool_parser is 'hermis'; known: auto, none, hermes, llama3_json; did you"
+        ConfigError,
+        match="model.tool_parser is 'hermis'; known: auto, none, deepseek_v3, .*, hermes, .*; did you mean 'hermes'",
     ):
         registry.pick(tool="hermis", reasoning="none", template="")
-    with pytest.raises(ConfigError, match="model.reasoning_parser is 'x'; known: auto, none, qwen3"):
+    with pytest.raises(ConfigError, match="model.reasoning_parser is 'x'; known: auto, none, deepseek_r1, "):
         registry.pick(tool="none", reasoning="x", template="")
 
 

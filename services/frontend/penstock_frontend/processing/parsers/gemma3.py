@@ -1,0 +1,51 @@
+"""Calls as Gemma 3 is told to write them: a list of Python's, or Python in a fenced block ``tool_code``."""
+
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.llama4_pythonic import Llama4PythonicToolParser
+from penstock_frontend.processing.parsers.pythonic import read_calls
+
+_FENCE, _FENCE_END = "```tool_code\n", "\n```"
+
+
+class Gemma3ToolParser(Llama4PythonicToolParser):
+    """A list stands at the begin of the answer; blocks stand anywhere, and have a call in each line, perhaps printed.
+
+    Gemma has no tokens for tools: messages, or a template of one's own, tell the model of this form.
+    """
+
+    tags: ClassVar = ()
+    marks: ClassVar = (_FENCE,)
+    ends: ClassVar = ()
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Whether the template tells the model to write calls so, in Gemma's turns."""
+        return "<start_of_turn>" in template and ("[func_name" in template or "tool_code" in template)
+
+    def _first(self) -> State | None:
+        start = self._text.lstrip()
+        if not start:
+            return self._outside if self._ended else None
+        if start.startswith("["):
+            self._drop(len(self._text) - len(start) + 1)
+            return self._opened
+        return self._outside
+
+    def _rest(self) -> State | None:
+        return self._outside()
+
+    def _begin(self) -> State | None:
+        """In a block, up to its end."""
+        block, end, _ = self._text.partition(_FENCE_END)
+        if not end:
+            return self._wait()
+        self._drop(len(block) + len(end))
+        try:
+            calls = read_calls(block)
+        except ValueError:
+            return self._broken()
+        for name, arguments in calls:
+            self._start(name, arguments=arguments)
+        return self._behind

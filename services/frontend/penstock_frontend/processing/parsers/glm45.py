@@ -1,0 +1,45 @@
+"""Calls as GLM 4.5 and its successors write them: ``<arg_key>key</arg_key><arg_value>value</arg_value>`` behind a name."""
+
+import re
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.base import ToolForm
+from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.markup import MarkupReader, Tags
+
+_CALL, _CALL_END, _KEY = "<tool_call>", "</tool_call>", "<arg_key>"
+_NAME = re.compile(r"[^\s<>{}]+\s*")
+
+
+class Glm45ToolParser(MarkupReader):
+    """JSON between the outer tags is read as Hermes' models write it: calls that must be made are JSON."""
+
+    form: ClassVar[ToolForm] = HermesToolParser.form
+    tags: ClassVar = (_CALL, _CALL_END, _KEY, "</arg_key>", "<arg_value>", "</arg_value>")
+    marks: ClassVar = (_CALL,)
+    ends: ClassVar = (_CALL_END,)
+    markup: ClassVar = Tags(_KEY, "<arg_value>", "</arg_value>", _CALL_END)
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Whether the template writes arguments between GLM's tags."""
+        return _KEY in template
+
+    def _begin(self) -> State | None:
+        self._drop_blanks()
+        if self._text.startswith("{"):
+            return self._call_object()
+        return self._function if self._text else self._wait()
+
+    def _function(self) -> State | None:
+        """A name up to the first tag behind it."""
+        head = self._head("<", keep_end=True)
+        if head is None:
+            return self._wait()
+        return self._call(head.strip()) if _NAME.fullmatch(head) else self._broken()
+
+    def _argument_name(self) -> State | None:
+        state = super()._argument_name()
+        self._key = self._key.removesuffix("</arg_key>").strip()
+        return state

@@ -1,0 +1,106 @@
+"""Answers that are a list of calls, as Llama 4 writes them: ``[name(key="value"), ...]``."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.base import ToolForm
+from penstock_frontend.processing.parsers.call_list import CallListReader
+from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.call_scanner import CallScanner
+from penstock_frontend.processing.parsers.pythonic import BracketScanner, may_begin_calls, read_calls
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+
+
+class Llama4PythonicToolParser(CallListReader):
+    """An answer that begins with such a list has calls, which are handed on once the list is complete. Anything else is content.
+
+    A list of JSON objects is read as well: calls that must be made are JSON.
+    """
+
+    form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", "[", "]")
+    tags: ClassVar[Sequence[str]] = (_START, _END)
+    marks: ClassVar[Sequence[str]] = (_START, "[")
+    ends: ClassVar[Sequence[str]] = (_END,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._brackets = BracketScanner()
+        self._list_text: list[str] = []
+        self._state = self._first
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Whether the template tells the model to write calls so, in Llama 4's turns."""
+        return "[func_name" in template and "<|header_start|>" in template
+
+    def _first(self) -> State | None:
+        """The begin of the answer: calls stand there or nowhere."""
+        start = self._text.lstrip()
+        if start.startswith(tuple(self.marks)):
+            return self._outside
+        if not self._ended and any(mark.startswith(start) for mark in self.marks):
+            return None
+        return self._rest
+
+    def _rest(self) -> State | None:
+        """Content up to the answer's end."""
+        self._content.append(self._text)
+        self._text = ""
+        return None
+
+    def _begin(self) -> State | None:
+        if self._mark == "[":
+            return self._opened
+        self._drop_blanks()
+        if self._text.startswith("["):
+            self._drop(1)
+            return self._opened
+        return self._broken() if self._text else self._wait()
+
+    def _opened(self) -> State | None:
+        """Behind the list's bracket."""
+        self._drop_blanks()
+        if self._text.startswith("{"):
+            return self._item
+        begins = may_begin_calls(self._text)
+        if begins is None and not self._ended:
+            return None
+        if not begins:
+            return self._no_list()
+        self._brackets = BracketScanner()
+        self._brackets.push("[")
+        self._list_text = ["["]
+        return self._calls_in_list
+
+    def _calls_in_list(self) -> State | None:
+        taken, complete = self._brackets.push(self._text)
+        self._list_text.append(self._text[:taken])
+        self._drop(taken)
+        if complete is False:
+            return self._wait()
+        try:
+            calls = read_calls("".join(self._list_text)) if complete else ()
+        except ValueError:
+            calls = ()
+        if not calls:
+            return self._broken()
+        for name, arguments in calls:
+            self._start(name, arguments=arguments)
+        return self._behind
+
+    def _no_list(self) -> State:
+        """Brackets with something else in them."""
+        self._content.append(self._raw)
+        self._raw = ""
+        return self._rest
+
+    def _broken(self) -> State:
+        if isinstance(self._scanner, CallScanner):
+            return self._no_list()  # a list of other objects
+        super()._broken()
+        return self._rest
+
+    def _behind(self) -> State | None:
+        state = super()._behind()
+        return self._rest if state == self._outside else state

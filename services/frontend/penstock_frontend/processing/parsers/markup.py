@@ -1,0 +1,105 @@
+"""Calls whose arguments stand between tags one by one, as text without types."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from penstock_frontend.processing.parsers.call_reader import CallReader, State
+from penstock_frontend.processing.parsers.call_scanner import whole
+
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+"""What templates write of a value that is no text, in JSON or in Python."""
+
+
+class Tags(NamedTuple):
+    """What stands around an argument's name and value, and ends the call."""
+
+    key: str
+    between: str
+    value_end: str
+    end: str
+
+
+class MarkupReader(CallReader):
+    """Reads ``key``, a name, ``between``, a value, ``value_end``, as often as there are arguments, then ``end``.
+
+    A value may contain any of the tags: it ends where what comes next is an argument or the call's end. A call is handed
+    on once it is complete, since a later argument may show that it is none. Values of parameters that are strings are
+    taken as they are; others are JSON where they can be read so. ``margin``: a line break that stands around values.
+    """
+
+    markup: ClassVar[Tags]
+    margin: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = ""
+        self._key = ""
+        self._values: dict[str, Any] = {}
+        self._looked = 0  # how far a value was searched for its end
+
+    def _call(self, name: str) -> State:
+        self._name, self._values = name, {}
+        return self._argument
+
+    def _argument(self) -> State | None:
+        """Before an argument, or the call's end."""
+        self._drop_blanks()
+        tags = self.markup
+        if self._text.startswith(tags.end):
+            self._drop(len(tags.end))
+            self._start(self._name, arguments=whole(json.dumps(self._values, ensure_ascii=False)))
+            return self._behind
+        if self._text.startswith(tags.key):
+            self._drop(len(tags.key))
+            return self._argument_name
+        if tags.end.startswith(self._text) or tags.key.startswith(self._text):
+            return self._wait()
+        return self._broken()
+
+    def _argument_name(self) -> State | None:
+        head = self._head(self.markup.between)
+        if head is None:
+            return self._wait()
+        self._key = head.strip()
+        self._looked = 0
+        return self._value if self._key else self._broken()
+
+    def _value(self) -> State | None:
+        """A value up to an end tag behind which the call goes on."""
+        tags = self.markup
+        while (index := self._text.find(tags.value_end, self._looked)) >= 0:
+            behind = self._text[index + len(tags.value_end) :].lstrip()
+            if behind.startswith((tags.key, tags.end)):
+                self._values[self._key] = self._read(self._text[:index])
+                self._drop(index + len(tags.value_end))
+                return self._argument
+            if tags.key.startswith(behind) or tags.end.startswith(behind):
+                return self._wait()
+            self._looked = index + 1
+        self._looked = max(self._looked, len(self._text) - len(tags.value_end) + 1)
+        return self._wait()
+
+    def _read(self, text: str) -> Any:
+        """A value as JSON: text stays what it is where the schema says string, and where it is nothing else."""
+        text = text.removeprefix(self.margin).removesuffix(self.margin)
+        kinds = self._kinds()
+        if kinds == {"string"}:
+            return text
+        try:
+            value = json.loads(text)
+            json.dumps(value, allow_nan=False)
+            return value
+        except (ValueError, RecursionError):
+            pass
+        word = text.strip().lower()
+        return _WORDS[word] if word in _WORDS and "string" not in kinds else text
+
+    def _kinds(self) -> set[str]:
+        """The types that the schema allows for the argument; nothing where it does not say."""
+        properties = self.schemas.get(self._name, {}).get("properties")
+        schema = properties.get(self._key) if isinstance(properties, Mapping) else None
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if isinstance(schema, Mapping) and kind is None and isinstance(values := schema.get("enum"), list):
+            return {"string"} if values and all(isinstance(value, str) for value in values) else set()
+        return {kind} if isinstance(kind, str) else {each for each in kind or () if isinstance(each, str)}

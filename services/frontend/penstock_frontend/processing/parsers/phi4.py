@@ -1,0 +1,26 @@
+"""Calls as Phi-4-mini writes them: ``functools`` and a JSON list."""
+
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.base import ToolForm
+from penstock_frontend.processing.parsers.call_list import CallListReader
+from penstock_frontend.processing.parsers.call_reader import State
+
+_WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
+
+
+class Phi4ToolParser(CallListReader):
+    """The list stands behind the word, or between tags."""
+
+    form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _WORD, "]")
+    tags: ClassVar = (_TAG, _TAG_END)
+    marks: ClassVar = (_WORD, _TAG)
+    ends: ClassVar = (_TAG_END,)
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Whether the template tells the model of the word, or shows tools between Phi-4's tags."""
+        return _WORD in template or "<|tool|>" in template
+
+    def _begin(self) -> State | None:
+        return self._item if self._mark == _WORD else self._list

@@ -1,0 +1,45 @@
+"""Calls as Qwen3-Coder writes them: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``."""
+
+import re
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.base import ToolForm
+from penstock_frontend.processing.parsers.call_reader import State
+from penstock_frontend.processing.parsers.hermes import HermesToolParser
+from penstock_frontend.processing.parsers.markup import MarkupReader, Tags
+
+_CALL, _CALL_END, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
+_NAME = re.compile(r"\s*[^\s<>]+\s*")
+
+
+class Qwen3CoderToolParser(MarkupReader):
+    """The outer tags may be missing. JSON between them is read as Hermes' models write it: calls that must be made are JSON."""
+
+    form: ClassVar[ToolForm] = HermesToolParser.form
+    tags: ClassVar = (_CALL, _CALL_END)
+    marks: ClassVar = (_CALL, _FUNCTION)
+    ends: ClassVar = (_CALL_END,)
+    markup: ClassVar = Tags("<parameter=", ">", "</parameter>", "</function>")
+    margin: ClassVar = "\n"
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        """Whether the template writes functions' names into tags."""
+        return _FUNCTION in template and "<parameter=" in template
+
+    def _begin(self) -> State | None:
+        if self._mark == _FUNCTION:
+            return self._function
+        self._drop_blanks()
+        if self._text.startswith("{"):
+            return self._call_object()
+        if self._text.startswith(_FUNCTION):
+            self._drop(len(_FUNCTION))
+            return self._function
+        return self._wait() if _FUNCTION.startswith(self._text) else self._broken()
+
+    def _function(self) -> State | None:
+        head = self._head(">")
+        if head is None:
+            return self._wait()
+        return self._call(head.strip()) if _NAME.fullmatch(head) else self._broken()

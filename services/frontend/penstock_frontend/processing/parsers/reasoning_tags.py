@@ -1,0 +1,110 @@
+"""Reasoning between two tags at the begin of an answer."""
+
+import enum
+from collections.abc import Sequence
+from typing import ClassVar
+
+from penstock_frontend.processing.parsers.base import ReasoningDelta, ReasoningParser, partial
+
+
+class _At(enum.Enum):
+    START = enum.auto()
+    """The answer may begin with reasoning."""
+    BEGUN = enum.auto()
+    """Blanks at the begin of the reasoning."""
+    REASONING = enum.auto()
+    ENDED = enum.auto()
+    """Blanks behind the reasoning, and the tag that may begin the response."""
+    RESPONSE = enum.auto()
+    """Behind that tag: another one ends the response."""
+    CONTENT = enum.auto()
+
+
+class TagReasoningParser(ReasoningParser):
+    """Reasoning stands at the begin of the answer, or not at all; blanks around it are dropped.
+
+    Some templates open the reasoning in the prompt, or open and close it so that there is none. ``begins`` and ``ends``:
+    ``tags`` where models spell them differently. ``always``: the reasoning begins with the answer even without its tag.
+    ``response``: tags that may stand around what follows the reasoning.
+    """
+
+    begins: ClassVar[Sequence[str]] = ()
+    ends: ClassVar[Sequence[str]] = ()
+    always: ClassVar[bool] = False
+    response: ClassVar[tuple[str, str] | None] = None
+
+    def __init__(self, prompt: str) -> None:
+        ended = self.ended_by(prompt)
+        self._begins = self.begins or self.tags[:1]
+        self._ends = self.ends or self.tags[1:]
+        self._at = _At.START if ended is None else _At.CONTENT if ended else _At.BEGUN
+        self._text = ""
+
+    def push(self, text: str) -> ReasoningDelta:
+        """Take the next piece of the answer. What may be the beginning of a tag is held back, blanks beside tags are dropped."""
+        self._text += text
+        reasoning = content = ""
+        while self._text:
+            match self._at:
+                case _At.CONTENT:
+                    content, self._text = content + self._text, ""
+                case _At.START if not self._start():
+                    break
+                case _At.BEGUN:
+                    self._text = self._text.lstrip()
+                    self._at = _At.REASONING if self._text else _At.BEGUN
+                case _At.REASONING:
+                    new, found = self._upto(self._ends)
+                    reasoning += new
+                    if not found:
+                        break
+                    self._at = _At.ENDED
+                case _At.ENDED if not self._open_response():
+                    break
+                case _At.RESPONSE:
+                    new, found = self._upto(self.response[1:] if self.response else ())
+                    content += new
+                    if not found:
+                        break
+                    self._at = _At.CONTENT
+        return ReasoningDelta(reasoning, content)
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back: reasoning, if its end has not come."""
+        held, self._text = self._text, ""
+        return ReasoningDelta(held) if self._at is _At.REASONING else ReasoningDelta("", held)
+
+    def _start(self) -> bool:
+        """Does it begin with the tag? Returns whether that is known."""
+        start = self._text.lstrip()
+        for begin in self._begins:
+            if start.startswith(begin):
+                self._at, self._text = _At.BEGUN, start[len(begin) :]
+                return True
+        if any(begin.startswith(start) for begin in self._begins):
+            return False
+        self._at = _At.BEGUN if self.always else _At.CONTENT
+        return True
+
+    def _open_response(self) -> bool:
+        """Behind the reasoning: does a tag begin the response? Returns whether that is known."""
+        self._text = self._text.lstrip()
+        if self.response is None or not self.response[0].startswith(self._text[: len(self.response[0])]):
+            self._at = _At.CONTENT if self._text else _At.ENDED
+        elif len(self._text) < len(self.response[0]):
+            return False
+        else:
+            self._at, self._text = _At.RESPONSE, self._text[len(self.response[0]) :]
+        return True
+
+    def _upto(self, ends: Sequence[str]) -> tuple[str, bool]:
+        """What comes before the first of the tags, without the blanks there, and whether one has come; it is read, too."""
+        places = [(index, end) for end in ends if (index := self._text.find(end)) >= 0]
+        if places:
+            index, end = min(places)
+            new, self._text = self._text[:index].rstrip(), self._text[index + len(end) :]
+            return new, True
+        held = max(partial(self._text, end) for end in ends)
+        new = self._text[: len(self._text) - held].rstrip()
+        self._text = self._text[len(new) :]
+        return new, False
