@@ -11,7 +11,8 @@ import msgspec
 
 from penstock_common.errors import WRONG_MODEL_KIND, PenstockError, RequestFailed, Unimplemented, nearest
 from penstock_common.types.outputs import FinishReason
-from penstock_local.console import DIM, dim, fail, paint
+from penstock_local.answer_writer import AnswerWriter
+from penstock_local.console import dim, fail
 from penstock_local.conversation import Conversation, SaveError
 from penstock_local.failures import describe_failure
 from penstock_local.generate import describe_end
@@ -215,7 +216,7 @@ class Chat:
     async def _stream(self, answer: Answer) -> None:
         """Show the answer as it comes and keep it in ``answer``, also where it ends with an error."""
         started = time.monotonic()
-        stdout = _AnswerWriter()
+        stdout = AnswerWriter()
         pieces = self._client.chat(
             self._conversation.messages, model=self._options.model, sampling=self._options.sampling
         )
@@ -237,36 +238,6 @@ class Chat:
             sys.stderr.write(dim(describe_end([answer.last], seconds=answer.seconds)) + "\n")
         elif answer.last.finish_reason is FinishReason.LENGTH:
             _note("[the answer was cut: it reached --max-tokens, or the model's longest sequence]")
-
-
-class _AnswerWriter:
-    """Puts an answer on standard output as it comes; reasoning is dimmed on a terminal and left out of a pipe."""
-
-    def __init__(self) -> None:
-        self._line_open = False
-        self._reasoned = False
-
-    def write(self, piece: Piece) -> None:
-        if piece.reasoning and sys.stdout.isatty():
-            self._reasoned = True
-            self._put(paint(piece.reasoning, DIM, sys.stdout))
-        if piece.text:
-            if self._reasoned:
-                self._put("\n\n")
-                self._reasoned = False
-            self._put(piece.text)
-        for call in piece.tool_calls:
-            self._put(f"[calls {call.name}({call.arguments})]\n")
-
-    def end(self) -> None:
-        """Close the last line."""
-        if self._line_open:
-            self._put("\n")
-
-    def _put(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        self._line_open = not text.endswith("\n")
 
 
 def _never_answers(error: PenstockError) -> bool:

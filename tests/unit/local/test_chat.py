@@ -205,10 +205,34 @@ async def test_on_a_terminal_a_failure_takes_the_message_back_and_goes_on(server
             terminal.wait_for("the queue is full")
             terminal.wait_for(">>> ")
             terminal.type(f"{THINK} hm {THINK} yes{ENTER}")
-            terminal.wait_for("hm \n\nyes\n")
+            terminal.wait_for("hm\n\nyes")
             terminal.wait_for(">>> ")
             terminal.type(f"/quit{ENTER}")
             assert terminal.wait_for_exit() == 0
 
     await asyncio.to_thread(talk)
     assert [role for role, _ in turns(server)] == ["user"]
+
+
+async def test_without_colors_an_answer_stands_as_it_came(server: FakeInference) -> None:
+    def talk() -> None:
+        with Terminal("chat", "--address", server.address, NO_COLOR="1") as terminal:
+            terminal.wait_for(">>> ")
+            terminal.type(f"{THINK} hm {THINK} **yes**{ENTER}")
+            terminal.wait_for("hm \n\n**yes**\n")
+            terminal.type(f"/quit{ENTER}")
+            assert terminal.wait_for_exit() == 0
+
+    await asyncio.to_thread(talk)
+
+
+async def test_on_a_terminal_an_answer_is_rendered(server: FakeInference) -> None:
+    def talk() -> None:
+        with Terminal("chat", "--address", server.address, COLUMNS="60") as terminal:
+            terminal.wait_for(">>> ")
+            terminal.type(f"some **bold** words{ENTER}")
+            terminal.wait_for("\nsome bold words\n")
+            terminal.type(f"/quit{ENTER}")
+            assert terminal.wait_for_exit() == 0
+
+    await asyncio.to_thread(talk)
