@@ -18,6 +18,7 @@ from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_local import flags
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
+from penstock_local.model_arguments import add_models
 from penstock_local.parser import Parser
 from penstock_local.serve_options import ServeOptions
 
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_scale(commands)
     add_bench(commands)
+    add_models(commands)
     _add_demo(commands)
     return parser
 
