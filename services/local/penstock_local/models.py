@@ -1,6 +1,7 @@
 """``penstock models`` and ``penstock pull``: the models in this machine's cache of the Hugging Face hub."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,12 +93,11 @@ def pull(name: str, *, revision: str) -> int:
     """
     if Path(name).is_dir():
         raise ConfigError(f"model {name}: it is a directory, which penstock serve takes as it is")
+    if not sys.stderr.isatty():
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when the library is imported
     check_hub(name, revision)
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
     try:
         folder = snapshot_download(name, revision=revision or None, allow_patterns=list(_PATTERNS))
     except Exception as e:  # whatever its HTTP library raises, or a full disk
