@@ -69,7 +69,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="File of prompts to use over and over: a text per line, or JSON objects with prompt (text or token ids) "
-            "and, if wanted, max_tokens."
+            "and, if wanted, max_tokens; a .json file is a list of conversations as ShareGPT has them."
         ),
     ] = ""
     input_len: Annotated[str, Meta(description="Tokens of random prompts, N or LOW:HIGH; empty: 128.")] = ""

@@ -15,6 +15,10 @@ _FIRST_ID = 10
 """Random ids begin here: the first few are special tokens in many vocabularies."""
 
 
+_PEOPLE = ("human", "user")
+"""What people are called in conversations."""
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """What one request sends. ``text`` is text or token ids, ``max_tokens`` how many new ones it asks for."""
 
@@ -27,6 +31,19 @@ class _Line(msgspec.Struct, frozen=True):
 
     prompt: str | list[int]
     max_tokens: int | None = None
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """What one side says in a conversation; other keys are not looked at."""
+
+    speaker: str = msgspec.field(name="from")
+    value: str
+
+
+class _Conversation(msgspec.Struct, frozen=True):
+    """A conversation as ShareGPT has them."""
+
+    conversations: list[_Turn] = []
 
 
 def prompts(options: BenchOptions, model: ModelInfo) -> Iterator[Prompt]:
@@ -69,20 +86,36 @@ def _from_file(options: BenchOptions) -> Iterator[Prompt]:
 
 
 def read_prompts(file: Path) -> list[_Line]:
-    """The prompts of a file, empty lines left out. A file named ``*.jsonl`` holds objects, another one texts.
+    """The prompts of a file, empty lines left out. A file named ``*.jsonl`` holds objects, one named ``*.json`` a list of
+    conversations, another one texts.
 
     Raises ConfigError naming the line.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--prompts: cannot read {str(file)!r}: {getattr(e, 'strerror', None) or e}") from None
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if file.suffix == ".json":
+        return _first_turns(text, where=f"--prompts {file}")
+    numbered = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not numbered:
         raise ConfigError(f"--prompts {file}: there is no prompt in it")
     if file.suffix != ".jsonl":
         return [_Line(line) for _, line in numbered]
     return [_parse(line, where=f"--prompts {file}, line {number}") for number, line in numbered]
+
+
+def _first_turns(text: str, *, where: str) -> list[_Line]:
+    """What people say first in conversations; those that begin with somebody else, or with nothing, are left out."""
+    try:
+        conversations = msgspec.json.decode(text, type=list[_Conversation])
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"{where}: it is no list of conversations: {e}") from None
+    turns = [each.conversations[0] for each in conversations if each.conversations]
+    found = [_Line(turn.value) for turn in turns if turn.speaker in _PEOPLE and turn.value.strip()]
+    if not found:
+        raise ConfigError(f"{where}: no conversation begins with what a person says")
+    return found
 
 
 def _parse(line: str, *, where: str) -> _Line:
