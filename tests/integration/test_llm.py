@@ -1,6 +1,7 @@
 """``LLM``: the engine inside this program, with the demo model and MiniLM, against what a server answers."""
 
 import asyncio
+import json
 import math
 import signal
 import subprocess
@@ -12,15 +13,19 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import tokenizers
+import torch
 
 from penstock.inference.v1 import messages_pb2 as pb
-from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unavailable
+from penstock_common.errors import ConfigError, Internal, InvalidArgument, Unavailable, Unimplemented
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
-from penstock_local import LLM, FinishReason, SamplingParams, StructuredOutput
+from penstock_local import LLM, FinishReason, Interrupted, SamplingParams, StructuredOutput
+from penstock_local.inprocess.options import engine_config
 from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.frontends.frontend_server import FrontendServer
-from tests.fakes.models.pooling_models import MINILM
+from tests.fakes.models import small_tokenizers
+from tests.fakes.models.pooling_models import MINILM, save_pooling_model
 from tests.fakes.patience import PATIENCE
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
@@ -140,6 +145,118 @@ def test_errors_name_the_prompt_before_any_runs(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY, {"top_p": 7}])
 
 
+def test_prompts_that_fail_leave_the_others_when_errors_are_returned(llm: LLM) -> None:
+    wrong = {"max_tokens": 4, "structured_output": StructuredOutput(regex="(")}
+    prompts = ["A fox", "c " * 4000, "", 2.5, [1, 99999], "b", "A fox"]
+    params: list[Any] = [GREEDY] * 5 + [wrong, GREEDY]
+    outputs = llm.generate(prompts, params, errors="return")  # type: ignore[arg-type]
+    assert [output.error is None for output in outputs] == [True, False, False, False, False, False, True]
+    assert outputs[0].text == outputs[-1].text != ""
+    assert [output.error.reason for output in outputs[1:3] if output.error] == ["PROMPT_TOO_LONG", "INVALID_FIELD"]
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\]: prompt is \d+ tokens; max_model_len is 2048"):
+        _ = outputs[1].text
+    with pytest.raises(InvalidArgument, match="errors is 'skip'; it must be 'raise' or 'return'"):
+        llm.generate("a", errors="skip")  # type: ignore[arg-type]
+
+
+def test_results_come_as_they_end_or_in_order_and_prompts_are_read_no_further_than_needed(llm: LLM) -> None:
+    read = []
+
+    def prompts() -> Iterator[list[int]]:
+        for index in range(100_000):
+            read.append(index)
+            yield [10 + index % 500]
+
+    lengths = ({"max_tokens": 1 + index % 7, "ignore_eos": True} for index in range(100_000))
+    results = llm.generate_iter(prompts(), lengths)
+    some = dict(next(results) for _ in range(300))
+    results.close()
+    assert all(len(output.outputs[0].token_ids) == 1 + index % 7 for index, output in some.items())
+    assert len(read) <= 300 + 64
+    ordered = llm.generate_iter(([10 + index] for index in range(100)), GREEDY, in_order=True)
+    assert [(index, output.prompt_token_ids) for index, output in ordered] == [(i, [10 + i]) for i in range(100)]
+
+
+def test_what_a_generator_raises_ends_the_call(llm: LLM) -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise LookupError("no more rows")
+
+    with pytest.raises(LookupError, match="no more rows"):
+        list(llm.generate_iter(prompts(), GREEDY))
+    with pytest.raises(LookupError, match="no more rows"):
+        llm.generate(prompts(), GREEDY, errors="return")
+    assert llm.generate("A fox", GREEDY)[0].text
+
+
+def test_an_interrupted_call_keeps_its_results(llm: LLM) -> None:
+    def prompts() -> Iterator[str]:
+        for index in range(1000):
+            if index == 200:
+                raise KeyboardInterrupt
+            yield "A fox"
+
+    with pytest.raises(Interrupted) as interrupted:
+        llm.generate(prompts(), GREEDY, errors="return")
+    texts = {output.text for output in interrupted.value.results if output is not None}
+    assert texts == {llm.generate("A fox", GREEDY)[0].text}
+
+
+def test_a_seed_of_the_llm_makes_its_calls_repeatable() -> None:
+    def texts() -> list[str]:
+        with LLM(str(DEMO), seed=11, **OPTIONS) as llm:
+            return [output.text for output in llm.generate(["Once"] * 4, {"temperature": 1, "max_tokens": 8})]
+
+    first = texts()
+    assert first == texts()
+    assert len(set(first)) > 1
+
+
+def test_records_are_json(llm: LLM) -> None:
+    (output,) = llm.generate("Once", {"temperature": 0, "max_tokens": 3, "logprobs": 1})
+    record = json.loads(output.to_json())
+    assert record["outputs"][0]["finish_reason"] == "length"
+    assert record["outputs"][0]["text"] == output.text
+    assert record["outputs"][0]["logprobs"]["offsets"] == [0, 2, 4, 6]
+    assert json.loads(llm.generate("", errors="return")[0].to_json())["error"]["code"] == "INVALID_ARGUMENT"
+
+
+def test_a_progress_bar_may_be_anybodys(llm: LLM) -> None:
+    told: list[object] = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str) -> None:
+            told.append((total, desc))
+
+        def update(self, count: int) -> None:
+            told.append(count)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    llm.generate(["a", "b"], GREEDY, use_tqdm=Bar)
+    assert told == [(2, "penstock"), 1, 1, "closed"]
+
+
+def test_tools_are_shown_to_the_model_or_refused_where_its_template_does_not(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match=r"^conversations\[0\]: tools: the model's chat template does not show"):
+        llm.chat(QUESTION, GREEDY, tools=[{"type": "function", "function": {"name": "add"}}])
+
+
+def test_another_models_tokenizer_is_used_for_texts_and_not_for_constraints() -> None:
+    with LLM(str(DEMO), tokenizer=str(MINILM), **OPTIONS) as llm:
+        (output,) = llm.generate("A cat sleeps.", {"max_tokens": 1, "truncate_prompt_tokens": 1})
+        assert output.prompt_token_ids == [102]  # MiniLM's [SEP]
+        with pytest.raises(Unimplemented, match="not served with a tokenizer that is not the model's"):
+            llm.generate([[5]], {"structured_output": StructuredOutput(choice=("a",))})
+
+
+def test_the_tokenizer_and_the_defaults_can_be_had(llm: LLM) -> None:
+    (output,) = llm.generate("A fox", GREEDY)
+    assert llm.get_tokenizer().encode("A fox") == output.prompt_token_ids
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_errors_of_sampling_parameters_name_the_field(llm: LLM) -> None:
     with pytest.raises(InvalidArgument, match=r"there is no 'temprature'; did you mean 'temperature'\?"):
         llm.generate("a", {"temprature": 1})
@@ -192,8 +309,49 @@ def test_embeddings_are_unit_vectors_that_know_what_is_alike() -> None:
     assert _dot(cat, kitten) > _dot(cat, tax) + 0.3
 
 
+def test_pairs_are_scored_by_the_cosine_of_their_vectors() -> None:
+    with LLM(str(MINILM), device="cpu", num_threads=1) as llm:
+        cat, kitten, tax = llm.embed(["A cat sleeps.", "A kitten is asleep.", "Taxes are due in April."])
+        scores = llm.score("A cat sleeps.", ["A kitten is asleep.", "Taxes are due in April.", ""], errors="return")
+        assert math.isclose(scores[0].score or 0.0, _dot(cat, kitten), rel_tol=1e-5)
+        assert math.isclose(scores[1].score or 0.0, _dot(cat, tax), rel_tol=1e-4)
+        assert scores[2].error is not None
+        with pytest.raises(InvalidArgument, match="queries has 2 entries for 3 documents"):
+            llm.score(["a", "b"], ["a", "b", "c"])
+        (rows,) = llm.encode("A cat sleeps.", pooling_task="token_embed")
+        assert (len(rows.data), len(rows.data[0])) == (cat.num_prompt_tokens, len(cat.embedding))
+        with pytest.raises(InvalidArgument, match="pooling_task is 'rank'; it must be one of embed, classify"):
+            llm.encode("a", pooling_task="rank")
+
+
+def test_classes_have_the_probabilities_of_the_model(tmp_path: Path) -> None:
+    small_tokenizers.save_model(tmp_path)
+    model = save_pooling_model("bert", tmp_path, head="ForSequenceClassification", num_labels=3)
+    with LLM(str(tmp_path), device="cpu", num_threads=1, dtype="float32") as llm:
+        (output,) = llm.classify([[5, 6, 7]])
+    expected = model.eval()(torch.tensor([[5, 6, 7]])).logits.softmax(-1)[0]
+    assert torch.allclose(torch.tensor(output.probs), expected, atol=1e-5)
+    assert output.label == f"LABEL_{int(expected.argmax())}"
+
+
+def test_a_model_that_reads_pairs_scores_them_itself(tmp_path: Path) -> None:
+    small_tokenizers.save_model(tmp_path)
+    model = save_pooling_model("bert", tmp_path, head="ForSequenceClassification", num_labels=1, vocab_size=400)
+    with LLM(str(tmp_path), device="cpu", num_threads=1, dtype="float32") as llm:
+        (output,) = llm.score("the cat", "a dog")
+    pair = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("the cat", "a dog")
+    given = {"input_ids": torch.tensor([pair.ids]), "token_type_ids": torch.tensor([pair.type_ids])}
+    expected = model.eval()(**given).logits.sigmoid().item()
+    assert output.score == pytest.approx(expected, abs=1e-5)
+
+
 def _dot(left: Any, right: Any) -> float:
     return sum(a * b for a, b in zip(left.embedding, right.embedding, strict=True))
+
+
+def test_what_two_sections_call_alike_is_the_models() -> None:
+    config = engine_config(str(DEMO), {"dtype": "float32", "kv_cache_dtype": "fp8"})
+    assert (config.model.dtype, config.cache.dtype) == ("float32", "fp8")
 
 
 def test_options_are_checked_by_name_and_value() -> None:

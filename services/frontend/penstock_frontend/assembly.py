@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from penstock_common.config.reread import Reread
 from penstock_common.config.sections import LogConfig
 from penstock_common.in_flight import BytesInFlight
@@ -19,10 +21,10 @@ from penstock_frontend.processing.chat.rendering import ChatRenderer
 from penstock_frontend.processing.chat.templates import load_chat_templates
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.pooling.inputs import PoolingInputs
+from penstock_frontend.processing.pooling.inputs import PoolingInputs, load_labels
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.prompts.input import InputProcessor
-from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve
 
 E = TypeVar("E", bound=EngineClient)
 
@@ -49,6 +51,8 @@ class Assembly(NamedTuple, Generic[E]):
     chat: ChatCalls
     """Conversations in, answers out."""
     settings: LiveSettings
+    labels: list[str]
+    """Names of the model's classes, in order."""
 
 
 def assemble(
@@ -56,6 +60,7 @@ def assemble(
     engines: Callable[[OutputHandler, FrontendMetrics], E],
     *,
     tokenizer_threads: int,
+    tokenizer_path: str = "",
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
     fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
     log: LogConfig = LogConfig(),  # noqa: B008 - it is not changed
@@ -65,16 +70,21 @@ def assemble(
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
 
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
-    ``on_full``: called whenever ``llm.full`` has changed.
+    ``tokenizer_path``: of the tokenizer and the chat template, where they are not the model's. ``on_full``: called whenever
+    ``llm.full`` has changed.
     """
     settings = LiveSettings(Reread(limits), Reread(fairness), Reread(log))
-    files = load_model_files(model, num_threads=tokenizer_threads)
+    texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
+    files = load_model_files(texts, num_threads=tokenizer_threads)
     tokenizer, metrics = files.tokenizer, FrontendMetrics(model.name)
-    templates = load_chat_templates(model)
+    generation_config = (
+        read_json(resolve(model) / "generation_config.json") if tokenizer_path else files.generation_config
+    )
+    templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
     inputs = InputProcessor(
         tokenizer,
-        files.generation_config,
+        generation_config,
         model_name=model.name,
         limits=settings.limits,
         fairness=settings.fairness,
@@ -105,10 +115,11 @@ def assemble(
     renderer = ChatRenderer(templates, tokenizer, settings.limits, tool_parser=model.tool_parser)
     return Assembly(
         tokenizer=tokenizer,
-        generation_config=files.generation_config,
+        generation_config=generation_config,
         metrics=metrics,
         engines=client,
         llm=llm,
         chat=ChatCalls(llm, renderer, parsers, tokenizer),
         settings=settings,
+        labels=load_labels(model),
     )

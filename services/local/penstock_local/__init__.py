@@ -8,36 +8,70 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock_common.types.outputs import FinishReason
-    from penstock_common.types.sampling import JsonWhitespace, SamplingParams, StructuredOutput
+    from penstock_common.types.outputs import FinishReason, RequestError
+    from penstock_common.types.sampling import JsonWhitespace, OutputKind, SamplingParams, StructuredOutput
+    from penstock_local.inprocess.async_engine import AsyncLLMEngine
+    from penstock_local.inprocess.batch import Interrupted
+    from penstock_local.inprocess.beam_search import BeamSearchParams
     from penstock_local.inprocess.llm import LLM
-    from penstock_local.inprocess.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from penstock_local.inprocess.llm_engine import LLMEngine
+    from penstock_local.inprocess.outputs import (
+        Beam,
+        BeamSearchOutput,
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        PoolingOutput,
+        RequestOutput,
+        ScoringOutput,
+    )
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
+    "Beam",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "ClassificationOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "FinishReason",
+    "Interrupted",
     "JsonWhitespace",
+    "LLMEngine",
+    "OutputKind",
+    "PoolingOutput",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
     "StructuredOutput",
 ]
 
 _HOMES = {
-    "CompletionOutput": "penstock_local.inprocess.outputs",
-    "EmbeddingOutput": "penstock_local.inprocess.outputs",
-    "FinishReason": "penstock_common.types.outputs",
-    "JsonWhitespace": "penstock_common.types.sampling",
-    "LLM": "penstock_local.inprocess.llm",
-    "RequestOutput": "penstock_local.inprocess.outputs",
-    "SamplingParams": "penstock_common.types.sampling",
-    "StructuredOutput": "penstock_common.types.sampling",
+    "penstock_common.types.outputs": ("FinishReason", "RequestError"),
+    "penstock_common.types.sampling": ("JsonWhitespace", "OutputKind", "SamplingParams", "StructuredOutput"),
+    "penstock_local.inprocess.async_engine": ("AsyncLLMEngine",),
+    "penstock_local.inprocess.batch": ("Interrupted",),
+    "penstock_local.inprocess.beam_search": ("BeamSearchParams",),
+    "penstock_local.inprocess.llm": ("LLM",),
+    "penstock_local.inprocess.llm_engine": ("LLMEngine",),
+    "penstock_local.inprocess.outputs": (
+        "Beam",
+        "BeamSearchOutput",
+        "ClassificationOutput",
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "PoolingOutput",
+        "RequestOutput",
+        "ScoringOutput",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import one of the names of ``__all__``."""
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(home), name)

@@ -1,98 +1,65 @@
-"""One call of an ``LLM``: many inputs, so many of them in the engine at once. Runs on the event loop's thread."""
+"""One call of an ``LLM``: many inputs, what becomes of their failures, and of results when the call is interrupted."""
 
-import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Generic, Literal, TypeVar
 
-import msgspec
-
-from penstock_common.errors import RequestFailed, request_failed
-from penstock_common.rpc.outputs import floats
-from penstock_common.types.logprobs import Logprobs
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
-from penstock_frontend.call_types import RequestOutput as Finished
-from penstock_local.inprocess.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from penstock_common.errors import InvalidArgument, RequestFailed, request_failed
+from penstock_common.types.outputs import RequestError
+from penstock_local.inprocess.inputs import Inputs
+from penstock_local.inprocess.outputs import Record
+from penstock_local.inprocess.progress import Bar, Shown
 from penstock_local.inprocess.runtime import Runtime
+from penstock_local.inprocess.window import Window
 
 T = TypeVar("T")
-R = TypeVar("R")
+P = TypeVar("P")
+R = TypeVar("R", bound=Record)
 
-_MIN_AT_ONCE = 64
+Errors = Literal["raise", "return"]
+"""What a call does with an input that fails: it raises that and ends the others, or returns a record with ``error`` in its
+place.
+"""
 
 
-class Batch:
-    """Results come in the order of the inputs. The first failure ends the others and names its input, ``prompts[3]``.
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with the results there were: ``results`` has None where there was none yet."""
 
-    ``name``: what the inputs are called. ``done``: how many have their result.
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__(f"interrupted; {sum(each is not None for each in results)} inputs have their result")
+        self.results = results
+
+
+class Job(Generic[T, P, R]):
+    """What is done with each input. ``name``: what the inputs are called, for errors. ``check``: all that can be said of it
+    without computing. ``run``: what it comes to; ``failed``: the record of a failure.
     """
 
-    def __init__(self, runtime: Runtime, name: str) -> None:
-        self.done = 0
-        self._runtime = runtime
+    def __init__(
+        self,
+        name: str,
+        check: Callable[[T], Coroutine[Any, Any, P]],
+        run: Callable[[P], Coroutine[Any, Any, R]],
+        failed: type[R],
+    ) -> None:
         self._name = name
-        # The engine always finds the next one waiting, and its queue stays short.
-        self._gate = asyncio.Semaphore(max(_MIN_AT_ONCE, 2 * runtime.config.scheduler.max_num_seqs))
+        self._check = check
+        self._run = run
+        self.failed = failed
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
-        """Continue prompts. All are checked before the first runs."""
-        prepared = [await self._prepare(request, index) for index, request in enumerate(requests)]
-        return await self._all(self._generate, prepared)
-
-    async def chat(self, requests: Sequence[ChatRequest]) -> list[RequestOutput]:
-        """Answer conversations."""
-        prompts = []
-        for index, request in enumerate(requests):
-            with self._naming(index):
-                prompts.append(await self._runtime.renderer.render(request))
-        return await self.generate(prompts)
-
-    async def embed(self, requests: Sequence[PoolingRequest]) -> list[EmbeddingOutput]:
-        """Vectors of texts; each request has one."""
-        return await self._all(self._embed, requests)
-
-    async def _all(self, one: Callable[[T], Awaitable[R]], inputs: Sequence[T]) -> list[R]:
-        async def run(index: int, value: T) -> R:
-            async with self._gate:
-                with self._naming(index):
-                    result = await one(value)
-            self.done += 1
-            return result
-
-        tasks = [asyncio.create_task(run(index, value)) for index, value in enumerate(inputs)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _prepare(self, request: GenerateRequest, index: int) -> "_Prepared":
-        """A request with its prompt as token ids, checked as far as it can be without computing."""
-        llm = self._runtime.llm
-        text = request.prompt if isinstance(request.prompt, str) else None
+    async def check(self, index: int, value: T) -> P:
+        """The input, checked. Raises RequestFailed with its name."""
         with self._naming(index):
-            if text:  # an empty one is refused below, as a text
-                encoded = await llm.encode(text, add_special_tokens=request.add_special_tokens)
-                request = msgspec.structs.replace(request, prompt=encoded.ids or text)
-            checked = await llm.inputs.process(request, "check")
-            llm.inputs.check(checked, await llm.engines.wait_until_usable())
-        return _Prepared(request, text, checked.prompt_token_ids)
+            return await self._check(value)
 
-    async def _generate(self, prepared: "_Prepared") -> RequestOutput:
-        llm = self._runtime.llm
-        live = llm.accept("")
-        try:
-            finished = [output async for output in llm.generate(prepared.request, live)]
-        finally:
-            llm.release(live)
-        return _output(prepared, finished)
+    async def run(self, index: int, checked: P) -> R:
+        """The result of a checked input. Raises RequestFailed with its name."""
+        with self._naming(index):
+            return await self._run(checked)
 
-    async def _embed(self, request: PoolingRequest) -> EmbeddingOutput:
-        result, _ = await self._runtime.llm.run_pooling(request)
-        vectors = result.outputs[0].pooling_output
-        if vectors is None:
-            raise TypeError("an output without a vector is no answer")
-        return EmbeddingOutput(embedding=floats(vectors), num_prompt_tokens=result.prompt_tokens)
+    async def whole(self, index: int, value: T) -> R:
+        """Check, and run."""
+        return await self.run(index, await self.check(index, value))
 
     @contextlib.contextmanager
     def _naming(self, index: int) -> Iterator[None]:
@@ -108,38 +75,71 @@ class Batch:
             raise failed from e
 
 
-class _Prepared(msgspec.Struct, frozen=True):
-    """A request ready to run. ``token_ids`` are its prompt, ``text`` what they were made of."""
+class Batch(Generic[T, P, R]):
+    """One call: ``all`` or ``each`` of its results."""
 
-    request: GenerateRequest
-    text: str | None
-    token_ids: Sequence[int]
+    def __init__(self, runtime: Runtime, job: Job[T, P, R], *, errors: Errors, shown: Shown) -> None:
+        """Raises InvalidArgument for other ``errors`` than there are."""
+        if errors not in ("raise", "return"):
+            raise InvalidArgument(f"errors is {errors!r}; it must be 'raise' or 'return'", field="errors")
+        self._runtime = runtime
+        self._job = job
+        self._raises = errors == "raise"
+        self._shown = shown
+
+    def all(self, inputs: Inputs[T]) -> list[R]:
+        """The results in the order of the inputs. With ``errors="raise"`` all are checked before the first runs."""
+        if not self._raises:
+            return self._listed(self._results(inputs, Window(self._runtime, self._job.whole)))
+        wrong: list[RequestFailed] = []
+        given = list(_until_failure(inputs.each, wrong))
+        if wrong:
+            raise wrong[0]
+        checked = [
+            self._unless_failed(each) for _, each in Window(self._runtime, self._job.check).in_order(iter(given))
+        ]
+        del given
+        window = Window(self._runtime, self._job.run)
+        return self._listed(self._results(Inputs(iter(checked), len(checked)), window))
+
+    def each(self, inputs: Inputs[T], *, in_order: bool) -> Iterator[tuple[int, R]]:
+        """Each input's index and result, as they end or in their order. An input is checked when its turn comes."""
+        return self._results(inputs, Window(self._runtime, self._job.whole), in_order=in_order)
+
+    def _results(
+        self, inputs: Inputs[Any], window: Window[Any, R], *, in_order: bool = False
+    ) -> Iterator[tuple[int, R]]:
+        engine = self._runtime.engine
+        with Bar(self._shown, inputs.total, lambda: engine.num_tokens) as bar:
+            window.tick = bar.tick
+            results = window.in_order(inputs.each) if in_order else window.results(inputs.each)
+            with contextlib.closing(results):
+                for index, result in results:
+                    bar.advance()
+                    yield index, self._unless_failed(result)
+
+    def _listed(self, results: Iterator[tuple[int, R]]) -> list[R]:
+        listed: list[Any] = []
+        try:
+            for index, result in results:
+                listed.extend([None] * (index + 1 - len(listed)))
+                listed[index] = result
+        except KeyboardInterrupt:
+            raise Interrupted(listed) from None
+        return listed
+
+    def _unless_failed(self, result: Any) -> Any:
+        if not isinstance(result, RequestFailed):
+            return result
+        if self._raises:
+            raise result
+        return self._job.failed(error=RequestError.from_exception(result))
 
 
-def _output(prepared: _Prepared, finished: Sequence[Finished]) -> RequestOutput:
-    """What a prompt's sequences came to; each has sent one output, its last."""
-    outputs = []
-    cached = 0
-    prompt_logprobs: Logprobs | None = None
-    for each in sorted(finished, key=lambda output: output.index):
-        if each.finish is None:
-            raise TypeError("an output of kind FINAL has not ended")
-        prompt_logprobs = prompt_logprobs or each.prompt_logprobs
-        cached = max(cached, each.finish.usage.cached_tokens)
-        outputs.append(
-            CompletionOutput(
-                index=each.index,
-                text=each.text,
-                token_ids=list(each.token_ids),
-                finish_reason=each.finish.reason,
-                stop_reason=each.finish.stop_reason,
-                logprobs=each.logprobs,
-            )
-        )
-    return RequestOutput(
-        prompt=prepared.text,
-        prompt_token_ids=list(prepared.token_ids),
-        outputs=outputs,
-        prompt_logprobs=prompt_logprobs,
-        num_cached_tokens=cached,
-    )
+def _until_failure(inputs: Iterator[T | RequestFailed], wrong: list[RequestFailed]) -> Iterator[T]:
+    """The inputs up to the first that is wrong, which ``wrong`` gets."""
+    for each in inputs:
+        if isinstance(each, RequestFailed):
+            wrong.append(each)
+            return
+        yield each

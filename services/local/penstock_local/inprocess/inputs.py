@@ -1,33 +1,112 @@
 """What callers of an ``LLM`` give: one thing or several, in several forms."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, nearest
+from penstock_common.errors import InvalidArgument, RequestFailed, nearest
 from penstock_common.types.sampling import OutputKind, SamplingParams
-from penstock_frontend.call_types import ChatMessage
+from penstock_frontend.call_types import ChatMessage, Tool
+
+T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
 Message = Mapping[str, Any]
-"""A turn of a conversation: ``{"role": "user", "content": "..."}``."""
+"""A turn of a conversation: ``{"role": "user", "content": "..."}``, with ``tool_calls`` as OpenAI's protocol has them."""
 Sampling = SamplingParams | Mapping[str, Any] | None
 """How to choose tokens. SamplingParams says everything; a mapping some of its fields, and the rest is the model's own."""
 
 _A_PROMPT = "a prompt is text or a list of token ids"
 _A_CONVERSATION = 'a conversation is a list of messages, as [{"role": "user", "content": "..."}]'
+_ONE_EACH = "it must be SamplingParams, a mapping of its fields, or one for each input"
 
 
-def as_prompts(prompts: Prompt | Iterable[Prompt], *, name: str) -> list[str | Sequence[int]]:
-    """A list of prompts, also of a single one, and of what can be gone through. Raises InvalidArgument naming what is none."""
+class Inputs(NamedTuple, Generic[T]):
+    """Inputs of a call, read one by one: what is wrong with one of them stands in its place. ``total`` None: nobody knows yet."""
+
+    each: Iterator[T | RequestFailed]
+    total: int | None
+
+
+def prompts_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[str | Sequence[int]]:
+    """Prompts, also a single one. Raises InvalidArgument for what is none and cannot be gone through."""
     if isinstance(prompts, str | Mapping):
-        return [_prompt(prompts, name)]
-    listed = _listed(prompts, name, _A_PROMPT)
-    if listed and _is_int(listed[0]):
-        return [_prompt(listed, name)]
-    return [_prompt(prompt, f"{name}[{index}]") for index, prompt in enumerate(listed)]
+        return Inputs(iter([_prompt(prompts, name)]), 1)
+    several, first, total = _opened(prompts, name, _A_PROMPT)
+    if _is_int(first):
+        return Inputs(iter([_prompt(several, name)]), 1)
+    return Inputs(_converted(several, lambda value, index: _prompt(value, f"{name}[{index}]")), total)
+
+
+def conversations_of(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> Inputs[list[ChatMessage]]:
+    """Conversations, also a single one. Raises InvalidArgument for what is none and cannot be gone through."""
+    several, first, total = _opened(messages, "messages", _A_CONVERSATION)
+    if isinstance(first, Mapping):
+        return Inputs(_converted(iter([several]), _conversation), 1)
+    return Inputs(_converted(several, _conversation), total)
+
+
+def sampling_of(sampling: Sampling | Iterable[Sampling], total: int | None) -> Iterator[dict[str, Any] | RequestFailed]:
+    """The fields that are set, for each input: one for all is repeated without end. Raises InvalidArgument for one for all that
+    is wrong, and where their number is known to be another than ``total``.
+    """
+    if sampling is None or isinstance(sampling, SamplingParams | Mapping):
+        return itertools.repeat(_fields(sampling, "sampling_params"))
+    several, _, count = _opened(sampling, "sampling_params", _ONE_EACH)
+    if count is not None and total is not None and count != total:
+        raise InvalidArgument(
+            f"sampling_params has {count} entries for {total} inputs; give one for all, or one each",
+            field="sampling_params",
+        )
+    return _converted(several, lambda value, index: _fields(value, f"sampling_params[{index}]"))
+
+
+def paired(
+    inputs: Inputs[T], sampling: Sampling | Iterable[Sampling]
+) -> Iterator[tuple[T, dict[str, Any]] | RequestFailed]:
+    """Each input with its sampling parameters. Raises InvalidArgument when there are fewer of these, or as ``sampling_of``
+    does.
+    """
+    return _pairs(inputs, sampling_of(sampling, inputs.total))
+
+
+def _pairs(
+    inputs: Inputs[T], sampling: Iterator[dict[str, Any] | RequestFailed]
+) -> Iterator[tuple[T, dict[str, Any]] | RequestFailed]:
+    for index, value in enumerate(inputs.each):
+        fields = next(sampling, None)
+        if fields is None:
+            raise InvalidArgument(
+                f"sampling_params has {index} entries and there are more inputs; give one for all, or one each",
+                field="sampling_params",
+            )
+        if isinstance(value, RequestFailed):
+            yield value
+        elif isinstance(fields, RequestFailed):
+            yield fields
+        else:
+            yield value, fields
+
+
+def _converted(several: Iterator[Any], convert: Callable[[Any, int], T]) -> Iterator[T | RequestFailed]:
+    for index, value in enumerate(several):
+        try:
+            yield convert(value, index)
+        except RequestFailed as e:
+            yield e
+
+
+def _opened(several: object, name: str, wanted: str) -> tuple[Iterator[Any], object, int | None]:
+    """What can be gone through, its first entry (None without one) and how many there are, where it says so."""
+    each = iter(_iterable(several, name, wanted))
+    try:
+        first = next(each)
+    except StopIteration:
+        return iter(()), None, 0
+    return itertools.chain([first], each), first, len(several) if hasattr(several, "__len__") else None
 
 
 def _prompt(prompt: object, name: str) -> str | Sequence[int]:
@@ -53,50 +132,60 @@ def _prompt_of_mapping(prompt: Mapping[str, Any], name: str) -> str | Sequence[i
     raise InvalidArgument(f"{name} is a mapping with {keys}; it must have {' or '.join(forms)} alone", field=name)
 
 
-def as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[ChatMessage]]:
-    """A list of conversations, also of a single one. Raises InvalidArgument naming the message and what is wrong with it."""
-    listed = _listed(messages, "messages", _A_CONVERSATION)
-    conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
-    return [
-        [
-            _message(message, f"conversations[{index}].messages[{turn}]")
-            for turn, message in enumerate(_listed(conversation, f"conversations[{index}]", _A_CONVERSATION))
-        ]
-        for index, conversation in enumerate(conversations)
-    ]
-
-
 def _listed(several: object, name: str, wanted: str) -> list[Any]:
     """Whatever can be gone through as a list: a generator or a column of a table, too. Text, bytes and mappings are one thing."""
+    return list(_iterable(several, name, wanted))
+
+
+def _iterable(several: object, name: str, wanted: str) -> Iterable[Any]:
     if not isinstance(several, Iterable) or isinstance(several, str | bytes | bytearray | Mapping):
         kind = "None" if several is None else f"of type {type(several).__name__}"
         raise InvalidArgument(f"{name} is {kind}; {wanted}", field=name)
-    return list(several)
+    return several
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _message(message: Message, name: str) -> ChatMessage:
+def _conversation(messages: object, index: int) -> list[ChatMessage]:
+    name = f"conversations[{index}]"
+    return [
+        _message(message, f"{name}.messages[{turn}]")
+        for turn, message in enumerate(_listed(messages, name, _A_CONVERSATION))
+    ]
+
+
+def _message(message: object, name: str) -> ChatMessage:
+    if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_without_function(call) for call in message["tool_calls"]]}
     try:
         return msgspec.convert(message, ChatMessage)
     except msgspec.ValidationError as e:
         raise InvalidArgument(f"{name}: {e}", field=name) from None
 
 
-def as_sampling(sampling: Sampling | Iterable[Sampling], count: int) -> list[dict[str, Any]]:
-    """The fields that are set, for each of ``count`` inputs. Raises InvalidArgument naming the field."""
-    if sampling is None or isinstance(sampling, SamplingParams | Mapping):
-        return [_fields(sampling, "sampling_params")] * count
-    listed = _listed(
-        sampling, "sampling_params", "it must be SamplingParams, a mapping of its fields, or one for each input"
-    )
-    if len(listed) != count:
-        raise InvalidArgument(
-            f"sampling_params has {len(listed)} entries for {count} inputs; give one for all, or one each"
-        )
-    return [_fields(each, f"sampling_params[{index}]") for index, each in enumerate(listed)]
+def _without_function(given: object) -> object:
+    """A tool, or a call of one, as OpenAI's protocol has it, with what stands in ``function`` beside its other fields."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("function"), Mapping):
+        return given
+    flat = {**given, **given["function"]}
+    del flat["function"]
+    if isinstance(flat.get("arguments"), Mapping):
+        flat["arguments"] = msgspec.json.encode(flat["arguments"]).decode()
+    return flat
+
+
+def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
+    """Tools as OpenAI's protocol has them, or only their functions. Raises InvalidArgument naming the tool."""
+    listed = [] if tools is None else _listed(tools, "tools", "tools are a list of functions")
+    found = []
+    for index, tool in enumerate(listed):
+        try:
+            found.append(msgspec.convert(_without_function(tool), Tool))
+        except msgspec.ValidationError as e:
+            raise InvalidArgument(f"tools[{index}]: {e}", field=f"tools[{index}]") from None
+    return found
 
 
 def _fields(sampling: object, name: str) -> dict[str, Any]:

@@ -1,39 +1,57 @@
 """A model inside this Python program: the engine and the processing of a server, without its network."""
 
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
 
-from penstock_common.errors import Unavailable
+from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
-from penstock_local.inprocess.batch import Batch
-from penstock_local.inprocess.inputs import Message, Prompt, Sampling, as_conversations, as_prompts, as_sampling
+from penstock_common.types.sampling import SamplingParams
+from penstock_frontend.call_types import ChatRequest
+from penstock_local.inprocess.batch import Batch, Errors, Job
+from penstock_local.inprocess.beam_search import BeamSearch, BeamSearchParams
+from penstock_local.inprocess.calls import Calls
+from penstock_local.inprocess.inputs import Message, Prompt, Sampling, tools_of
 from penstock_local.inprocess.options import engine_config
-from penstock_local.inprocess.outputs import EmbeddingOutput, RequestOutput
-from penstock_local.inprocess.progress import wait_for
+from penstock_local.inprocess.outputs import (
+    BeamSearchOutput,
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from penstock_local.inprocess.progress import Shown
+from penstock_local.inprocess.requests import Requests
 from penstock_local.inprocess.runtime import Runtime
-
-T = TypeVar("T")
 
 
 class LLM:
     """Loads a model and answers prompts with it; ``with LLM(...) as llm`` or ``close`` releases it.
 
-    ``model`` is the directory of a Hugging Face checkpoint or its id on the hub. ``options`` are fields of the sections
-    model, cache, scheduler, executor and structured_output of an engine's configuration: ``dtype``, ``device``,
-    ``max_model_len``, ``kv_cache_memory="2GiB"``, ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on.
-    Raises ConfigError for a wrong option and ModelLoadError when the model cannot be served.
+    ``model`` is the directory of a Hugging Face checkpoint or its id on the hub. ``tokenizer``: another one's tokenizer and chat
+    template. ``seed``: requests without a seed get one that follows from it and from how many came before, so that a program that
+    does the same again gets the same. ``options`` are fields of the sections model, cache, scheduler, executor and
+    structured_output of an engine's configuration: ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
+    ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on. Raises ConfigError for a wrong option and ModelLoadError when
+    the model cannot be served.
 
-    Every method takes one input or several (a list, or anything that can be gone through), computes all of it together and
-    returns a list in the same order. The inputs are checked before the first is computed. Raises RequestFailed, which names
-    the input as ``prompts[3]``; when one fails on the way the others are ended. Ctrl-C ends them too and leaves the LLM usable.
-    Methods may be called from several threads. ``progress``: show a bar on standard error where that is a terminal.
+    Every method takes one input or several (a list, or anything that can be gone through), computes them together and
+    returns a list in the same order. With ``errors="raise"`` the inputs are checked before the first is computed, RequestFailed
+    names the input as ``prompts[3]``, and one that fails on the way ends the others. With ``errors="return"`` an input that
+    fails has a record with ``error`` in its place. Ctrl-C raises Interrupted, a KeyboardInterrupt with the results there are,
+    and leaves the LLM usable. Methods may be called from several threads. ``progress``, also called ``use_tqdm``: show a bar on
+    standard error where that is a terminal; a callable as ``tqdm.tqdm`` makes another.
+
+    ``generate_iter`` and ``chat_iter`` give results as they end, of any number of inputs: these are read when there is room in
+    the engine for them, in the thread that goes through the results.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self._runtime = Runtime(engine_config(str(model), options))
+    def __init__(self, model: str, *, tokenizer: str = "", seed: int | None = None, **options: Any) -> None:
+        self._runtime = Runtime(engine_config(str(model), options), tokenizer=tokenizer)
         self._close = weakref.finalize(self, self._runtime.close)
+        self._calls = Calls(self._runtime)
+        self._requests = Requests(seed)
 
     def __enter__(self) -> Self:
         return self
@@ -50,52 +68,87 @@ class LLM:
         """Longest sequence, prompt and output together, in tokens."""
         return self._runtime.engine.view.limits.max_model_len
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers has it."""
+        from transformers import AutoTokenizer  # slow to import
+
+        model = self._runtime.config.model
+        return AutoTokenizer.from_pretrained(
+            self._runtime.tokenizer_path or model.path, revision=model.revision or None
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where nothing is said: the model's own (generation_config.json), and ours."""
+        return SamplingParams(**self._runtime.llm.inputs.defaults)
+
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: Sampling | Iterable[Sampling] = None,
         *,
-        progress: bool = True,
+        priority: int = 0,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts. ``sampling_params``: one for all, or one each."""
-        listed = as_prompts(prompts, name="prompts")
-        requests = [
-            GenerateRequest(prompt=prompt, sampling=sampling)
-            for prompt, sampling in zip(listed, as_sampling(sampling_params, len(listed)), strict=True)
-        ]
-        batch = self._batch("prompts")
-        return self._run(batch, lambda: batch.generate(requests), total=len(requests), progress=progress)
+        requests = self._requests.generate(prompts, sampling_params, priority=priority)
+        return self._batch(self._generation(), errors, progress, use_tqdm).all(requests)
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Sampling | Iterable[Sampling] = None,
+        *,
+        in_order: bool = False,
+        priority: int = 0,
+        errors: Errors = "raise",
+        progress: Shown = False,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """The index of each prompt and what it came to, as they end or ``in_order``."""
+        requests = self._requests.generate(prompts, sampling_params, priority=priority)
+        return self._batch(self._generation(), errors, progress).each(requests, in_order=in_order)
 
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Iterable[Message]],
         sampling_params: Sampling | Iterable[Sampling] = None,
         *,
+        tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = True,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template. ``messages``: one conversation, or a list of them.
 
-        The other keywords are those of the public API's ChatRequest. The texts are all that the model wrote, reasoning and
-        tool calls included. Errors name the conversation: ``conversations[3]``.
+        ``tools``: what the model is told that it may call, as OpenAI's protocol has them. The other keywords are those of the
+        public API's ChatRequest. The texts are all that the model wrote, reasoning and tool calls included. Errors name the
+        conversation: ``conversations[3]``.
         """
-        conversations = as_conversations(messages)
-        requests = [
-            ChatRequest(
-                messages=conversation,
-                sampling=sampling,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=dict(chat_template_kwargs or {}),
-            )
-            for conversation, sampling in zip(
-                conversations, as_sampling(sampling_params, len(conversations)), strict=True
-            )
-        ]
-        batch = self._batch("conversations")
-        return self._run(batch, lambda: batch.chat(requests), total=len(requests), progress=progress)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        requests = self._requests.chat(messages, sampling_params, like)
+        return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
+
+    def chat_iter(
+        self,
+        messages: Iterable[Iterable[Message]],
+        sampling_params: Sampling | Iterable[Sampling] = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        in_order: bool = False,
+        errors: Errors = "raise",
+        progress: Shown = False,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """The index of each conversation and its answer, as they end or ``in_order``."""
+        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        requests = self._requests.chat(messages, sampling_params, like)
+        return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
     def embed(
         self,
@@ -103,33 +156,106 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
-        progress: bool = True,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
     ) -> list[EmbeddingOutput]:
         """Vectors of texts. ``dimensions``: keep the first so many; ``normalize`` None does as the model's config says.
 
         The model must be one that embeds; a decoder does with the option ``task="embed"``.
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
-        requests = [
-            PoolingRequest(inputs=[text], fields=[f"texts[{index}]"], params=params)
-            for index, text in enumerate(as_prompts(texts, name="texts"))
-        ]
-        batch = self._batch("texts")
-        return self._run(batch, lambda: batch.embed(requests), total=len(requests), progress=progress)
+        job = Job("texts", self._calls.as_it_is, self._calls.embed, EmbeddingOutput)
+        return self._batch(job, errors, progress, use_tqdm).all(self._requests.pool(texts, params, name="texts"))
 
-    def _batch(self, name: str) -> Batch:
+    def classify(
+        self,
+        texts: Prompt | Iterable[Prompt],
+        *,
+        use_activation: bool = True,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
+    ) -> list[ClassificationOutput]:
+        """Classes of texts, by a model that classifies. ``use_activation`` False: bare scores instead of probabilities."""
+        params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=use_activation)
+        job = Job("texts", self._calls.as_it_is, self._calls.classify, ClassificationOutput)
+        return self._batch(job, errors, progress, use_tqdm).all(self._requests.pool(texts, params, name="texts"))
+
+    def score(
+        self,
+        queries: Prompt | Iterable[Prompt],
+        documents: Prompt | Iterable[Prompt],
+        *,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
+    ) -> list[ScoringOutput]:
+        """How well documents fit ``queries``, one for all of them or one each: scores of a model that reads pairs, else
+        cosines.
+        """
+        job = Job("documents", self._calls.check_pair, self._calls.score, ScoringOutput)
+        return self._batch(job, errors, progress, use_tqdm).all(self._requests.score(queries, documents))
+
+    def encode(
+        self,
+        texts: Prompt | Iterable[Prompt],
+        *,
+        pooling_task: str,
+        dimensions: int | None = None,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
+    ) -> list[PoolingOutput]:
+        """What a pooling task computes: ``embed``, ``classify``, ``token_embed`` or ``token_classify``."""
+        names = [task.name.lower() for task in PoolingTask if task is not PoolingTask.SCORE]
+        if pooling_task not in names:
+            raise InvalidArgument(
+                f"pooling_task is {pooling_task!r}; it must be one of {', '.join(names)}", field="pooling_task"
+            )
+        params = PoolingParams(task=PoolingTask[pooling_task.upper()], dimensions=dimensions)
+        job = Job("texts", self._calls.as_it_is, self._calls.encode, PoolingOutput)
+        return self._batch(job, errors, progress, use_tqdm).all(self._requests.pool(texts, params, name="texts"))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        *,
+        errors: Errors = "raise",
+        progress: Shown = True,
+        use_tqdm: Shown | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of prompts that a search keeping ``beam_width`` of them at each token finds."""
+        search = BeamSearch(self._calls, self._runtime, params)
+        job = Job("prompts", self._calls.prepare, search.run, BeamSearchOutput)
+        return self._batch(job, errors, progress, use_tqdm).all(self._requests.generate(prompts, None))
+
+    def _generation(self) -> Job[Any, Any, RequestOutput]:
+        return Job("prompts", self._calls.prepare, self._calls.generate, RequestOutput)
+
+    def _answering(self) -> Job[Any, Any, RequestOutput]:
+        return Job("conversations", self._calls.prepare_chat, self._calls.generate, RequestOutput)
+
+    def _batch(
+        self, job: Job[Any, Any, Any], errors: Errors, progress: Shown, use_tqdm: Shown | None = None
+    ) -> Batch[Any, Any, Any]:
         if self._runtime.closed:
             raise Unavailable("this LLM is closed", reason="CLOSED")
-        return Batch(self._runtime, name)
+        return Batch(self._runtime, job, errors=errors, shown=progress if use_tqdm is None else use_tqdm)
 
-    def _run(
-        self, batch: Batch, work: Callable[[], Coroutine[Any, Any, list[T]]], *, total: int, progress: bool
-    ) -> list[T]:
-        engine = self._runtime.engine
-        return wait_for(
-            self._runtime.submit(work),
-            total=total,
-            done=lambda: batch.done,
-            tokens=lambda: engine.num_tokens,
-            progress=progress,
-        )
+
+def _conversation(
+    tools: Iterable[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> ChatRequest:
+    """What all conversations of a call have in common."""
+    return ChatRequest(
+        messages=(),
+        tools=tools_of(tools),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=dict(template_kwargs or {}),
+    )

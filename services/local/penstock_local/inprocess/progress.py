@@ -1,41 +1,74 @@
-"""Waiting for an ``LLM``'s results, with a bar."""
+"""How far an ``LLM``'s call is, as a bar."""
 
-import concurrent.futures
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-T = TypeVar("T")
-
 _REFRESH_SECONDS = 0.2
 
+Shown = bool | Callable[..., Any]
+"""Whether there is a bar; or what makes one, as ``tqdm.tqdm``: called with ``total`` and ``desc``, it has ``update`` and
+``close``.
+"""
 
-def wait_for(
-    future: "Future[T]", *, total: int, done: Callable[[], int], tokens: Callable[[], int], progress: bool
-) -> T:
-    """The result. ``done`` of ``total`` inputs have theirs; ``tokens`` counts new tokens, from wherever it begins.
 
-    Raises what the work raises. An exception that comes here first, KeyboardInterrupt, ends the work.
+class Bar:
+    """``with Bar(...) as bar``: a bar on standard error, where that is a terminal. ``tokens`` counts new tokens, from wherever it
+    begins. ``total`` None: nobody knows.
     """
-    console = Console(stderr=True, highlight=False)
-    try:
-        if not progress or total == 0 or not console.is_terminal:
-            return future.result()
-        _show(future, console, total=total, done=done, tokens=tokens)
-        return future.result()
-    finally:
-        future.cancel()
+
+    def __init__(self, shown: Shown, total: int | None, tokens: Callable[[], int]) -> None:
+        self._tokens = tokens
+        self._done = 0
+        self._began, self._before, self._drawn = time.perf_counter(), tokens(), 0.0
+        self._given: Any = shown(total=total, desc="penstock") if callable(shown) else None
+        self._bar: Progress | None = None
+        console = Console(stderr=True, highlight=False)
+        if shown is True and total != 0 and console.is_terminal:
+            self._bar = _made(console)
+            self._task = self._bar.add_task("", total=total, speed=0.0)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._given is not None:
+            self._given.close()
+        if self._bar is not None:
+            self._draw()
+            self._bar.stop()
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if self._given is not None:
+            self._given.update(1)
+        self.tick()
+
+    def tick(self) -> None:
+        """Draw it anew, if it was not drawn just now."""
+        if self._bar is not None and time.perf_counter() - self._drawn >= _REFRESH_SECONDS:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._bar is None:
+            return
+        self._drawn = time.perf_counter()
+        seconds = max(self._drawn - self._began, 1e-9)
+        speed = (self._tokens() - self._before) / seconds
+        self._bar.update(self._task, completed=self._done, speed=speed, refresh=True)
 
 
-def _show(
-    future: "Future[T]", console: Console, *, total: int, done: Callable[[], int], tokens: Callable[[], int]
-) -> None:
-    """Draw the bar until the future is done."""
-    bar = Progress(
+def _made(console: Console) -> Progress:
+    return Progress(
         TextColumn("penstock"),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
@@ -45,11 +78,3 @@ def _show(
         console=console,
         auto_refresh=False,
     )
-    began, before = time.perf_counter(), tokens()
-    with bar:
-        task = bar.add_task("", total=total, speed=0.0)
-        finished = False
-        while not finished:
-            finished = bool(concurrent.futures.wait([future], timeout=_REFRESH_SECONDS).done)
-            seconds = max(time.perf_counter() - began, 1e-9)
-            bar.update(task, completed=done(), speed=(tokens() - before) / seconds, refresh=True)

@@ -30,8 +30,8 @@ _TOKENIZER_THREADS = 2
 class Runtime:
     """Loads the model and starts both threads. Holds nothing that belongs to the ``LLM``, which closes it when it goes."""
 
-    def __init__(self, config: EngineCoreConfig) -> None:
-        """Raises ConfigError and ModelLoadError."""
+    def __init__(self, config: EngineCoreConfig, *, tokenizer: str = "") -> None:
+        """``tokenizer``: the path of another one than the model's. Raises ConfigError and ModelLoadError."""
         check_cache_memory(
             "kv_cache_memory",
             config.cache.kv_cache_memory,
@@ -45,15 +45,19 @@ class Runtime:
 
         configure_library()
         self.config = config
+        self.tokenizer_path = tokenizer
 
         def engine(outputs: OutputHandler, _: object) -> InProcessEngine:
             core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
+            self.eos_token_ids = core.model.eos_token_ids
             self._loop = asyncio.new_event_loop()  # only now: nobody would close it if the model could not be loaded
             return InProcessEngine(core, describe(config, core), outputs, self._loop)
 
-        assembly = assemble(_model(config), engine, tokenizer_threads=_TOKENIZER_THREADS)
-        self._tokenizer = assembly.tokenizer
-        self.engine, self.llm, self.renderer = assembly.engines, assembly.llm, assembly.chat.renderer
+        model = _model(config)
+        assembly = assemble(model, engine, tokenizer_threads=_TOKENIZER_THREADS, tokenizer_path=tokenizer)
+        self.model, self.assembly = model, assembly
+        self.tokenizer, self.labels = assembly.tokenizer, assembly.labels
+        self.engine, self.llm, self.chat = assembly.engines, assembly.llm, assembly.chat
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
@@ -74,6 +78,10 @@ class Runtime:
         outcome: Future[T] = Future()
         self._loop.call_soon_threadsafe(self._start, work, outcome)
         return outcome
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call it on the event loop's thread, some time."""
+        self._loop.call_soon_threadsafe(function)
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, T]], outcome: "Future[T]") -> None:
         task = self._loop.create_task(work())
@@ -98,16 +106,15 @@ class Runtime:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._tokenizer.close()
+        self.tokenizer.close()
 
 
 def _model(config: EngineCoreConfig) -> ModelConfig:
-    """The engine's model as the frontend's processing reads it. Tool calls stay in the texts: nothing looks for them."""
+    """The engine's model as the frontend's processing reads it."""
     return ModelConfig(
         path=config.model.path,
         served_model_name=config.model.served_model_name,
         revision=config.model.revision,
-        tool_parser="none",
     )
 
 

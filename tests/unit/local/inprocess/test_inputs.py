@@ -1,18 +1,29 @@
 """What can be given to an ``LLM``, and what is said of the rest."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from penstock_common.errors import InvalidArgument
-from penstock_local.inprocess.inputs import as_conversations, as_prompts, as_sampling
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_local.inprocess.inputs import conversations_of, paired, prompts_of, sampling_of, tools_of
 
 HELLO = {"role": "user", "content": "Hello"}
 
 
 def generated(*each: Any) -> Iterator[Any]:
     yield from each
+
+
+def listed(each: Iterator[Any]) -> list[Any]:
+    """All of it, or the first failure."""
+    values = []
+    for value in each:
+        if isinstance(value, RequestFailed):
+            raise value
+        values.append(value)
+    return values
 
 
 @pytest.mark.parametrize(
@@ -33,7 +44,7 @@ def generated(*each: Any) -> Iterator[Any]:
     ],
 )
 def test_whatever_can_be_gone_through_is_several_prompts(given: Any, prompts: list[Any]) -> None:
-    assert as_prompts(given, name="prompts") == prompts
+    assert listed(prompts_of(given, name="prompts").each) == prompts
 
 
 @pytest.mark.parametrize(
@@ -58,7 +69,7 @@ def test_whatever_can_be_gone_through_is_several_prompts(given: Any, prompts: li
 )
 def test_what_is_no_prompt_is_refused_by_its_place(given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        as_prompts(given, name="prompts")
+        listed(prompts_of(given, name="prompts").each)
     assert refused.value.message == said
 
 
@@ -72,7 +83,7 @@ def test_what_is_no_prompt_is_refused_by_its_place(given: Any, said: str) -> Non
     ],
 )
 def test_conversations_may_be_generated(make: Callable[[], Any], count: int) -> None:
-    conversations = as_conversations(make())
+    conversations = listed(conversations_of(make()).each)
     assert len(conversations) == count
     assert all(message.content == "Hello" for conversation in conversations for message in conversation)
 
@@ -89,12 +100,12 @@ def test_conversations_may_be_generated(make: Callable[[], Any], count: int) -> 
 )
 def test_what_is_no_conversation_is_refused_by_its_place(given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        as_conversations(given)
+        listed(conversations_of(given).each)
     assert refused.value.message.startswith(said)
 
 
 def test_sampling_params_may_be_generated() -> None:
-    assert [each["seed"] for each in as_sampling(({"seed": seed} for seed in (1, 2)), 2)] == [1, 2]
+    assert [each["seed"] for each in listed(sampling_of(({"seed": seed} for seed in (1, 2)), None))] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -108,5 +119,42 @@ def test_sampling_params_may_be_generated() -> None:
 )
 def test_what_are_no_sampling_params_is_refused_by_its_place(given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        as_sampling(given, 1)
+        listed(itertools.islice(sampling_of(given, 1), 1))
     assert refused.value.message.startswith(said)
+
+
+def test_what_is_wrong_with_one_input_stands_in_its_place() -> None:
+    first, second, third = prompts_of(["a", 2.5, "c"], name="prompts").each
+    assert (first, third) == ("a", "c")
+    assert isinstance(second, InvalidArgument)
+    assert second.message.startswith("prompts[1] is of type float")
+
+
+def test_prompts_are_read_one_by_one() -> None:
+    read = []
+
+    def prompts() -> Iterator[str]:
+        for index in itertools.count():
+            read.append(index)
+            yield f"prompt {index}"
+
+    inputs = prompts_of(prompts(), name="prompts")
+    assert list(itertools.islice(inputs.each, 3)) == ["prompt 0", "prompt 1", "prompt 2"]
+    assert (read, inputs.total) == ([0, 1, 2], None)
+
+
+def test_fewer_sampling_params_than_inputs_are_refused_when_they_end() -> None:
+    pairs = paired(prompts_of(generated("a", "b"), name="prompts"), generated({"seed": 1}))
+    assert next(pairs) == ("a", next(sampling_of({"seed": 1}, 1)))
+    with pytest.raises(InvalidArgument, match="sampling_params has 1 entries and there are more inputs"):
+        next(pairs)
+
+
+def test_tools_and_calls_of_them_may_be_as_in_openais_protocol() -> None:
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    assert tools_of([{"type": "function", "function": function}]) == tools_of([function])
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    ((message,),) = listed(conversations_of([{"role": "assistant", "tool_calls": [call]}]).each)
+    assert (message.tool_calls[0].name, message.tool_calls[0].arguments) == ("weather", '{"city":"Rome"}')
+    with pytest.raises(InvalidArgument, match=r"^tools\[0\]: Object missing required field `name`"):
+        tools_of([{"type": "function"}])

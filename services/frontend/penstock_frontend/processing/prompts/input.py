@@ -41,7 +41,7 @@ class InputProcessor:
     ) -> None:
         """``reasoning``: behind it constraints hold. Raises ConfigError when the model's own defaults are out of range."""
         self._tokenizer = tokenizer
-        self._defaults = sampling_params.model_defaults(generation_config)
+        self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
         self._model_name = model_name
         self._limits = limits
         self.reasoning = reasoning
@@ -108,7 +108,7 @@ class InputProcessor:
         where they are known: a prompt far beyond them is refused before it is tokenized.
         """
         context = self.checked_context(request.context, request_id)
-        params = sampling_params.resolve(request.sampling, self._defaults, self._limits.now)
+        params = sampling_params.resolve(request.sampling, self.defaults, self._limits.now)
         if params.bad_words:
             params = await self._with_bad_words(params)
         if limits is not None:

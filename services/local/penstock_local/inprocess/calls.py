@@ -1,0 +1,155 @@
+"""One input of an ``LLM``'s call: how it is checked and computed. Runs on the event loop's thread."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock_common.errors import Unimplemented
+from penstock_common.rpc.outputs import floats
+from penstock_common.types.logprobs import Logprobs
+from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
+from penstock_frontend.call_types import RequestOutput as Finished
+from penstock_local.inprocess.outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from penstock_local.inprocess.runtime import Runtime
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request ready to run. ``token_ids`` are its prompt, ``text`` what they were made of; ``num_sequences``: its n."""
+
+    request: GenerateRequest
+    text: str | None
+    token_ids: Sequence[int]
+    num_sequences: int = 1
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Two inputs to compare, and what each is called."""
+
+    inputs: tuple[str | Sequence[int], str | Sequence[int]]
+    fields: tuple[str, str]
+
+
+class Calls:
+    """Everything raises RequestFailed."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def prepare(self, request: GenerateRequest) -> Prepared:
+        """A request with its prompt as token ids, checked as far as it can be without computing."""
+        llm = self._runtime.llm
+        text = request.prompt if isinstance(request.prompt, str) else None
+        if text:  # an empty one is refused below, as a text
+            encoded = await llm.encode(text, add_special_tokens=request.add_special_tokens)
+            request = msgspec.structs.replace(request, prompt=encoded.ids or text)
+        checked = await llm.inputs.process(request, "check")
+        llm.inputs.check(checked, await llm.engines.wait_until_usable())
+        constraint = checked.sampling_params.structured_output
+        if self._runtime.tokenizer_path and constraint is not None and constraint.constrains:
+            raise Unimplemented(
+                "sampling_params.structured_output is set; it is not served with a tokenizer that is not the model's",
+                field="sampling_params.structured_output",
+            )
+        return Prepared(request, text, checked.prompt_token_ids, checked.sampling_params.n)
+
+    async def prepare_chat(self, request: ChatRequest) -> Prepared:
+        """The same of a conversation."""
+        return await self.prepare(await self._runtime.chat.renderer.render(request))
+
+    async def generate(self, prepared: Prepared) -> RequestOutput:
+        """Continue a prompt."""
+        llm = self._runtime.llm
+        live = llm.accept("")
+        try:
+            finished = [output async for output in llm.generate(prepared.request, live)]
+        finally:
+            llm.release(live)
+        return request_output(prepared, finished)
+
+    async def as_it_is(self, request: PoolingRequest) -> PoolingRequest:
+        """Pooling requests are checked when they run."""
+        return request
+
+    async def embed(self, request: PoolingRequest) -> EmbeddingOutput:
+        """The vector of a text."""
+        vectors, num_tokens = await self._pool(request)
+        return EmbeddingOutput(embedding=floats(vectors), num_prompt_tokens=num_tokens)
+
+    async def classify(self, request: PoolingRequest) -> ClassificationOutput:
+        """The classes of a text."""
+        vectors, num_tokens = await self._pool(request)
+        probs, labels = floats(vectors), self._runtime.labels
+        best = max(range(len(probs)), key=probs.__getitem__)
+        label = labels[best] if best < len(labels) else ""
+        return ClassificationOutput(probs=probs, label=label, num_prompt_tokens=num_tokens)
+
+    async def encode(self, request: PoolingRequest) -> PoolingOutput:
+        """Whatever the task computes of a text."""
+        vectors, num_tokens = await self._pool(request)
+        numbers, width = floats(vectors), vectors.shape[-1]
+        rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
+        return PoolingOutput(data=rows, num_prompt_tokens=num_tokens)
+
+    async def check_pair(self, pair: Pair) -> PoolingRequest:
+        """What a pair asks of the engine: a score of a model that reads pairs, else two vectors of length one."""
+        if await self._runtime.llm.reads_pairs(None):
+            return PoolingRequest(
+                inputs=pair.inputs[:1],
+                seconds=[second for second in pair.inputs[1:] if isinstance(second, str)],
+                fields=pair.fields[:1],
+                params=PoolingParams(task=PoolingTask.SCORE),
+            )
+        params = PoolingParams(task=PoolingTask.EMBED, normalize=True)
+        return PoolingRequest(inputs=pair.inputs, fields=pair.fields, params=params)
+
+    async def score(self, request: PoolingRequest) -> ScoringOutput:
+        """The score of a pair."""
+        result, _ = await self._runtime.llm.run_pooling(request)
+        vectors = [floats(each.pooling_output) for each in result.outputs if each.pooling_output is not None]
+        score = vectors[0][0] if request.seconds else sum(a * b for a, b in zip(*vectors, strict=True))
+        return ScoringOutput(score=score, num_prompt_tokens=result.prompt_tokens)
+
+    async def _pool(self, request: PoolingRequest) -> tuple[Vectors, int]:
+        """The vectors of the only input, and its tokens."""
+        result, _ = await self._runtime.llm.run_pooling(request)
+        vectors = result.outputs[0].pooling_output
+        if vectors is None:
+            raise TypeError("an output without a vector is no answer")
+        return vectors, result.prompt_tokens
+
+
+def request_output(prepared: Prepared, pieces: Sequence[Finished], *, request_id: str = "") -> RequestOutput:
+    """What a prompt's sequences came to, of each its last piece."""
+    outputs = []
+    cached = 0
+    prompt_logprobs: Logprobs | None = None
+    for each in sorted(pieces, key=lambda output: output.index):
+        prompt_logprobs = prompt_logprobs or each.prompt_logprobs
+        cached = max(cached, each.finish.usage.cached_tokens if each.finish is not None else 0)
+        outputs.append(
+            CompletionOutput(
+                index=each.index,
+                text=each.text,
+                token_ids=list(each.token_ids),
+                finish_reason=each.finish.reason if each.finish is not None else None,
+                stop_reason=each.finish.stop_reason if each.finish is not None else None,
+                logprobs=each.logprobs,
+            )
+        )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prepared.text,
+        prompt_token_ids=list(prepared.token_ids),
+        outputs=outputs,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=cached,
+        finished=all(each.finish is not None for each in pieces),
+    )

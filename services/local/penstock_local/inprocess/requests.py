@@ -1,0 +1,122 @@
+"""From what callers of an ``LLM`` give to requests, one by one."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.types.pooling import PoolingParams
+from penstock_common.types.request_context import RequestContext
+from penstock_common.types.sampling import OutputKind
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
+from penstock_local.inprocess.calls import Pair
+from penstock_local.inprocess.inputs import (
+    Inputs,
+    Message,
+    Prompt,
+    Sampling,
+    conversations_of,
+    paired,
+    prompts_of,
+    sampling_of,
+)
+
+T = TypeVar("T")
+
+
+class Requests:
+    """Makes requests. ``seed``: those without a seed get one that follows from it and from how many came before."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._seeds = None if seed is None else random.Random(seed)
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], sampling: Sampling | Iterable[Sampling], *, priority: int = 0
+    ) -> Inputs[GenerateRequest]:
+        """Prompts to continue. Raises InvalidArgument for what is wrong with all of them."""
+        inputs = prompts_of(prompts, name="prompts")
+        context = RequestContext(priority=priority)
+        each = paired(inputs, sampling)
+        made = (
+            pair
+            if isinstance(pair, RequestFailed)
+            else GenerateRequest(prompt=pair[0], sampling=self.seeded(pair[1]), context=context)
+            for pair in each
+        )
+        return Inputs(made, inputs.total)
+
+    def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, *, priority: int) -> GenerateRequest:
+        """One prompt to continue. Raises InvalidArgument."""
+        value = next(prompts_of(prompt, name="prompt").each, None)
+        fields = next(sampling_of(sampling, 1))
+        if value is None:
+            raise InvalidArgument("prompt is empty", field="prompt")
+        if isinstance(value, RequestFailed):
+            raise value
+        if isinstance(fields, RequestFailed):
+            raise fields
+        return GenerateRequest(
+            prompt=value,
+            sampling={**self.seeded(fields), "output_kind": kind},
+            context=RequestContext(priority=priority),
+        )
+
+    def chat(
+        self,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling: Sampling | Iterable[Sampling],
+        like: ChatRequest,
+    ) -> Inputs[ChatRequest]:
+        """Conversations to answer, in all else ``like`` this one. Raises InvalidArgument for what is wrong with all of them."""
+        inputs = conversations_of(messages)
+        made = (
+            pair
+            if isinstance(pair, RequestFailed)
+            else msgspec.structs.replace(like, messages=pair[0], sampling=self.seeded(pair[1]))
+            for pair in paired(inputs, sampling)
+        )
+        return Inputs(made, inputs.total)
+
+    def pool(self, texts: Prompt | Iterable[Prompt], params: PoolingParams, *, name: str) -> Inputs[PoolingRequest]:
+        """Inputs of a pooling task. Raises InvalidArgument for what is wrong with all of them."""
+        inputs = prompts_of(texts, name=name)
+        made = (
+            text
+            if isinstance(text, RequestFailed)
+            else PoolingRequest(inputs=[text], fields=[f"{name}[{index}]"], params=params)
+            for index, text in enumerate(inputs.each)
+        )
+        return Inputs(made, inputs.total)
+
+    def score(self, queries: Prompt | Iterable[Prompt], documents: Prompt | Iterable[Prompt]) -> Inputs[Pair]:
+        """Pairs: each document with the only query, or with its own. Raises InvalidArgument where their numbers do not fit."""
+        first, second = prompts_of(queries, name="queries"), prompts_of(documents, name="documents")
+        if first.total is None:
+            listed = list(first.each)
+            first = Inputs(iter(listed), len(listed))
+        if first.total != 1 and second.total is not None and first.total != second.total:
+            raise InvalidArgument(
+                f"queries has {first.total} entries for {second.total} documents; give one for all, or one each",
+                field="queries",
+            )
+        return Inputs(_pairs(list(first.each), second.each), second.total)
+
+    def seeded(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling parameters with a seed, where one is to be given."""
+        if self._seeds is None or "seed" in sampling:
+            return dict(sampling)
+        return {**sampling, "seed": self._seeds.getrandbits(63)}
+
+
+def _pairs(queries: list[Any], documents: Iterator[Any]) -> Iterator[Pair | RequestFailed]:
+    for index, document in enumerate(documents):
+        of = 0 if len(queries) == 1 else index
+        if of >= len(queries):
+            raise InvalidArgument(
+                f"queries has {len(queries)} entries and there are more documents; give one for all, or one each",
+                field="queries",
+            )
+        wrong = next((each for each in (queries[of], document) if isinstance(each, RequestFailed)), None)
+        yield wrong or Pair((queries[of], document), (f"queries[{of}]", f"documents[{index}]"))

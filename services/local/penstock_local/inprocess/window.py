@@ -1,0 +1,103 @@
+"""Many inputs, so many of them at once: read ahead as far as that, and no further."""
+
+import queue
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from penstock_common.errors import RequestFailed, Unavailable
+from penstock_local.inprocess.runtime import Runtime
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MIN_AT_ONCE = 64
+_HELD_PER_RUNNING = 4
+_TICK = 0.2
+"""Seconds."""
+
+
+class Window(Generic[T, R]):
+    """Runs ``one`` for each input, with its index, on the event loop's thread. Inputs are read in the thread that takes the
+    results: a slow reader of results holds the inputs up, and nothing grows with their number.
+
+    ``tick`` is called again and again while results are waited for.
+    """
+
+    def __init__(self, runtime: Runtime, one: Callable[[int, T], Coroutine[Any, Any, R]]) -> None:
+        self._runtime = runtime
+        self._one = one
+        self.tick: Callable[[], None] = lambda: None
+        # The engine always finds the next one waiting, and its queue stays short.
+        self._at_once = max(_MIN_AT_ONCE, 2 * runtime.config.scheduler.max_num_seqs)
+        self._running: dict[int, Future[R]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, Future[R]]] = queue.SimpleQueue()
+
+    def results(self, inputs: Iterator[T | RequestFailed]) -> Generator[tuple[int, R | RequestFailed], None, None]:
+        """Each input's index and its result or failure, as they end; what was wrong with an input is its failure.
+
+        Raises what reading the inputs raises. However this ends, what runs then is ended.
+        """
+        try:
+            yield from self._results(enumerate(inputs), lambda: 0)
+        finally:
+            self._end()
+
+    def in_order(self, inputs: Iterator[T | RequestFailed]) -> Generator[tuple[int, R | RequestFailed], None, None]:
+        """The same in the order of the inputs. Results that wait for an earlier one are bounded, too."""
+        held: dict[int, R | RequestFailed] = {}
+        due = 0
+        try:
+            for index, result in self._results(enumerate(inputs), lambda: len(held)):
+                held[index] = result
+                while due in held:
+                    yield due, held.pop(due)
+                    due += 1
+        finally:
+            self._end()
+
+    def _results(
+        self, inputs: Iterator[tuple[int, T | RequestFailed]], held: Callable[[], int]
+    ) -> Iterator[tuple[int, R | RequestFailed]]:
+        more = True
+        while more or self._running:
+            while more and len(self._running) < self._at_once and self._has_room(held()):
+                index, value = next(inputs, (-1, None))
+                more = index >= 0
+                if isinstance(value, RequestFailed):
+                    yield index, value
+                elif value is not None:
+                    self._start(index, value)
+                if not self._ended.empty():  # a slow source does not hold back what is there
+                    break
+            if self._running:
+                yield self._next()
+
+    def _has_room(self, held: int) -> bool:
+        return len(self._running) + held < _HELD_PER_RUNNING * self._at_once or not self._running
+
+    def _start(self, index: int, value: T) -> None:
+        future = self._running[index] = self._runtime.submit(partial(self._one, index, value))
+        future.add_done_callback(lambda ended: self._ended.put((index, ended)))
+
+    def _next(self) -> tuple[int, R | RequestFailed]:
+        """Wait for a result and take it."""
+        while True:
+            try:
+                index, future = self._ended.get(timeout=_TICK)
+                break
+            except queue.Empty:
+                self.tick()
+        del self._running[index]
+        try:
+            return index, future.result()
+        except RequestFailed as e:
+            return index, e
+        except CancelledError:
+            return index, Unavailable("this LLM was closed", reason="CLOSED")
+
+    def _end(self) -> None:
+        for future in self._running.values():
+            future.cancel()
+        self._running.clear()
