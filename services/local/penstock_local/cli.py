@@ -16,6 +16,7 @@ from penstock_common.config.sizes import parse_bytes
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_local import flags
+from penstock_local.batch.arguments import add_batch
 from penstock_local.bench.arguments import add_bench
 from penstock_local.console import fail
 from penstock_local.model_arguments import add_models
@@ -32,6 +33,7 @@ examples:
   echo "2 + 2 =" | penstock generate - --temperature 0 --stop "."
   penstock chat --system "Answer briefly."
   penstock bench --concurrency 16 --requests 200
+  penstock batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B
   penstock status
   penstock scale --pool spot 4
 
@@ -85,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     add_bench(commands)
     add_models(commands)
+    add_batch(commands)
     _add_demo(commands)
     return parser
 

@@ -90,21 +90,22 @@ class Batch(Generic[T, P, R]):
     def all(self, inputs: Inputs[T]) -> list[R]:
         """The results in the order of the inputs. With ``errors="raise"`` all are checked before the first runs."""
         if not self._raises:
-            return self._listed(self._results(inputs, Window(self._runtime, self._job.whole)))
+            return self._listed(self._results(inputs, self._window(self._job.whole)))
         wrong: list[RequestFailed] = []
         given = list(_until_failure(inputs.each, wrong))
         if wrong:
             raise wrong[0]
-        checked = [
-            self._unless_failed(each) for _, each in Window(self._runtime, self._job.check).in_order(iter(given))
-        ]
+        checked = [self._unless_failed(each) for _, each in self._window(self._job.check).in_order(iter(given))]
         del given
-        window = Window(self._runtime, self._job.run)
+        window = self._window(self._job.run)
         return self._listed(self._results(Inputs(iter(checked), len(checked)), window))
 
     def each(self, inputs: Inputs[T], *, in_order: bool) -> Iterator[tuple[int, R]]:
         """Each input's index and result, as they end or in their order. An input is checked when its turn comes."""
-        return self._results(inputs, Window(self._runtime, self._job.whole), in_order=in_order)
+        return self._results(inputs, self._window(self._job.whole), in_order=in_order)
+
+    def _window(self, one: Callable[[int, Any], Coroutine[Any, Any, Any]]) -> Window[Any, Any]:
+        return Window(self._runtime.submit, one, at_once=self._runtime.at_once)
 
     def _results(
         self, inputs: Inputs[Any], window: Window[Any, R], *, in_order: bool = False

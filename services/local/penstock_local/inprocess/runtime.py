@@ -24,6 +24,7 @@ from penstock_local.inprocess.engine import InProcessEngine
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_MIN_AT_ONCE = 64
 _TOKENIZER_THREADS = 2
 
 
@@ -68,6 +69,11 @@ class Runtime:
     def closed(self) -> bool:
         """Whether nothing can be asked any more."""
         return self._closed
+
+    @property
+    def at_once(self) -> int:
+        """How many requests there should be at once: the engine always finds the next one waiting, and its queue stays short."""
+        return max(_MIN_AT_ONCE, 2 * self.config.scheduler.max_num_seqs)
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
         """Call ``work`` on the event loop's thread and run what it returns; cancelling the future ends that.

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from penstock_common.errors import RequestFailed, Unavailable
-from penstock_local.inprocess.runtime import Runtime
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MIN_AT_ONCE = 64
+Submit = Callable[[Callable[[], Coroutine[Any, Any, Any]]], "Future[Any]"]
+"""Has an event loop's thread call it and run what it returns; cancelling the future ends that."""
+
 _HELD_PER_RUNNING = 4
 _TICK = 0.2
 """Seconds."""
@@ -25,12 +26,11 @@ class Window(Generic[T, R]):
     ``tick`` is called again and again while results are waited for.
     """
 
-    def __init__(self, runtime: Runtime, one: Callable[[int, T], Coroutine[Any, Any, R]]) -> None:
-        self._runtime = runtime
+    def __init__(self, submit: Submit, one: Callable[[int, T], Coroutine[Any, Any, R]], *, at_once: int) -> None:
+        self._submit = submit
         self._one = one
         self.tick: Callable[[], None] = lambda: None
-        # The engine always finds the next one waiting, and its queue stays short.
-        self._at_once = max(_MIN_AT_ONCE, 2 * runtime.config.scheduler.max_num_seqs)
+        self._at_once = at_once
         self._running: dict[int, Future[R]] = {}
         self._ended: queue.SimpleQueue[tuple[int, Future[R]]] = queue.SimpleQueue()
 
@@ -78,7 +78,7 @@ class Window(Generic[T, R]):
         return len(self._running) + held < _HELD_PER_RUNNING * self._at_once or not self._running
 
     def _start(self, index: int, value: T) -> None:
-        future = self._running[index] = self._runtime.submit(partial(self._one, index, value))
+        future = self._running[index] = self._submit(partial(self._one, index, value))
         future.add_done_callback(lambda ended: self._ended.put((index, ended)))
 
     def _next(self) -> tuple[int, R | RequestFailed]:

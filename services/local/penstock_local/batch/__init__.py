@@ -1,0 +1,1 @@
+"""``penstock batch``: a file of requests in, a file of answers out."""

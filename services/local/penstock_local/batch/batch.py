@@ -1,0 +1,143 @@
+"""``penstock batch``: every line of a file to its answer, once, however often it takes."""
+
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+
+from penstock_common.errors import ConfigError, InvalidArgument, RequestFailed
+from penstock_local.batch import records
+from penstock_local.batch.backend import Backend, Servers
+from penstock_local.batch.files import OutputFile
+from penstock_local.batch.input_file import InputFile
+from penstock_local.batch.lines import BatchRequest, custom_id_of, request_of
+from penstock_local.batch.options import BatchOptions
+from penstock_local.batch.progress import BatchProgress
+from penstock_local.batch.records import BatchRecord, BatchResponse
+from penstock_local.console import say
+from penstock_local.inprocess.window import Window
+
+
+def batch(options: BatchOptions) -> int:
+    """Do it. Returns the exit code: 1 when a line failed. Raises ConfigError, and Unavailable when no server answers any more."""
+    source = InputFile(options.input)
+    with (
+        OutputFile(options.output, overwrite=options.overwrite) as output,
+        OutputFile(options.error_file, overwrite=options.overwrite or options.retry_errors) as errors,
+    ):
+        done, num_before = _done(source, output, errors)
+        num_failed = sum(1 for _ in errors.lines())
+        if num_before < source.total:
+            if num_before:
+                say(f"{num_before} of {source.total} lines are done already")
+            num_failed += _run(options, source, done, num_before, output, errors)
+        output.finish()
+        if num_failed:
+            errors.finish()
+        else:
+            errors.remove_if_empty()
+    _report(options, source.total, num_failed)
+    return int(num_failed > 0)
+
+
+def _run(
+    options: BatchOptions, source: InputFile, done: bytearray, num_done: int, output: OutputFile, errors: OutputFile
+) -> int:
+    """Do the lines that are not done. Returns how many failed."""
+    backend = make_backend(options)
+    requests = _Requests(source, done, backend)
+    window = Window(backend.submit, requests.answer, at_once=options.concurrency or backend.at_once)
+    with contextlib.ExitStack() as stack:
+        stack.callback(backend.close)
+        progress = stack.enter_context(BatchProgress(source.total, num_done))
+        window.tick = progress.tick
+        results = window.results(requests.each()) if options.unordered else window.in_order(requests.each())
+        stack.enter_context(contextlib.closing(results))
+        try:
+            for _, record in results:
+                if isinstance(record, RequestFailed):
+                    raise record
+                (output if record.ok else errors).add(records.encoded(record))
+                progress.add(ok=record.ok)
+        except (KeyboardInterrupt, RequestFailed):
+            progress.stop(f"{progress.done} of {source.total} lines are done; the same command goes on from there")
+            raise
+        return progress.num_failed
+
+
+class _Requests:
+    """The lines that are not done yet. One that is wrong is its own record."""
+
+    def __init__(self, source: InputFile, done: bytearray, backend: Backend) -> None:
+        self._source = source
+        self._done = done
+        self._backend = backend
+        self._urls = list(backend.urls)
+
+    def each(self) -> Iterator[BatchRequest | BatchRecord]:
+        """Each of them."""
+        for number, line, earlier in self._source.lines():
+            if number < len(self._done) and self._done[number]:
+                continue
+            try:
+                if earlier:
+                    raise _duplicate(custom_id_of(line), earlier)
+                yield request_of(line, number, self._urls)
+            except RequestFailed as e:
+                yield records.failed(number, custom_id_of(line), e)
+
+    async def answer(self, _: int, request: BatchRequest | BatchRecord) -> BatchRecord:
+        """What becomes of one. Raises Unavailable when nobody answers."""
+        if isinstance(request, BatchRecord):
+            return request
+        answer = await self._backend.post(request.url, request.body)
+        try:
+            body = msgspec.json.decode(answer.body, type=msgspec.Raw)
+        except msgspec.DecodeError:
+            body = msgspec.Raw(msgspec.json.encode(answer.body.decode(errors="replace")))
+        return records.answered(
+            request.number, request.custom_id, BatchResponse(answer.status, answer.request_id, body)
+        )
+
+
+def _duplicate(custom_id: str, earlier: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"custom_id is {custom_id!r}, which line {earlier} has", field="custom_id", reason="DUPLICATE_CUSTOM_ID"
+    )
+
+
+def _done(source: InputFile, *files: OutputFile) -> tuple[bytearray, int]:
+    """Which lines are in the files, by their numbers, and how many. Raises ConfigError for files that are not of this input."""
+    done, count = bytearray(), 0
+    for file in files:
+        for line in file.lines():
+            try:
+                number, custom_id = records.done_line(line)
+            except ValueError as e:
+                raise ConfigError(f"{file.path} has a line that no batch wrote: {e}; --overwrite begins anew") from None
+            if not source.is_line(number, custom_id):
+                raise ConfigError(
+                    f"{file.path} has an answer to {custom_id!r} as line {number}, which {source.path} does not have there; "
+                    "--overwrite begins anew"
+                )
+            done.extend(bytes(max(0, number + 1 - len(done))))
+            count += not done[number]
+            done[number] = 1
+    return done, count
+
+
+def make_backend(options: BatchOptions) -> Backend:
+    """Who computes it. Raises ConfigError and ModelLoadError."""
+    if options.server:
+        return Servers(options.server)
+    say(f"loading {options.model}")
+    from penstock_local.batch.engine import LocalEngine  # imports torch
+
+    return LocalEngine(options.model, options.engine_options)
+
+
+def _report(options: BatchOptions, total: int, num_failed: int) -> None:
+    if num_failed == 0:
+        say(f"{total} lines done: {options.output}")
+        return
+    say(f"{total - num_failed} of {total} lines done: {options.output}; {num_failed} failed: {options.error_file}")

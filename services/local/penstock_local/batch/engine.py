@@ -1,0 +1,46 @@
+"""An engine in this process as a batch's backend."""
+
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from penstock_common.errors import Unavailable
+from penstock_frontend.config import HttpConfig
+from penstock_frontend.openai_calls import OpenAICalls
+from penstock_local.batch.backend import URLS, Answer
+from penstock_local.inprocess.options import engine_config
+from penstock_local.inprocess.runtime import Runtime
+
+
+class LocalEngine:
+    """The engine of an ``LLM``, behind the routes of a server."""
+
+    def __init__(self, model: str, options: Mapping[str, object]) -> None:
+        """Load the model. Raises ConfigError and ModelLoadError."""
+        self._runtime = Runtime(engine_config(model, options))
+        self._calls = OpenAICalls(self._runtime.assembly, self._runtime.model, HttpConfig())
+
+    @property
+    def urls(self) -> Collection[str]:
+        """See Backend."""
+        return [url for url in URLS if url in self._calls.paths]
+
+    @property
+    def at_once(self) -> int:
+        """See Backend."""
+        return self._runtime.at_once
+
+    def submit(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "Future[Any]":
+        """See Backend."""
+        return self._runtime.submit(work)
+
+    async def post(self, url: str, body: bytes) -> Answer:
+        """See Backend."""
+        answer = await self._calls.post(url, body)
+        if answer.status >= 500 and not self._runtime.engine.usable:
+            raise Unavailable("the engine died; what is done is kept", reason="ENGINE_DEAD")
+        return Answer(answer.status, answer.body, answer.request_id)
+
+    def close(self) -> None:
+        """See Backend."""
+        self._runtime.close()
