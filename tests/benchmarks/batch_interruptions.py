@@ -216,6 +216,9 @@ def main() -> int:
     )
     parser.add_argument("--role", choices=("generate", "batch"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, and so would the batch
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.role:
