@@ -4,11 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.compiled import attention, invariant, products
+from tests.compiled import attention, experts, invariant, products
 from tests.compiled.kernel import Kernel, Usage, compile_kernel
 
-ALL: tuple[Callable[[], Iterator[Kernel]], ...] = (attention.kernels, products.kernels, invariant.kernels)
-GATE: tuple[Callable[[], Iterator[Kernel]], ...] = (attention.gate, products.gate, invariant.gate)
+ALL: tuple[Callable[[], Iterator[Kernel]], ...] = (
+    attention.kernels,
+    products.kernels,
+    experts.kernels,
+    invariant.kernels,
+)
+GATE: tuple[Callable[[], Iterator[Kernel]], ...] = (attention.gate, products.gate, experts.gate, invariant.gate)
 """Kernels of a file of this folder; another file adds its own to both."""
 
 HEAD = "| kernel | warps | stages | registers | shared memory | spills | fault |\n|---|---|---|---|---|---|---|"

@@ -28,6 +28,7 @@ WRITTEN = {
     "quantized_product": (4,),
 }
 WRITTEN |= {"write": (3, 4), "product": (4,), "grouped_product": (4,), "weighted_sum": (4,), "sample": (2, 3, 4)}
+WRITTEN["quantized_grouped_product"] = (4,)
 """By launch, which of its arguments it writes to."""
 
 

@@ -4,15 +4,11 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
-from penstock_enginecore.forward.cuda.launches import (
-    Activation,
-    GroupInputs,
-    Int4Weight,
-    Norm,
-    QuantizedWeight,
-    RotaryTable,
-)
+from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.weights import Int4Weight, Mxfp4Weight, QuantizedWeight, StackedWeight
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+"""What 4 bits of a float mean."""
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -104,14 +100,7 @@ class TorchKernels:
     def quantized_product(
         self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
     ) -> None:
-        of = torch.arange(weight.in_features) // weight.width
-        levels = weight.numbers.double()
-        if isinstance(weight, Int4Weight):
-            columns = torch.arange(weight.in_features)
-            byte = columns // (2 * weight.half) * weight.half + columns % weight.half
-            high = columns // weight.half % 2
-            levels = (weight.numbers[:, byte] >> (4 * high)) % 16 - weight.zeros.t()[:, of].double()
-        dense = levels * weight.scales.t()[:, of].double()
+        dense = _dense(weight, *weight.tensors)
         total = x.double() @ dense.t() + (0.0 if bias is None else bias.double())
         out.copy_(total * scale)
 
@@ -136,6 +125,15 @@ class TorchKernels:
             _multiply(x[begin:end], own, None if bias is None else bias[expert], 1.0, out[begin:end])
             begin = end
 
+    def quantized_grouped_product(
+        self, x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None, ends: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        begin = 0
+        for expert, end in enumerate(ends.tolist()):
+            own = _dense(weight, *(tensor[expert] for tensor in weight.tensors))
+            _multiply(x[begin:end], own, None if bias is None else bias[expert], 1.0, out[begin:end])
+            begin = end
+
     def weighted_sum(
         self,
         x: torch.Tensor,
@@ -148,6 +146,20 @@ class TorchKernels:
     ) -> None:
         factors = (weights / weights.sum(1, keepdim=True) if renormalize else weights).double() * scale
         out.copy_((x[places].double() * factors[:, :, None]).sum(1))
+
+
+def _dense(weight: StackedWeight, numbers: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    """What ``numbers`` and ``rest``, of one matrix, mean, float64."""
+    columns = torch.arange(weight.in_features)
+    if not isinstance(weight, Int4Weight | Mxfp4Weight):
+        return numbers.double() * rest[0].t()[:, columns // weight.width].double()
+    byte = columns // (2 * weight.half) * weight.half + columns % weight.half
+    levels = (numbers[:, byte] >> (4 * (columns // weight.half % 2))) % 16
+    if isinstance(weight, Mxfp4Weight):
+        powers = torch.pow(2.0, rest[0].t().double() - 127)
+        return E2M1[levels.long()] * powers[:, columns // 32]
+    zeros, scales = (part.t()[:, columns // weight.width].double() for part in rest)
+    return (levels - zeros) * scales
 
 
 def _multiply(

@@ -27,7 +27,7 @@ from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
-from penstock_enginecore.models.quantization.linear import dequantize_linears
+from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.vocabulary import SplitVocabulary
@@ -271,16 +271,16 @@ def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[F
 
 
 def _dequantize(model: LoadedModel) -> None:
-    """Linear layers that keep quantized weights for a decoder that does not serve. Raises ModelLoadError."""
+    """Linear layers and experts that keep quantized weights for a decoder that does not serve. Raises ModelLoadError."""
     try:
-        num_bytes = dequantize_linears(model.module, model.dtype)
+        num_bytes = dequantize_kept(model.module, model.dtype)
     except torch.OutOfMemoryError as e:
         raise ModelLoadError(
             f"the fused decoder does not serve {type(model.module).__name__} with quantized weights, and dequantized to "
             f"{str(model.dtype).removeprefix('torch.')} they do not fit: {first_line(e)}"
         ) from e
     if num_bytes:
-        logger.warning("linear layers are dequantized: their weights take %s", in_units(num_bytes))
+        logger.warning("linear layers and experts are dequantized: their weights take %s", in_units(num_bytes))
 
 
 def _log(computing: str, proven: Proven[object]) -> None:

@@ -18,7 +18,7 @@ from penstock_enginecore.models.attention_hook import AttentionCall, StepContext
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.models.quantization.linear import dequantize_linears
+from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 
 
@@ -144,7 +144,7 @@ class ModulesForward:
 
     def read(self, model: LoadedModel) -> None:
         """Quantized layers of ``model`` are dequantized first, as these were."""
-        dequantize_linears(model.module, model.dtype)
+        dequantize_kept(model.module, model.dtype)
         copy_weights(module_tensors(model.module), self.weights())
 
     def _to_device(self, array: IntArray) -> torch.Tensor:

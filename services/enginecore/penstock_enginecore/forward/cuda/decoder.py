@@ -64,10 +64,10 @@ class FusedForward:
     @property
     def weight_bytes(self) -> int:
         """Bytes of what the modules still hold, embeddings and norms, and of the products."""
-        products = self._layers.products
+        held = self._layers.held
         if not (isinstance(self._head, Dense) and self._head.weight is self._plan.embedding):
-            products.append(self._head)
-        return module_bytes(self._module) + sum(product.num_bytes for product in products)
+            held.append(self._head)
+        return module_bytes(self._module) + sum(each.num_bytes for each in held)
 
     @property
     def replays(self) -> bool:
@@ -134,8 +134,8 @@ class FusedForward:
 
     def weights(self) -> list[torch.Tensor]:
         """What the modules still hold, and the products."""
-        products = [*self._layers.products, self._head]
-        return [*module_tensors(self._module), *(tensor for product in products for tensor in product.tensors)]
+        held = [*self._layers.held, self._head]
+        return [*module_tensors(self._module), *(tensor for each in held for tensor in each.tensors)]
 
     def read(self, model: LoadedModel) -> None:
         """Builds a decoder of ``model`` on the host, with products merged and packed as these are."""
@@ -160,8 +160,8 @@ class FusedForward:
         """Frees what the modules hold of the weights of products. Rows of q, k and v follow one another in one product, those of
         gate and up in another: an adapter's part of a product goes where the projection's rows are.
         """
-        for linear in (*self._plan.linears, self._plan.head):
-            empty(linear)
+        for module in (*self._plan.linears, *self._plan.stacks, self._plan.head):
+            empty(module)
         return self
 
     def undo(self) -> None:

@@ -18,6 +18,7 @@ from penstock_enginecore.forward.cuda.plans import (
     AttentionPlan,
     ClampedGate,
     ExpertsPlan,
+    ExpertsWeight,
     LayerPlan,
     MLPPlan,
     ModelPlan,
@@ -25,6 +26,7 @@ from penstock_enginecore.forward.cuda.plans import (
 from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
 from penstock_enginecore.models.query_scale import query_scale
 
@@ -178,32 +180,40 @@ class _Reader:
             return self._mlp(mlp)
         self._expect(mlp, f"{self._family.prefix}SparseMoeBlock", ("gate", "experts"))
         self._expect(mlp.gate, f"{self._family.prefix}TopKRouter", (), ("weight",))
-        experts = mlp.experts
-        self._expect(experts, f"{self._family.prefix}Experts", ("act_fn",), ("gate_up_proj", "down_proj"))
+        experts, gate_up, down = self._experts(mlp.experts, ("act_fn",), (GATE_UP, DOWN))
         return ExpertsPlan(
             router=mlp.gate.weight,
-            gate_up=experts.gate_up_proj,
-            down=experts.down_proj,
+            gate_up=gate_up,
+            down=down,
             top_k=int(mlp.gate.top_k),
             renormalize=bool(getattr(mlp.gate, "norm_topk_prob", True)),
-            activation=self._activation(mlp.experts, "act_fn"),
+            activation=self._activation(experts, "act_fn"),
         )
 
     def _gpt_oss_experts(self, mlp: Any) -> ExpertsPlan:
         self._expect(mlp, "GptOssMLP", ("router", "experts"))
-        router, experts = mlp.router, mlp.experts
+        router = mlp.router
         self._expect(router, "GptOssTopKRouter", (), ("weight", "bias"))
-        weights = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        self._expect(experts, "GptOssExperts", (), weights)
+        biases = ("gate_up_proj_bias", "down_proj_bias")
+        experts, gate_up, down = self._experts(mlp.experts, (), (GATE_UP, DOWN, *biases))
         return ExpertsPlan(
             router=router.weight,
-            gate_up=experts.gate_up_proj,
-            down=experts.down_proj,
+            gate_up=gate_up,
+            down=down,
             top_k=int(router.top_k),
             renormalize=True,  # what the softmax of the chosen ones alone is
             activation=ClampedGate(float(experts.alpha), float(experts.limit)),
             biases=(router.bias, experts.gate_up_proj_bias, experts.down_proj_bias),
         )
+
+    def _experts(
+        self, experts: Any, parts: Sequence[str], parameters: Sequence[str]
+    ) -> tuple[Any, ExpertsWeight, ExpertsWeight]:
+        """The model's own module of experts, and its two weights."""
+        quantized = type(experts) is QuantizedExperts
+        own = experts.experts if quantized else experts
+        self._expect(own, f"{self._family.prefix}Experts", parts, parameters)
+        return (own, experts.gate_up, experts.down) if quantized else (own, own.gate_up_proj, own.down_proj)
 
     def _mlp(self, mlp: Any) -> MLPPlan:
         act = "activation_fn" if self._family.merged else "act_fn"

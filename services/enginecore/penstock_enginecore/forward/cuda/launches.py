@@ -10,6 +10,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
+from penstock_enginecore.forward.cuda.weights import QuantizedWeight, StackedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 """``gelu`` is exact, ``gelu_tanh`` its usual approximation."""
@@ -51,53 +52,6 @@ class GroupInputs:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     slots: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Float8Weight:
-    """``numbers`` e4m3 ``[out_features, in_features]``, of which those of a row and a block of ``width`` columns are multiplied
-    by one of ``scales`` float32 ``[blocks, out_features]``.
-    """
-
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    width: int
-
-    @property
-    def in_features(self) -> int:
-        """Numbers of a row."""
-        return self.numbers.shape[1]
-
-    def to(self, device: torch.device) -> "Float8Weight":
-        """The same on ``device``."""
-        return Float8Weight(self.numbers.to(device), self.scales.to(device), self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """Levels of 4 bits, two in a byte of ``numbers`` uint8 ``[out_features, in_features / 2]``: of each ``2 * half`` columns
-    those of the first half in the lower bits. In a row and a block of ``width`` columns the level less one of ``zeros`` uint8,
-    times one of ``scales``, both ``[blocks, out_features]``, is the weight.
-    """
-
-    numbers: torch.Tensor
-    zeros: torch.Tensor
-    scales: torch.Tensor
-    width: int
-    half: int
-
-    @property
-    def in_features(self) -> int:
-        """Numbers of a row."""
-        return self.numbers.shape[1] * 2
-
-    def to(self, device: torch.device) -> "Int4Weight":
-        """The same on ``device``."""
-        numbers, zeros, scales = (tensor.to(device) for tensor in (self.numbers, self.zeros, self.scales))
-        return Int4Weight(numbers, zeros, scales, self.width, self.half)
-
-
-QuantizedWeight = Float8Weight | Int4Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +199,11 @@ class Kernels(Protocol):
         with its part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``; rows behind stay as they
         are. Batch-invariant.
         """
+
+    def quantized_grouped_product(
+        self, x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None, ends: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """As ``grouped_product``, with experts' weights that stay quantized."""
 
     def weighted_sum(
         self,

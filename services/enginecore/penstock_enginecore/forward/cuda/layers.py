@@ -13,7 +13,7 @@ from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations, Widths
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.launches import Kernels, Norm
-from penstock_enginecore.forward.cuda.linear import Product, merged
+from penstock_enginecore.forward.cuda.linear import Held, Product, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
 from penstock_enginecore.forward.cuda.plans import AttentionPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.cuda.rotary import rotary_table
@@ -37,8 +37,8 @@ class _Layer:
         return cls(plan, qkv, output, mlp_of(plan.mlp, plan.residual_scale, kernels))
 
     @property
-    def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.output, *self.mlp.products
+    def held(self) -> tuple[Held, ...]:
+        return self.qkv, self.output, *self.mlp.held
 
 
 class Layers:
@@ -59,14 +59,14 @@ class Layers:
         self._next_norms = [*after, plan.norm]
 
     @property
-    def products(self) -> list[Product]:
-        """Those of all layers."""
-        return [product for layer in self._layers for product in layer.products]
+    def held(self) -> list[Held]:
+        """What products hold of the model's weights."""
+        return [held for layer in self._layers for held in layer.held]
 
     def to(self, device: torch.device) -> None:
         """Move the products' weights, and the tables of positions."""
-        for product in self.products:
-            product.to(device)
+        for held in self.held:
+            held.to(device)
         self._rotary = [table.to(device) for table in self._rotary]
 
     def embed(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:

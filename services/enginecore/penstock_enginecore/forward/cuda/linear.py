@@ -12,12 +12,28 @@ import torch
 from penstock_enginecore.forward.cuda.launches import Kernels
 from penstock_enginecore.forward.cuda.quantized import quantized_product
 from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.quantization.experts import QuantizedStack
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
 
 Linear = torch.nn.Linear | QuantizedLinear
 
 
-class Product(Protocol):
+class Held(Protocol):
+    """Weights that the decoder holds in place of a module."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of them."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in order."""
+
+    def to(self, device: torch.device) -> None:
+        """Move them."""
+
+
+class Product(Held, Protocol):
     """Rows times a weight that is kept in some way."""
 
     @property
@@ -140,7 +156,7 @@ def _joined(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
     return torch.nn.Parameter(whole, requires_grad=False)
 
 
-def empty(linear: Linear) -> None:
-    """Let go of the weights of a layer that a product stands for. Its name and sizes stay, which adapters go by."""
-    for name, parameter in list(linear.named_parameters()):
-        setattr(linear, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))
+def empty(module: Linear | QuantizedStack) -> None:
+    """Let go of the weights of a module that a product stands for. Its name and sizes stay, which adapters go by."""
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))

@@ -1,8 +1,8 @@
 """What stands behind a layer's second norm: a gated MLP, or experts of which each token takes some.
 
-Experts compute by torch's grouped product: tokens in the order of their experts, and on the device where each expert's end. So
-nothing is read on the host, and a step with experts can be captured; what it needs in between is allocated. Batch-invariant
-kernels have products and sums of their own, as torch's go by how many tokens there are.
+Experts compute by grouped products: tokens in the order of their experts, and on the device where each expert's end. So nothing
+is read on the host, and a step with experts can be captured; what it needs in between is allocated. Batch-invariant kernels have
+sums of their own, as torch's go by how many tokens there are.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ import torch
 
 from penstock_enginecore.forward.cuda.activations import Activations
 from penstock_enginecore.forward.cuda.buffers import StepInputs
+from penstock_enginecore.forward.cuda.grouped import GroupedProduct, grouped
 from penstock_enginecore.forward.cuda.launches import Kernels
-from penstock_enginecore.forward.cuda.linear import Product, merged
+from penstock_enginecore.forward.cuda.linear import Held, Product, merged
 from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan
 
 
@@ -21,8 +22,8 @@ class MLP(Protocol):
     """Part of a layer."""
 
     @property
-    def products(self) -> tuple[Product, ...]:
-        """Its linear layers."""
+    def held(self) -> tuple[Held, ...]:
+        """What it holds of the model's weights."""
 
     def run(
         self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: Kernels, out: torch.Tensor
@@ -45,8 +46,8 @@ class GatedMLP:
         return cls(plan, merged(plan.gate_up, kernels), merged([plan.down], kernels), scale)
 
     @property
-    def products(self) -> tuple[Product, ...]:
-        """Two."""
+    def held(self) -> tuple[Held, ...]:
+        """Two products."""
         return self.gate_up, self.down
 
     def run(
@@ -65,15 +66,29 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts chosen by a router. Weights stay in the model's modules, which keep them as they are needed here."""
+    """Experts chosen by a router. Dense weights stay in the model's modules, which keep them as they are needed here."""
 
     plan: ExpertsPlan
+    gate_up: GroupedProduct
+    down: GroupedProduct
     scale: float
 
+    @classmethod
+    def of(cls, plan: ExpertsPlan, scale: float, kernels: Kernels) -> "Experts":
+        """With the products of the weights that ``plan`` names."""
+        transposed = isinstance(plan.activation, ClampedGate)
+        _, gate_up, down = plan.biases or (None, None, None)
+        return cls(
+            plan,
+            grouped(plan.gate_up, gate_up, kernels, transposed=transposed),
+            grouped(plan.down, down, kernels, transposed=transposed),
+            scale,
+        )
+
     @property
-    def products(self) -> tuple[Product, ...]:
-        """None that stands for a linear layer."""
-        return ()
+    def held(self) -> tuple[Held, ...]:
+        """Quantized weights."""
+        return *self.gate_up.held, *self.down.held
 
     def run(
         self,
@@ -92,51 +107,14 @@ class Experts:
         ends = torch.searchsorted(ids, torch.arange(plan.num_experts, device=x.device), right=True, out_int32=True)
         rows = x.index_select(0, order // plan.top_k)
         owners = ids.clamp(max=plan.num_experts - 1)  # rows of no expert are not computed
-        grouped = self._invariant if kernels.batch_invariant else self._grouped
-        gate_up = grouped(rows, plan.gate_up, ends, owners, 1, kernels)
-        down = grouped(self._gate(gate_up, kernels), plan.down, ends, owners, 2, kernels)
+        gate_up = self.gate_up.run(rows, ends, owners)
+        down = self.down.run(self._gate(gate_up, kernels), ends, owners)
         if kernels.batch_invariant:
             places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
             kernels.weighted_sum(down, places.view_as(chosen), weights, self.scale, out, renormalize=plan.renormalize)
             return
         by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
         torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
-
-    def _grouped(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        ends: torch.Tensor,
-        owners: torch.Tensor,
-        bias: int,
-        kernels: Kernels,  # noqa: ARG002 - torch's
-    ) -> torch.Tensor:
-        """Each expert's ``rows`` times its part of ``weight``. ``owners``: whose the rows are."""
-        product = torch.nn.functional.grouped_mm(
-            rows, weight if self._is_transposed else weight.transpose(1, 2), offs=ends
-        )
-        if self.plan.biases is not None:
-            product.add_(self.plan.biases[bias].index_select(0, owners))
-        return product
-
-    def _invariant(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        ends: torch.Tensor,
-        owners: torch.Tensor,  # noqa: ARG002 - the kernel finds them
-        bias: int,
-        kernels: Kernels,
-    ) -> torch.Tensor:
-        """As ``_grouped``, by the kernels."""
-        biases = None if self.plan.biases is None else self.plan.biases[bias]
-        product = rows.new_empty(len(rows), weight.shape[2 if self._is_transposed else 1])
-        kernels.grouped_product(rows, weight, biases, ends, product, transposed=self._is_transposed)
-        return product
-
-    @property
-    def _is_transposed(self) -> bool:
-        return isinstance(self.plan.activation, ClampedGate)
 
     def _gate(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         how = self.plan.activation
@@ -168,4 +146,4 @@ class Experts:
 
 def mlp_of(plan: MLPPlan | ExpertsPlan, scale: float, kernels: Kernels) -> MLP:
     """What computes ``plan``. ``scale``: of what is added to the residual."""
-    return Experts(plan, scale) if isinstance(plan, ExpertsPlan) else GatedMLP.of(plan, scale, kernels)
+    return Experts.of(plan, scale, kernels) if isinstance(plan, ExpertsPlan) else GatedMLP.of(plan, scale, kernels)

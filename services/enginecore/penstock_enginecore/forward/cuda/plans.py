@@ -7,6 +7,9 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.launches import Activation, Norm
 from penstock_enginecore.forward.cuda.linear import Linear
+from penstock_enginecore.models.quantization.experts import QuantizedStack
+
+ExpertsWeight = torch.nn.Parameter | QuantizedStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class ExpertsPlan:
     """
 
     router: torch.nn.Parameter
-    gate_up: torch.nn.Parameter
-    down: torch.nn.Parameter
+    gate_up: ExpertsWeight
+    down: ExpertsWeight
     top_k: int
     renormalize: bool
     activation: Activation | ClampedGate
@@ -110,3 +113,10 @@ class ModelPlan:
             if isinstance(layer.mlp, MLPPlan):
                 found += [*layer.mlp.gate_up, layer.mlp.down]
         return found
+
+    @property
+    def stacks(self) -> list[QuantizedStack]:
+        """Quantized weights of experts, which products stand for."""
+        experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsPlan)]
+        weights = [weight for each in experts for weight in (each.gate_up, each.down)]
+        return [weight for weight in weights if isinstance(weight, QuantizedStack)]

@@ -1,15 +1,17 @@
 """Products of the fused decoder with weights that stay quantized."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock_enginecore.forward.cuda.launches import Float8Weight, Int4Weight, Kernels, QuantizedWeight
+from penstock_enginecore.forward.cuda.launches import Kernels
+from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, QuantizedWeight
 from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.quantization.awq import Awq
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.gptq import Gptq
 from penstock_enginecore.models.quantization.linear import QuantizedLinear
+from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 from penstock_enginecore.models.quantization.packed import Packed
 from penstock_enginecore.models.quantization.scheme import Scheme
 
@@ -19,9 +21,11 @@ _MAX_HALF = 64
 
 
 def keeps(scheme: Scheme) -> bool:
-    """Whether there is a product with weights of ``scheme``: a tile of its columns must not cross a block of the scales, and
-    columns of a block must follow one another.
+    """Whether there is a product with weights of ``scheme``, of linear layers and of experts: a tile of its columns must not
+    cross a block of the scales, and columns of a block must follow one another.
     """
+    if isinstance(scheme, Mxfp4):
+        return True
     if isinstance(scheme, Float8):
         width = 0 if isinstance(scheme.granularity, str) else scheme.granularity[1]
         return width == 0 or (width >= _MIN_WIDTH and width & (width - 1) == 0)
@@ -56,9 +60,7 @@ class QuantizedProduct:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Numbers, scales, zeros and bias, as far as there are any."""
-        weight = self._weight
-        zeros = [weight.zeros] if isinstance(weight, Int4Weight) else []
-        return [weight.numbers, weight.scales, *zeros, *([] if self.bias is None else [self.bias])]
+        return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
@@ -90,7 +92,7 @@ def quantized_product(
         if isinstance(scheme, Float8):
             return QuantizedProduct(_float8(linears, scheme), bias, kernels)
         if isinstance(scheme, Awq | Gptq | Packed):
-            return QuantizedProduct(_joined([_int4(linear, scheme) for linear in linears]), bias, kernels)
+            return QuantizedProduct(joined([int4_weight(linear.tensors, scheme) for linear in linears]), bias, kernels)
     named = ", ".join(sorted(each.name for each in schemes))
     raise UnsuitableError(f"there is no product with weights that are {named}")
 
@@ -107,9 +109,9 @@ def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
     return Float8Weight(numbers, torch.cat([scales for scales, _ in found], dim=1), found[0][1])
 
 
-def _int4(linear: QuantizedLinear, scheme: Awq | Gptq | Packed) -> Int4Weight:
-    """A layer's levels, two in a byte."""
-    found = scheme.integers(linear.tensors)
+def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed) -> Int4Weight:
+    """The levels of ``tensors`` of a weight, two in a byte. UnsuitableError for columns that are not in order or do not fit."""
+    found = scheme.integers(tensors)
     rows, columns = found.levels.shape
     width = columns if scheme.group_size < 0 else scheme.group_size
     half = _half(width)
@@ -123,7 +125,7 @@ def _int4(linear: QuantizedLinear, scheme: Awq | Gptq | Packed) -> Int4Weight:
     return Int4Weight(numbers, found.zeros.t().to(torch.uint8).contiguous(), found.scales.t().contiguous(), width, half)
 
 
-def _joined(weights: Sequence[Int4Weight]) -> Int4Weight:
+def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
     """Their rows one after the other."""
     numbers = torch.cat([weight.numbers for weight in weights])
     zeros = torch.cat([weight.zeros for weight in weights], dim=1)

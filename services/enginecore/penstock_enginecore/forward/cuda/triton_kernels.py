@@ -8,6 +8,7 @@ from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
 from penstock_enginecore.forward.cuda.kernels.activation import gated
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
 from penstock_enginecore.forward.cuda.kernels.cache import write_cache
+from penstock_enginecore.forward.cuda.kernels.experts import quantized_grouped_product
 from penstock_enginecore.forward.cuda.kernels.float8 import float8_product
 from penstock_enginecore.forward.cuda.kernels.int4 import int4_product
 from penstock_enginecore.forward.cuda.kernels.invariant import (
@@ -17,14 +18,8 @@ from penstock_enginecore.forward.cuda.kernels.invariant import (
 )
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
-from penstock_enginecore.forward.cuda.launches import (
-    Activation,
-    GroupInputs,
-    Int4Weight,
-    Norm,
-    QuantizedWeight,
-    RotaryTable,
-)
+from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.weights import Int4Weight, QuantizedWeight, StackedWeight
 
 
 class TritonKernels:
@@ -113,6 +108,12 @@ class TritonKernels:
     ) -> None:
         """One kernel."""
         invariant_grouped_product(x, weight, bias, ends, out, transposed=transposed)
+
+    def quantized_grouped_product(
+        self, x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None, ends: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One kernel."""
+        quantized_grouped_product(x, weight, bias, ends, out, invariant=self.batch_invariant)
 
     def weighted_sum(
         self,

@@ -1,7 +1,6 @@
 """Linear layers that keep their quantized weights."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -43,23 +42,3 @@ class QuantizedLinear(torch.nn.Module):
         linear.weight = torch.nn.Parameter(self.scheme.dequantize(self.tensors, dtype), requires_grad=False)
         linear.register_parameter("bias", self.bias)
         return linear.eval()
-
-
-def replace_module(whole: Any, name: str, by: torch.nn.Module) -> None:
-    """Put ``by`` in place of the module of this ``name`` in ``whole``."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(whole.get_submodule(parent), leaf, by)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def dequantize_linears(whole: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Put dense layers in place of all quantized ones, one at a time. Returns how many bytes their weights take."""
-    found = [(name, module) for name, module in whole.named_modules() if isinstance(module, QuantizedLinear)]
-    num_bytes = 0
-    while found:
-        name, module = found.pop()
-        dense = module.dense(dtype)
-        replace_module(whole, name, dense)
-        num_bytes += dense.weight.numel() * dense.weight.element_size()
-    return num_bytes

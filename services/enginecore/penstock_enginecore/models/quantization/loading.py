@@ -1,8 +1,9 @@
-"""A model of a quantized checkpoint: its weights dequantized as they are read, or kept in its linear layers."""
+"""A model of a quantized checkpoint: its weights dequantized as they are read, or kept in its linear layers and experts."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,13 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock_common.memory import in_units
+from penstock_enginecore.models.quantization.kept import Kept, KeptLinear, kept_modules, replace_module
 from penstock_enginecore.models.quantization.kv_scales import SUFFIXES as KV_SCALES
-from penstock_enginecore.models.quantization.linear import QuantizedLinear, replace_module
 from penstock_enginecore.models.quantization.scheme import Scheme
-from penstock_enginecore.models.quantization.weights import DenseWeights, DequantizedTensor, dense_weights, open_tensors
+from penstock_enginecore.models.quantization.weights import DenseWeights, dense_weights, open_tensors
 
 logger = logging.getLogger(__name__)
 
-_WEIGHT = ".weight"
 _OF_ACTIVATIONS = (".input_scale", ".act_scale", ".activation_scale")
 """Suffixes of scales that activations were to be divided by: compressed-tensors' and vLLM's, AutoFP8's, transformers'."""
 
@@ -34,8 +34,9 @@ class QuantizedCheckpoint:
 
 def load_quantized(found: QuantizedCheckpoint, dtype: torch.dtype, *, keep: bool, **options: Any) -> Any:
     """What ``from_pretrained`` of the model's class makes of the files with ``options``, as if these had never been quantized: it
-    reads a weight at a time, and renames, merges and casts as ever. If ``keep``, linear layers keep their weights as they are,
-    and become ``QuantizedLinear``; others are dequantized. Warns of the memory that takes. Raises ModelLoadError.
+    reads a weight at a time, and renames, merges and casts as ever. If ``keep``, linear layers and experts keep their weights as
+    they are, and become ``QuantizedLinear`` and ``QuantizedExperts``; others are dequantized. Warns of the memory that takes.
+    Raises ModelLoadError.
     """
     found.config.__dict__.pop("quantization_config", None)
     with open_tensors(found.directory) as every:
@@ -43,60 +44,52 @@ def load_quantized(found: QuantizedCheckpoint, dtype: torch.dtype, *, keep: bool
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
             logger.info("%d scales of activations are not used: activations are not quantized", unused)
         weights = dense_weights(stored, found.scheme, dtype)
-        kept = _linears(found, weights) if keep else {}
+        kept = kept_modules(_skeleton(found), weights) if keep else []
         _tell(found.scheme, weights, kept, dtype)
         loaded = _make(found, weights, kept, dtype, options)
-        if not all(_is_placeholder(loaded[0], name) for name in kept):
+        if not all(_is_placeholder(loaded[0], name) for each in kept for name in each.placeholders):
             # transformers has weights of this class in another form than the files, into which only dense ones can be brought.
-            kept = {}
+            kept = []
             _tell(found.scheme, weights, kept, dtype)
             loaded = _make(found, weights, kept, dtype, options)
-        for name, tensor in kept.items():
-            linear = loaded[0].get_submodule(name)
-            replace_module(loaded[0], name, QuantizedLinear(linear, tensor.scheme, tensor.read()))
+        for each in kept:
+            replace_module(loaded[0], each.name, each.make(loaded[0].get_submodule(each.name)))
     _read_generation_config(loaded[0], found.directory)
     return loaded
 
 
-def _linears(found: QuantizedCheckpoint, weights: DenseWeights) -> dict[str, DequantizedTensor]:
-    """Quantized weights that are those of linear layers of the model, its head aside, by the layers' names."""
+def _skeleton(found: QuantizedCheckpoint) -> Any:
+    """The model without memory."""
     make: Any = found.model_class
     with torch.device("meta"):
-        skeleton = make._from_config(found.config)
-    modules = {
-        name: module for name, module in skeleton.named_modules() if module is not skeleton.get_output_embeddings()
-    }
-    tensors = {name.removesuffix(_WEIGHT): tensor for name, tensor in weights.tensors.items() if name.endswith(_WEIGHT)}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if isinstance(tensor, DequantizedTensor) and type(modules.get(name)) is torch.nn.Linear
-    }
+        return make._from_config(found.config)
 
 
 def _make(
-    found: QuantizedCheckpoint,
-    weights: DenseWeights,
-    kept: Mapping[str, DequantizedTensor],
-    dtype: torch.dtype,
-    options: Mapping[str, Any],
+    found: QuantizedCheckpoint, weights: DenseWeights, kept: Sequence[Kept], dtype: torch.dtype, options: dict[str, Any]
 ) -> Any:
-    placeholders = {f"{name}{_WEIGHT}": tensor.placeholder() for name, tensor in kept.items()}
-    state = {**weights.tensors, **placeholders}
+    state: dict[str, Any] = dict(weights.tensors)
+    for each in kept:
+        for name in each.sources:
+            del state[name]
+        state.update(each.placeholders)
     make: Any = found.model_class.from_pretrained
     return make(None, config=found.config, state_dict=state, dtype=dtype, output_loading_info=True, **options)
 
 
 def _is_placeholder(module: Any, name: str) -> bool:
-    """Whether a layer's weight came as it was given."""
-    return set(module.get_submodule(name).weight.stride()) == {0}
+    """Whether a weight came as it was given."""
+    return set(module.get_parameter(name).stride()) == {0}
 
 
-def _tell(scheme: Scheme, weights: DenseWeights, kept: Mapping[str, DequantizedTensor], dtype: torch.dtype) -> None:
-    stored = weights.quantized_bytes - sum(tensor.stored_bytes for tensor in kept.values())
-    dense = weights.dense_bytes - sum(tensor.shape[0] * tensor.shape[1] * dtype.itemsize for tensor in kept.values())
+def _tell(scheme: Scheme, weights: DenseWeights, kept: Sequence[Kept], dtype: torch.dtype) -> None:
+    tensors = [tensor for each in kept for tensor in each.sources.values()]
+    stored = weights.quantized_bytes - sum(tensor.stored_bytes for tensor in tensors)
+    dense = weights.dense_bytes - sum(prod(tensor.shape) * dtype.itemsize for tensor in tensors)
     if kept:
-        logger.info("%d linear layers keep their quantized weights (%s)", len(kept), scheme.name)
+        linears = sum(isinstance(each, KeptLinear) for each in kept)
+        experts = f" and the experts of {len(kept) - linears}" if len(kept) > linears else ""
+        logger.info("%d linear layers%s keep their quantized weights (%s)", linears, experts, scheme.name)
     if stored:
         logger.warning(
             "the checkpoint's weights are quantized (%s) and are dequantized at load: %s of them take %s of memory as %s",

@@ -36,8 +36,8 @@ CROWD: tuple[list[Part], ...] = (
 ONE_LAYER = {"num_hidden_layers": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": ONE_LAYER,
-    "gpt_oss": ONE_LAYER | {"layer_types": ["sliding_attention"]},
     "llama/awq": {},
+    "gpt_oss/mxfp4": ONE_LAYER | {"layer_types": ["sliding_attention"]},
 }
 
 
@@ -53,6 +53,7 @@ class HalfInterpreted(TorchKernels):
         self.product = kernels.product  # type: ignore[method-assign]
         self.quantized_product = kernels.quantized_product  # type: ignore[method-assign]
         self.grouped_product = kernels.grouped_product  # type: ignore[method-assign]
+        self.quantized_grouped_product = kernels.quantized_grouped_product  # type: ignore[method-assign]
         self.weighted_sum = kernels.weighted_sum  # type: ignore[method-assign]
 
 

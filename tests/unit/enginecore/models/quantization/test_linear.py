@@ -13,7 +13,8 @@ from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.quantization.linear import QuantizedLinear, dequantize_linears
+from penstock_enginecore.models.quantization.kept import dequantize_kept
+from penstock_enginecore.models.quantization.linear import QuantizedLinear
 from tests.fakes.models.quantized_models import save_quantized_model
 
 CPU = torch.device("cpu")
@@ -50,20 +51,17 @@ def test_a_model_that_keeps_them_computes_as_one_that_does_not(
     assert len(quantized(keeping)) == kept
     expected = logits(load(tmp_path, keep=False))
     assert torch.equal(logits(keeping), expected)
-    dequantize_linears(keeping.module, keeping.dtype)
+    dequantize_kept(keeping.module, keeping.dtype)
     assert quantized(keeping) == []
     assert torch.equal(logits(keeping), expected)
 
 
-def test_the_log_tells_what_is_kept_and_what_else_is_dequantized(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_tells_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantized_model("qwen3_moe", "fp8-blocks", tmp_path, hidden_size=64)
     with caplog.at_level(logging.INFO):
         load(tmp_path)
-    kept, dequantized = [r.getMessage() for r in caplog.records if "quantized" in r.getMessage()]
-    assert kept == "8 linear layers keep their quantized weights (fp8 by blocks of 32x32)"
-    assert "are dequantized at load" in dequantized  # the experts
+    [kept] = [r.getMessage() for r in caplog.records if "quantized" in r.getMessage()]
+    assert kept == "8 linear layers and the experts of 2 keep their quantized weights (fp8 by blocks of 32x32)"
 
 
 def test_layers_that_do_not_fit_when_dequantized_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +85,4 @@ def test_layers_that_no_decoder_takes_are_dequantized_before_they_serve(
     with caplog.at_level(logging.WARNING):
         build_forward(model, config)
     assert quantized(model) == []
-    assert "linear layers are dequantized: their weights take 0.1 MiB" in caplog.text
+    assert "linear layers and experts are dequantized: their weights take 0.1 MiB" in caplog.text

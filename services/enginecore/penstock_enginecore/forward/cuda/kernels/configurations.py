@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock_enginecore.forward.cuda.weights import Kind
+
 _TUNED = Path(__file__).with_name("tuned")
 MIN_BLOCK_SIZE = 16
 """Tokens of a block of the KV cache: of smaller ones tables are long and copies short."""
@@ -59,6 +61,20 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: int
 
 
+class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Experts of up to ``rows`` rows each, on average, times weights of a ``kind``: as a ``Product``. Those of 4 bits take as
+    many columns at a time as their layout says, whatever ``block_k`` is.
+    """
+
+    kind: Kind
+    rows: int
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
 class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Batch-invariant products with weights of up to ``features`` output features: what a row's sums depend on, and ``stages``.
     How many rows a program takes is not tuned, since no sum may depend on it.
@@ -78,6 +94,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: list[Decode]
     prefill: list[Prefill]
     products: list[Product]
+    experts: list[ExpertTiles]
     invariant: list[Invariant]
 
 
@@ -126,6 +143,16 @@ def product_tiles(rows: int, bits: int, device: str = "", *, invariant: bool = F
     those whose sums have one order for any number of rows, see ``INVARIANT_ROWS``.
     """
     fit = [one for one in load_tuned(device).products if one.bits == bits]
+    if invariant:
+        one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
+        return msgspec.structs.replace(one, **_rows_and_warps(rows))
+    return next((one for one in fit if rows <= one.rows), fit[-1])
+
+
+@cache
+def expert_tiles(rows: int, kind: Kind, device: str = "", *, invariant: bool = False) -> ExpertTiles:
+    """For ``rows`` rows of each expert, on average, and weights of ``kind``, as ``product_tiles``."""
+    fit = [one for one in load_tuned(device).experts if one.kind == kind]
     if invariant:
         one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
         return msgspec.structs.replace(one, **_rows_and_warps(rows))

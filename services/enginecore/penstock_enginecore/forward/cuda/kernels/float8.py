@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernels.configurations import product_tiles
-from penstock_enginecore.forward.cuda.launches import Float8Weight
+from penstock_enginecore.forward.cuda.weights import Float8Weight
 
 _BITS = 8
 MIN_WIDTH = 16
@@ -72,33 +72,16 @@ def fits(width: int) -> bool:
 
 
 @triton.jit
-def float8_tiles(
-    x,
-    numbers,
-    scales,
-    bias,
-    out,
-    rows,
-    out_features,
-    in_features,
-    scale,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+def float8_sums(
+    x_rows, numbers, scales, n_read, out_features, in_features,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """A program makes a tile of ``out``. ``WIDTH``: columns of a block of scales, 0 for one of all columns; ``EVEN``: tiles end
-    where columns do.
+):  # fmt: skip
+    """A tile of products of rows, which begin at ``x_rows``, and the rows ``n_read`` of a weight. ``WIDTH``: columns of a block
+    of scales, 0 for one of all columns; ``EVEN``: tiles end where columns do.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
-    n_read = tl.minimum(n, out_features - 1)
-    m_read = tl.minimum(m, rows - 1)
     k = tl.arange(0, BLOCK_K)
-    x_tile = x + m_read[:, None].to(tl.int64) * in_features + k[None, :]
+    x_tile = x_rows[:, None] + k[None, :]
     number_tile = numbers + n_read[:, None].to(tl.int64) * in_features + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -118,6 +101,37 @@ def float8_tiles(
             total = tl.dot(left, right, total, input_precision=PRECISION)
     if WIDTH == 0:
         total *= tl.load(scales + n_read)[None, :]
+    return total
+
+
+@triton.jit
+def float8_tiles(
+    x,
+    numbers,
+    scales,
+    bias,
+    out,
+    rows,
+    out_features,
+    in_features,
+    scale,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program makes a tile of ``out``."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
+    n_read = tl.minimum(n, out_features - 1)
+    m_read = tl.minimum(m, rows - 1)
+    x_rows = x + m_read.to(tl.int64) * in_features
+    total = float8_sums(
+        x_rows, numbers, scales, n_read, out_features, in_features, WIDTH, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    )
     if bias is not None:
         total += tl.load(bias + n_read).to(tl.float32)[None, :]
     place = m[:, None].to(tl.int64) * out_features + n[None, :]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernels.configurations import product_tiles
-from penstock_enginecore.forward.cuda.launches import Int4Weight
+from penstock_enginecore.forward.cuda.weights import Int4Weight
 
 _BITS = 4
 MIN_HALF = 16
@@ -67,6 +67,32 @@ def int4_product(
 
 
 @triton.jit
+def int4_sums(
+    x_rows, numbers, zeros, scales, n_read, out_features, in_features,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of products of rows, which begin at ``x_rows``, and the rows ``n_read`` of a weight. ``WIDTH``: columns of a block
+    of zeros and scales.
+    """
+    k = tl.arange(0, HALF)
+    x_tile = x_rows[:, None] + k[None, :]
+    number_tile = numbers + n_read[:, None].to(tl.int64) * (in_features // 2) + k[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, in_features, 2 * HALF):
+        first = tl.load(x_tile + start)
+        second = tl.load(x_tile + start + HALF)
+        both = tl.load(number_tile + start // 2)
+        place = (start // WIDTH) * out_features + n_read
+        zero = tl.load(zeros + place).to(first.dtype)[:, None]
+        lower = tl.trans((both & 15).to(first.dtype) - zero)
+        upper = tl.trans((both >> 4).to(first.dtype) - zero)
+        part = tl.dot(first, lower, input_precision=PRECISION)
+        part = tl.dot(second, upper, part, input_precision=PRECISION)
+        total += part * tl.load(scales + place).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
 def int4_tiles(
     x,
     numbers,
@@ -84,27 +110,16 @@ def int4_tiles(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program makes a tile of ``out``. ``WIDTH``: columns of a block of zeros and scales."""
+    """A program makes a tile of ``out``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     # What is behind the last row or feature is computed on the last one's numbers, and not stored.
     n_read = tl.minimum(n, out_features - 1)
     m_read = tl.minimum(m, rows - 1)
-    k = tl.arange(0, HALF)
-    x_tile = x + m_read[:, None].to(tl.int64) * in_features + k[None, :]
-    number_tile = numbers + n_read[:, None].to(tl.int64) * (in_features // 2) + k[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, in_features, 2 * HALF):
-        first = tl.load(x_tile + start)
-        second = tl.load(x_tile + start + HALF)
-        both = tl.load(number_tile + start // 2)
-        place = (start // WIDTH) * out_features + n_read
-        zero = tl.load(zeros + place).to(first.dtype)[:, None]
-        lower = tl.trans((both & 15).to(first.dtype) - zero)
-        upper = tl.trans((both >> 4).to(first.dtype) - zero)
-        part = tl.dot(first, lower, input_precision=PRECISION)
-        part = tl.dot(second, upper, part, input_precision=PRECISION)
-        total += part * tl.load(scales + place).to(tl.float32)[None, :]
+    x_rows = x + m_read.to(tl.int64) * in_features
+    total = int4_sums(
+        x_rows, numbers, zeros, scales, n_read, out_features, in_features, WIDTH, HALF, BLOCK_M, BLOCK_N, PRECISION
+    )
     if bias is not None:
         total += tl.load(bias + n_read).to(tl.float32)[None, :]
     target = m[:, None].to(tl.int64) * out_features + n[None, :]

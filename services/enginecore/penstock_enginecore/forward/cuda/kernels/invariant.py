@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernels.attention_softmax import find
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
+from penstock_enginecore.forward.cuda.kernels.grouping import find_rows, grid_rows
 
 _BLOCK = 1024
 
@@ -61,8 +61,7 @@ def invariant_grouped_product(
     if not rows:
         return
     tiles = invariant_tiles(rows // experts, out_features, x.element_size())
-    # A tile has a row at least, and of each expert one tile at most is not full.
-    grid = min(rows, rows // tiles.block_m + experts), triton.cdiv(out_features, tiles.block_n)
+    grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
     grouped_tiles[grid](
         x, weight, bias, ends, out, experts, out_features, in_features, **_constants(tiles, x, in_features),
         EXPERTS=max(16, triton.next_power_of_2(experts)), TRANSPOSED=transposed,
@@ -156,16 +155,9 @@ def grouped_tiles(
     EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """A program makes a tile of one expert's rows, if there is one for it."""
-    indices = tl.arange(0, EXPERTS)
-    there = indices < experts
-    upto_rows = tl.load(ends + indices, mask=there, other=0)
-    from_rows = tl.load(ends + indices - 1, mask=there & (indices > 0), other=0)
-    counts = tl.where(there, tl.cdiv(upto_rows - from_rows, BLOCK_M), 0)
-    if tl.program_id(0) < tl.sum(counts, 0):
-        expert, nth = find(counts, tl.cumsum(counts, 0), indices, tl.program_id(0))
-        begin = tl.sum(tl.where(indices == expert, from_rows, 0), 0)
-        end = tl.sum(tl.where(indices == expert, upto_rows, 0), 0)
-        m = begin + nth * BLOCK_M + tl.arange(0, BLOCK_M)
+    there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
+    if there:
+        m = begin + tl.arange(0, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         m_read = tl.minimum(m, end - 1).to(tl.int64)
         n_read = tl.minimum(n, out_features - 1)

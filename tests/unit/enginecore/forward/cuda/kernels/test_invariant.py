@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.launches import Float8Weight, Int4Weight, Norm
+from penstock_enginecore.forward.cuda.launches import Norm
+from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.unit.enginecore.attention.test_backends import PARAMS, make_step

@@ -1,0 +1,65 @@
+"""Grouped products with experts' quantized weights, as a mixture of 128 experts has them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from penstock_enginecore.forward.cuda.kernels.configurations import ExpertTiles, expert_tiles, load_tuned
+from penstock_enginecore.forward.cuda.kernels.experts import float8_experts, int4_experts, mxfp4_experts
+from penstock_enginecore.forward.cuda.weights import Kind
+from tests.compiled.kernel import Kernel
+
+EXPERTS = 128
+ROWS = (64, 512)
+"""Of each expert, where a batch-invariant program takes 64 rows, and 128."""
+_KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
+_ARGUMENTS: dict[str, str | None] = {
+    "x": "*bf16", "zeros": "*u8", "exponents": "*u8", "bias": None, "ends": "*i32", "out": "*bf16", "experts": "i32",
+    "out_features": "i32", "in_features": "i32", "blocks": "i32",
+}  # fmt: skip
+_ALIGNED = frozenset(
+    {"x", "numbers", "zeros", "scales", "exponents", "bias", "ends", "out", "out_features", "in_features"}
+)
+
+
+def kernels() -> Iterator[Kernel]:
+    """8-bit floats with scales by row and by blocks of 128 columns, 4 bits by groups of 32 and of 128, MXFP4 with biases."""
+    for tiles in load_tuned().experts:
+        yield from _of(tiles, str(tiles.rows))
+    for kind in _KINDS:
+        for rows in ROWS:
+            tiles = expert_tiles(rows, kind, invariant=True)
+            for kernel in _of(tiles, str(rows)):
+                must_have = ("cp.async", f"wgmma.mma_async.sync.aligned.m64n{tiles.block_n}k16")
+                yield replace(kernel, name=f"invariant {kernel.name}", must_have=must_have)
+
+
+def gate() -> Iterator[Kernel]:
+    """Those of decodes."""
+    return (kernel for kernel in kernels() if kernel.constants["BLOCK_M"] == 16)
+
+
+def _of(tiles: ExpertTiles, rows: str) -> Iterator[Kernel]:
+    """Of each layout of a kind of weights."""
+    if tiles.kind == "float8":
+        for width in (0, 128):
+            own = {"WIDTH": width, "EVEN": True, "BLOCK_K": tiles.block_k}
+            types = {"numbers": "*fp8e4nv", "scales": "*fp32"}
+            by = f"{width} columns" if width else "row"
+            yield _kernel(f"fp8 experts, {rows} rows, by {by}", float8_experts, tiles, types, own)
+    elif tiles.kind == "int4":
+        for width in (32, 128):
+            own = {"WIDTH": width, "HALF": width // 2}
+            types = {"numbers": "*u8", "scales": "*fp16"}
+            yield _kernel(f"int4 experts, {rows} rows, by {width} columns", int4_experts, tiles, types, own)
+    else:
+        types = {"numbers": "*u8", "bias": "*bf16"}
+        yield _kernel(f"mxfp4 experts, {rows} rows", mxfp4_experts, tiles, types, {"HALF": 32})
+
+
+def _kernel(name: str, function: Any, tiles: ExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
+    shape = {"EXPERTS": EXPERTS, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": "ieee"}
+    must_have = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
+    return Kernel(
+        name, function, {**_ARGUMENTS, **types}, {**shape, **own}, _ALIGNED, tiles.warps, tiles.stages, must_have
+    )

@@ -1,0 +1,233 @@
+"""Grouped products with experts' quantized weights against float64, and a row's bits alone and among others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
+from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
+from tests.fakes.models.torch_kernels import E2M1, TorchKernels
+
+experts, mxfp4 = interpreted("experts"), interpreted("mxfp4")
+configurations = interpreted("configurations")
+Make = Callable[[int, int, int], StackedWeight]
+
+
+def generator(*sizes: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(sizes))
+
+
+def by_blocks(count: int, out_features: int, in_features: int, width: int = 32) -> Float8Weight:
+    random = generator(count, out_features, in_features)
+    numbers = torch.randn(count, out_features, in_features, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.rand(count, -(-in_features // width), out_features, generator=random) + 0.1
+    return Float8Weight(numbers, scales, width)
+
+
+def by_row(count: int, out_features: int, in_features: int) -> Float8Weight:
+    return by_blocks(count, out_features, in_features, in_features)
+
+
+def of_4_bits(count: int, out_features: int, in_features: int) -> Int4Weight:
+    random = generator(count, out_features, in_features)
+    shape = count, in_features // 32, out_features
+    numbers = torch.randint(256, (count, out_features, in_features // 2), generator=random, dtype=torch.uint8)
+    zeros = torch.randint(17, shape, generator=random, dtype=torch.uint8)
+    return Int4Weight(numbers, zeros, (torch.rand(shape, generator=random) * 0.1 + 0.01).half(), 32, 16)
+
+
+def of_4_bit_floats(count: int, out_features: int, in_features: int) -> Mxfp4Weight:
+    random = generator(count, out_features, in_features)
+    numbers = torch.randint(256, (count, out_features, in_features // 2), generator=random, dtype=torch.uint8)
+    exponents = torch.randint(121, 129, (count, in_features // 32, out_features), generator=random, dtype=torch.uint8)
+    return Mxfp4Weight(numbers, exponents, 16 if in_features % 64 else 32)
+
+
+KINDS: list[Make] = [by_blocks, by_row, of_4_bits, of_4_bit_floats]
+
+
+def check(
+    make: Make, counts: list[int], rest: int, sizes: tuple[int, int], dtype: torch.dtype, *, biased: bool
+) -> None:
+    """Of experts that have ``counts`` rows; ``rest``: rows of nobody."""
+    (out_features, in_features), total = sizes, sum(counts)
+    weight, random = make(len(counts), out_features, in_features), generator(total, out_features)
+    x = torch.randn(total + rest, in_features, generator=random).to(dtype)
+    bias = torch.randn(len(counts), out_features, generator=random).to(dtype) if biased else None
+    ends = torch.tensor(counts).cumsum(0).int()
+    out = torch.full((total + rest, out_features), torch.nan, dtype=dtype)
+    expected = torch.full(out.shape, torch.nan, dtype=torch.float64)
+    TorchKernels().quantized_grouped_product(x, weight, bias, ends, expected)
+    experts.quantized_grouped_product(x, weight, bias, ends, out)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(
+        out.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5, equal_nan=True
+    )
+
+
+@settings(max_examples=8)
+@given(
+    make=st.sampled_from(KINDS),
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    rest=st.integers(0, 2),
+    sizes=st.tuples(st.integers(1, 40), st.sampled_from([32, 64, 96])),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    biased=st.booleans(),
+)
+def test_any_shape(
+    make: Make, counts: list[int], rest: int, sizes: tuple[int, int], dtype: torch.dtype, biased: bool
+) -> None:
+    check(make, counts, rest, sizes, dtype, biased=biased)
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("counts", [[70, 3, 0], [0, 200]])
+def test_the_tiles_of_prompts(make: Make, counts: list[int]) -> None:
+    check(make, counts, 1, (24, 64), torch.float16, biased=True)
+
+
+def test_4_bits_mean_the_sixteen_numbers_of_the_format_and_their_powers() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    numbers = torch.zeros(1, 16, 16, dtype=torch.uint8)
+    numbers[0, :, 0] = codes | codes.flip(0) << 4
+    x = torch.zeros(2, 32)
+    x[0, 0] = x[1, 16] = 1.0
+    for exponent in (1, 126, 127, 128, 250):
+        weight = Mxfp4Weight(numbers, torch.full((1, 1, 16), exponent, dtype=torch.uint8), 16)
+        out = torch.empty(2, 16)
+        experts.quantized_grouped_product(x, weight, None, torch.tensor([2], dtype=torch.int32), out)
+        expected = torch.stack([E2M1, E2M1.flip(0)]) * 2.0 ** (exponent - 127)
+        assert torch.equal(out.double(), expected)
+
+
+def test_the_decoder_launches_it() -> None:
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # Triton is to interpret, see above
+
+    x, weight, ends = torch.randn(3, 64), of_4_bit_floats(2, 8, 64), torch.tensor([1, 3], dtype=torch.int32)
+    out, expected = torch.empty(2, 3, 8).unbind()
+    for kernels, target in ((TritonKernels(), out), (TorchKernels(), expected)):
+        kernels.quantized_grouped_product(x, weight, None, ends, target)
+    torch.testing.assert_close(out, expected)
+
+
+def changed_bits(make: Make) -> int:
+    """How many rows of the second of two experts have other bits in steps of fewer rows than among forty."""
+    weight, x = make(2, 24, 64), torch.randn(40, 64, generator=generator(40))
+
+    def product(rows: torch.Tensor, before: int) -> torch.Tensor:
+        out = torch.full((len(rows), 24), torch.nan)
+        ends = torch.tensor([before, len(rows)], dtype=torch.int32)
+        experts.quantized_grouped_product(rows, weight, None, ends, out, invariant=True)
+        return out
+
+    expected = product(x, 10)
+    differ = 0
+    for row in (10, 26, 39):
+        alone, few = product(x[row : row + 1], 0)[0], product(x[max(0, row - 3) : row + 1], 3)[-1]
+        differ += not (torch.equal(alone, expected[row]) and torch.equal(few, expected[row]))
+    return differ
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_row_has_the_same_bits_alone_and_among_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_in_order(monkeypatch)
+    assert changed_bits(make) == 0
+
+
+def test_columns_that_are_cut_by_the_number_of_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_in_order(monkeypatch)
+    real = configurations.expert_tiles
+
+    def by_rows(rows: int, kind: str, *, invariant: bool) -> Any:
+        assert invariant
+        tiles = real(rows, kind, invariant=True)
+        return configurations.msgspec.structs.replace(tiles, block_k=16 if rows < 8 else 64)
+
+    monkeypatch.setattr(experts, "expert_tiles", by_rows)
+    assert changed_bits(by_row) > 0
+
+
+@pytest.mark.parametrize("kind", ["float8", "int4", "mxfp4"])
+def test_what_sums_depend_on_follows_from_the_weight_alone(kind: Any) -> None:
+    tiles = [configurations.expert_tiles(rows, kind, invariant=True) for rows in (1, 64, 65, 5000)]
+    assert len({(one.block_n, one.block_k) for one in tiles}) == 1
+    assert [(one.block_m, one.warps) for one in tiles] == [(64, 4)] * 2 + [(128, 8)] * 2
+
+
+def without_the_expert(real: Any) -> Any:
+    """Every expert's rows times the first one's weight."""
+
+    def find(*args: Any) -> Any:
+        there, expert, begin, end = real(*args)
+        return there, expert * 0, begin, end
+
+    return find
+
+
+def a_row_late(real: Any) -> Any:
+    def find(*args: Any) -> Any:
+        there, expert, begin, end = real(*args)
+        return there, expert, begin + 1, end
+
+    return find
+
+
+def nibbles_exchanged(real: Any) -> Any:
+    return lambda codes: real((codes >> 4) | (codes << 4))
+
+
+def without_signs(real: Any) -> Any:
+    return lambda codes: real(codes & 7)
+
+
+def doubled(real: Any) -> Any:
+    return lambda exponent: real(exponent) * 2.0
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "mutation"),
+    [
+        (experts, "find_rows", without_the_expert),
+        (experts, "find_rows", a_row_late),
+        (mxfp4, "e2m1", nibbles_exchanged),
+        (mxfp4, "e2m1", without_signs),
+        (mxfp4, "_power", doubled),
+    ],
+)
+def test_a_broken_index_nibble_sign_or_scale_is_seen(
+    room: Any, name: str, mutation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(of_4_bit_floats, [2, 3], 0, (8, 64), torch.float32, biased=True)
+    monkeypatch.setattr(room, name, mutation(getattr(room, name)))
+    with pytest.raises(AssertionError, match="not close"):
+        check(of_4_bit_floats, [2, 3], 0, (8, 64), torch.float32, biased=True)
+
+
+def test_no_rows() -> None:
+    ends = torch.zeros(2, dtype=torch.int32)
+    experts.quantized_grouped_product(torch.empty(0, 32), by_row(2, 4, 32), None, ends, torch.empty(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": torch.zeros(3, 48)}, r"\[3, 48\] times 2 weights of 8 rows of 64 into \[3, 8\]"),
+        ({"out": torch.zeros(3, 9)}, r"into \[3, 9\]"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"\[3\] ends, .* for 2 experts of 8"),
+        ({"bias": torch.zeros(2, 7)}, "biases of another shape"),
+        ({"out": torch.zeros(8, 3).t()}, "contiguous"),
+        ({"weight": by_blocks(2, 8, 64, 24)}, "blocks of 24 columns"),
+        ({"weight": Int4Weight(*of_4_bits(2, 8, 64).tensors, 32, 32)}, "halves of 32 columns in blocks of 32 of 64"),
+        ({"weight": Mxfp4Weight(*of_4_bit_floats(2, 8, 64).tensors, 64)}, "halves of 64 columns in blocks of 32 of 64"),
+        ({"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 64)}, r"\[2, 3, 8\] scales or zeros"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    arguments = {"x": torch.zeros(3, 64), "weight": by_row(2, 8, 64), "bias": None, "ends": ends}
+    with pytest.raises(ValueError, match=said):
+        experts.quantized_grouped_product(**{**arguments, "out": torch.zeros(3, 8), **change})
