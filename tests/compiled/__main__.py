@@ -4,16 +4,12 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.compiled import attention, experts, invariant, products
+from tests.compiled import attention, experts, invariant, latent, products
 from tests.compiled.kernel import Kernel, Usage, compile_kernel
 
-ALL: tuple[Callable[[], Iterator[Kernel]], ...] = (
-    attention.kernels,
-    products.kernels,
-    experts.kernels,
-    invariant.kernels,
-)
-GATE: tuple[Callable[[], Iterator[Kernel]], ...] = (attention.gate, products.gate, experts.gate, invariant.gate)
+ROOMS = (attention, latent, products, experts, invariant)
+ALL: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.kernels for room in ROOMS)
+GATE: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.gate for room in ROOMS)
 """Kernels of a file of this folder; another file adds its own to both."""
 
 HEAD = "| kernel | warps | stages | registers | shared memory | spills | fault |\n|---|---|---|---|---|---|---|"

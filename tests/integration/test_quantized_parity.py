@@ -96,6 +96,7 @@ def test_the_log_tells_what_memory_dequantized_weights_take(tmp_path: Path, capl
         ("qwen3_moe", "compressed-int4-asymmetric"),
         ("mixtral", "fbgemm"),
         ("gpt_oss", "mxfp4"),
+        ("deepseek_v3", "fp8-blocks"),
     ],
 )
 def test_the_fused_decoder_gives_them_with_weights_that_stay_quantized(

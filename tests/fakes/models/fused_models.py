@@ -38,16 +38,22 @@ FUSED_FAMILIES = (
     "gpt_oss",
     "granite",
     "seed_oss",
+    "deepseek_v3",
 )
 
 
 def save_varied_model(architecture: str, directory: Path, **changes: Any) -> PreTrainedModel:
-    """As ``save_tiny_model``, with norms whose weights differ from number to number and from norm to norm."""
+    """As ``save_tiny_model``, with norms whose weights differ from number to number and from norm to norm, and corrections of
+    experts' scores that are not zero.
+    """
     model = save_tiny_model(architecture, directory, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.5)
     model.save_pretrained(directory)
     return model
 

@@ -88,6 +88,48 @@ class TorchKernels:
                 weights = scores.softmax(dim=1)[:, : len(seen)]
                 out[token] = torch.einsum("hn,nhd->hd", weights, v).to(out.dtype)
 
+    def latent_prologue(
+        self,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        norms: tuple[Norm | None, Norm],
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        low: torch.Tensor | None,
+        *,
+        interleaved: bool,
+    ) -> None:
+        rows = (product if bias is None else product + bias).float()
+        latent, size = norms[1].weight.shape[0], cache.shape[3]
+        queries, latents, turning = rows.split([rows.shape[1] - size, latent, size - latent], dim=1)
+        written = (slots >= 0).nonzero()[:, 0]
+        if low is not None and norms[0] is not None:
+            low[written] = _normed(queries, norms[0])[written].to(low.dtype)
+        turned = _turned(_halves(turning[:, None], interleaved=interleaved), rotary, positions)[:, 0]
+        new = torch.cat([_normed(latents, norms[1]), turned], dim=1).to(cache.dtype)
+        cache[slots[written] // cache.shape[2], 0, slots[written] % cache.shape[2]] = new[written]
+
+    def turn_queries(
+        self,
+        product: torch.Tensor,
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        query: torch.Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        size, written = 2 * rotary.cosines.shape[1], (slots >= 0).nonzero()[:, 0]
+        turned = _turned(_halves(product[:, :, -size:].float(), interleaved=interleaved), rotary, positions)
+        query[written, :, -size:] = turned[written].to(query.dtype)
+
+    def attend_latent(
+        self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
+    ) -> None:
+        self.attend(query, cache, cache[..., : out.shape[2]], group, AttentionParams(scaling), out)
+
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         if residual is not None:
             residual.add_(x)
@@ -179,6 +221,11 @@ def _turned(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> to
     half = cosines.shape[-1]
     one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([one * cosines - other * sines, other * cosines + one * sines, rest], dim=-1)
+
+
+def _halves(x: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """The numbers that turn together half the size apart."""
+    return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) if interleaved else x
 
 
 def _first_seen(position: int, params: AttentionParams) -> int:

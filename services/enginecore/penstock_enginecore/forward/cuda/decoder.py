@@ -13,13 +13,14 @@ import torch
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_arena import KVArena
-from penstock_enginecore.attention.kv_cache import LayerCache, LayerCaches
+from penstock_enginecore.attention.kv_cache import FLOAT8, LayerCache, LayerCaches
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput
 from penstock_enginecore.forward.cuda.buffers import padded_shape
 from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.feedback import TokenFeedback
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
+from penstock_enginecore.forward.cuda.latent_layer import latent_specs
 from penstock_enginecore.forward.cuda.launches import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layer_trace import Trace, first_difference, traced
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers
@@ -34,6 +35,7 @@ from penstock_enginecore.forward.modules import (
     probe_model,
 )
 from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
+from penstock_enginecore.forward.proof import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 
 
@@ -46,11 +48,13 @@ class FusedForward:
 
     def __init__(self, probed: ProbedModel, kernels: Kernels, graphs: StepGraphs | None = None) -> None:
         self.device = probed.device
-        self.specs = probed.specs
-        self.memory = KVArena(probed.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._probed = probed
         self._module: Any = probed.model.module
         self._plan = plan_model(probed)
+        self.specs = latent_specs(self._plan, probed.specs)
+        if self.specs != probed.specs and probed.cache_dtype == FLOAT8:
+            raise UnsuitableError("its latent cache is not kept in fp8")
+        self.memory = KVArena(self.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._kernels = kernels
         self._layers = Layers(self._plan, self._max_len, kernels, self.device)

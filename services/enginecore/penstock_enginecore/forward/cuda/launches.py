@@ -120,7 +120,56 @@ class AttentionKernels(Protocol):
         """As that of ``Kernels``; the head sizes of ``values`` and ``out`` may be others than those of ``query`` and ``keys``."""
 
 
-class Kernels(Protocol):
+class LatentKernels(Protocol):
+    """As ``Kernels``: each call launches work for every row, and waits for nothing.
+
+    A token's ``cache`` ``[blocks, 1, block_size, latent + rotary size]`` is a latent, which is key and value of all heads, and
+    numbers that turn, which are key alone. ``interleaved``: numbers 2i and 2i + 1 of a product turn together, not i and i + half
+    the rotary size; they are written as if these did.
+    """
+
+    def latent_prologue(
+        self,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        norms: tuple[Norm | None, Norm],
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        low: torch.Tensor | None,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """From ``product`` ``[tokens, query numbers + latent + rotary size]``: add ``bias``, norm the latent and queries of low
+        rank, where there are ``low`` ones ``[tokens, rank]`` to write these to (``norms``: of queries and of the latent), turn
+        the rest by ``positions`` (int32), write latent and rest to ``slots`` (int64) of ``cache``. Nothing is written for a slot
+        of -1.
+        """
+
+    def turn_queries(
+        self,
+        product: torch.Tensor,
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        query: torch.Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """Turn the last numbers of the heads of ``product`` ``[tokens, heads, head size]`` and write them behind the latent of
+        ``query`` ``[tokens, heads, latent + rotary size]``. Nothing is written for a slot of -1.
+        """
+
+    def attend_latent(
+        self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
+    ) -> None:
+        """Causal attention of ``query`` ``[tokens, heads, latent + rotary size]`` over what ``group`` says of ``cache`` into
+        ``out`` ``[tokens, heads, latent]``. Rows of padding stay as they are.
+        """
+
+
+class Kernels(LatentKernels, Protocol):
     """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
     depends on a number on the device. So a sequence of calls can be captured and replayed.
 

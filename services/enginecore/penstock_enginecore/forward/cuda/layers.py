@@ -11,11 +11,13 @@ import torch
 
 from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.forward.cuda.activations import Activations, Widths
+from penstock_enginecore.forward.cuda.attention_layer import Attention, HeadsAttention
 from penstock_enginecore.forward.cuda.buffers import StepInputs
+from penstock_enginecore.forward.cuda.latent_layer import LatentAttention
 from penstock_enginecore.forward.cuda.launches import Kernels, Norm
-from penstock_enginecore.forward.cuda.linear import Held, Product, merged
+from penstock_enginecore.forward.cuda.linear import Held
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
-from penstock_enginecore.forward.cuda.plans import AttentionPlan, LayerPlan, ModelPlan
+from penstock_enginecore.forward.cuda.plans import LatentPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.cuda.rotary import rotary_table
 from penstock_enginecore.forward.proof import UnsuitableError
 
@@ -26,19 +28,22 @@ AfterLayer = Callable[[int, torch.Tensor], None]
 @dataclass(frozen=True, slots=True)
 class _Layer:
     plan: LayerPlan
-    qkv: Product
-    output: Product
+    attention: Attention
     mlp: MLP
 
     @classmethod
-    def of(cls, plan: LayerPlan, kernels: Kernels) -> "_Layer":
-        attention = plan.attention
-        qkv, output = merged(attention.qkv, kernels), merged([attention.output], kernels)
-        return cls(plan, qkv, output, mlp_of(plan.mlp, plan.residual_scale, kernels))
+    def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: Kernels) -> "_Layer":
+        return cls(plan, _attention_of(plan, dtype, kernels), mlp_of(plan.mlp, plan.residual_scale, kernels))
 
     @property
     def held(self) -> tuple[Held, ...]:
-        return self.qkv, self.output, *self.mlp.held
+        return *self.attention.held, *self.mlp.held
+
+
+def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: Kernels) -> Attention:
+    if isinstance(plan.attention, LatentPlan):
+        return LatentAttention.of(plan.attention, dtype, kernels)
+    return HeadsAttention.of(plan.attention, kernels)
 
 
 class Layers:
@@ -53,7 +58,7 @@ class Layers:
         ]
         self._plan = plan
         self._kernels = kernels
-        self._layers = [_Layer.of(layer, kernels) for layer in plan.layers]
+        self._layers = [_Layer.of(layer, plan.embedding.dtype, kernels) for layer in plan.layers]
         self.widths = self._widths()
         after = [layer.norms_before[0] for layer in plan.layers[1:]]
         self._next_norms = [*after, plan.norm]
@@ -95,43 +100,14 @@ class Layers:
         for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):
             plan = layer.plan
             after = plan.norms_after or (None, None)
-            self._attend(layer, x, spare, inputs, activations, cache)
+            rotary = self._rotary[plan.attention.rotary]
+            layer.attention.run(x, inputs, activations, cache, rotary, plan.residual_scale, spare)
             x, spare = self._add_norm(spare, x, residual, after[0], plan.norms_before[1])
             layer.mlp.run(x, inputs, activations, kernels, spare)
             x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
             if after_layer is not None:
                 after_layer(i, residual)
         return x
-
-    def _attend(
-        self,
-        layer: _Layer,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        inputs: StepInputs,
-        activations: Activations,
-        cache: LayerCache,
-    ) -> None:
-        """Attention of a layer, products included, from ``x`` into ``out``."""
-        plan: AttentionPlan = layer.plan.attention
-        group, keys, values = inputs.groups[cache.group], cache.cache.keys, cache.cache.values
-        heads = (-1, plan.num_heads, plan.head_size)
-        query, attended = activations.query.view(heads), activations.attended.view(heads)
-        layer.qkv.product(x, activations.qkv)
-        self._kernels.prologue(
-            activations.qkv,
-            layer.qkv.bias,
-            plan.norms,
-            self._rotary[plan.rotary],
-            inputs.positions,
-            group.slots,
-            keys,
-            values,
-            query,
-            cache.cache.scales,
-        )
-        self._kernels.attend(query, keys, values, group, plan.params, attended, cache.cache.scales)
-        layer.output.affine(activations.attended, out, layer.plan.residual_scale)
 
     def _add_norm(
         self, x: torch.Tensor, spare: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm
@@ -148,7 +124,8 @@ class Layers:
     def _widths(self) -> Widths:
         """Of what flows through them. UnsuitableError where layers differ."""
         found = {
-            (layer.output.out_features, layer.qkv.out_features, layer.output.in_features) for layer in self._layers
+            (layer.output.out_features, layer.first.out_features, layer.output.in_features)
+            for layer in (each.attention for each in self._layers)
         }
         gated = {layer.mlp.down.in_features for layer in self._layers if isinstance(layer.mlp, GatedMLP)}
         if len(found) > 1 or len(gated) > 1:

@@ -13,6 +13,7 @@ import torch
 from penstock_enginecore.forward.cuda.activations import Activations
 from penstock_enginecore.forward.cuda.buffers import StepInputs
 from penstock_enginecore.forward.cuda.grouped import GroupedProduct, grouped
+from penstock_enginecore.forward.cuda.grouped_routing import grouped_route
 from penstock_enginecore.forward.cuda.launches import Kernels
 from penstock_enginecore.forward.cuda.linear import Held, Product, merged
 from penstock_enginecore.forward.cuda.plans import ClampedGate, ExpertsPlan, MLPPlan
@@ -59,9 +60,15 @@ class GatedMLP:
         out: torch.Tensor,
     ) -> None:
         """Within ``activations``."""
-        self.gate_up.affine(x, activations.gate_up)
-        kernels.gated(activations.gate_up, self.plan.activation, activations.gated)
-        self.down.affine(activations.gated, out, self.scale)
+        self.compute(x, activations.gate_up, activations.gated, kernels, out)
+
+    def compute(
+        self, x: torch.Tensor, gate_up: torch.Tensor, gated: torch.Tensor, kernels: Kernels, out: torch.Tensor
+    ) -> None:
+        """As ``run``. ``gate_up`` and ``gated``: room for what flows through."""
+        self.gate_up.affine(x, gate_up)
+        kernels.gated(gate_up, self.plan.activation, gated)
+        self.down.affine(gated, out, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class Experts:
     plan: ExpertsPlan
     gate_up: GroupedProduct
     down: GroupedProduct
+    shared: GatedMLP | None
     scale: float
 
     @classmethod
@@ -82,13 +90,15 @@ class Experts:
             plan,
             grouped(plan.gate_up, gate_up, kernels, transposed=transposed),
             grouped(plan.down, down, kernels, transposed=transposed),
+            None if plan.shared is None else GatedMLP.of(plan.shared, scale, kernels),
             scale,
         )
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Quantized weights."""
-        return *self.gate_up.held, *self.down.held
+        """Quantized weights, and those of shared experts."""
+        shared = () if self.shared is None else self.shared.held
+        return *self.gate_up.held, *self.down.held, *shared
 
     def run(
         self,
@@ -111,10 +121,20 @@ class Experts:
         down = self.down.run(self._gate(gate_up, kernels), ends, owners)
         if kernels.batch_invariant:
             places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
-            kernels.weighted_sum(down, places.view_as(chosen), weights, self.scale, out, renormalize=plan.renormalize)
-            return
-        by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
-        torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
+            scale = self.scale * (1.0 if plan.grouped is None else plan.grouped.scale)
+            kernels.weighted_sum(down, places.view_as(chosen), weights, scale, out, renormalize=plan.renormalize)
+        else:
+            by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
+            torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
+        if self.shared is not None:
+            self._add_shared(self.shared, x, kernels, out)
+
+    @staticmethod
+    def _add_shared(shared: GatedMLP, x: torch.Tensor, kernels: Kernels, out: torch.Tensor) -> None:
+        gated = x.new_empty(len(x), shared.down.in_features)
+        own = torch.empty_like(out)
+        shared.compute(x, x.new_empty(len(x), shared.gate_up.out_features), gated, kernels, own)
+        out.add_(own)
 
     def _gate(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         how = self.plan.activation
@@ -127,6 +147,8 @@ class Experts:
 
     def _route(self, x: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and experts of each token ``[tokens, top_k]``. Batch-invariant ones are scaled later."""
+        if self.plan.grouped is not None:
+            return grouped_route(x, self.plan, self.plan.grouped, self.scale, kernels)
         bias = None if self.plan.biases is None else self.plan.biases[0]
         if kernels.batch_invariant:
             logits = x.new_empty(len(x), self.plan.num_experts)

@@ -1,5 +1,6 @@
 """What the fused decoder computes for a model, as data: its layers, and the modules that hold their weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,39 @@ class AttentionPlan:
     rotary: int
     params: AttentionParams
 
+    @property
+    def linears(self) -> list[Linear]:
+        """All of it."""
+        return [*self.qkv, self.output]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """Attention over a latent. ``down``: from a token to its queries, or what they are made of by ``up``, and to the latent and
+    the numbers that turn; ``expansion``: from the latent to ``plain_size`` numbers of each head's key and ``value_size`` of its
+    value. ``norms``: of queries of low rank, and of the latent. ``interleaved``: neighbours turn together. ``rotary``: as of
+    ``AttentionPlan``.
+    """
+
+    down: tuple[Linear, Linear]
+    up: Linear | None
+    expansion: Linear
+    output: Linear
+    norms: tuple[Norm | None, Norm]
+    num_heads: int
+    latent: int
+    rotary_size: int
+    plain_size: int
+    value_size: int
+    interleaved: bool
+    rotary: int
+    params: AttentionParams
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All of it."""
+        return [*self.down, *(() if self.up is None else (self.up,)), self.expansion, self.output]
+
 
 @dataclass(frozen=True, slots=True)
 class MLPPlan:
@@ -48,11 +82,25 @@ class ClampedGate:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedRouting:
+    """DeepSeek-V3's: experts have a score each, the sigmoid of their logit, and are chosen by that and a ``correction`` (float32
+    ``[experts]``, asked for at each step: it is a buffer, which moves): of the ``groups`` of neighbours those ``kept`` are the
+    ones with the largest sum of two. Weights are multiplied by ``scale``.
+    """
+
+    correction: Callable[[], torch.Tensor]
+    groups: int
+    kept: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsPlan:
     """``router`` ``[experts, hidden size]``: the ``top_k`` likeliest experts of a token compute it, and are weighted by their
     probabilities, which sum to 1 if ``renormalize``. ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down``
     ``[experts, hidden size, intermediate size]``: an MLP each; of ``ClampedGate`` the last two sizes are the other way round.
-    ``biases``: of the router, of gate_up and of down.
+    ``biases``: of the router, of gate_up and of down. ``grouped``: another way to choose. ``shared``: what every token
+    takes besides.
     """
 
     router: torch.nn.Parameter
@@ -62,6 +110,8 @@ class ExpertsPlan:
     renormalize: bool
     activation: Activation | ClampedGate
     biases: tuple[torch.nn.Parameter, torch.nn.Parameter, torch.nn.Parameter] | None = None
+    grouped: GroupedRouting | None = None
+    shared: MLPPlan | None = None
 
     @property
     def num_experts(self) -> int:
@@ -77,7 +127,7 @@ class LayerPlan:
 
     name: str
     module: torch.nn.Module
-    attention: AttentionPlan
+    attention: AttentionPlan | LatentPlan
     mlp: MLPPlan | ExpertsPlan
     norms_before: tuple[Norm, Norm]
     norms_after: tuple[Norm, Norm] | None
@@ -109,9 +159,10 @@ class ModelPlan:
         """Those of all layers, which products stand for."""
         found: list[Linear] = []
         for layer in self.layers:
-            found += [*layer.attention.qkv, layer.attention.output]
-            if isinstance(layer.mlp, MLPPlan):
-                found += [*layer.mlp.gate_up, layer.mlp.down]
+            found += layer.attention.linears
+            mlp = layer.mlp if isinstance(layer.mlp, MLPPlan) else layer.mlp.shared
+            if mlp is not None:
+                found += [*mlp.gate_up, mlp.down]
         return found
 
     @property

@@ -16,6 +16,8 @@ from penstock_enginecore.forward.cuda.kernels.invariant import (
     invariant_product,
     weighted_sum,
 )
+from penstock_enginecore.forward.cuda.kernels.latent_attention import attend_latent, latent_scratch
+from penstock_enginecore.forward.cuda.kernels.latent_prologue import latent_prologue, turn_queries
 from penstock_enginecore.forward.cuda.kernels.norm import add_rms_norm
 from penstock_enginecore.forward.cuda.kernels.prologue import prologue
 from penstock_enginecore.forward.cuda.launches import Activation, GroupInputs, Norm, RotaryTable
@@ -30,6 +32,7 @@ class TritonKernels:
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self._scratch: dict[tuple[int, int, int, bool], Scratch] = {}
+        self._latent_scratch: dict[tuple[int, int, bool], Scratch] = {}
 
     def prologue(
         self,
@@ -72,6 +75,42 @@ class TritonKernels:
         """Decodes in pieces of the keys, their merge, and tiles of the requests with several new tokens, or all in tiles."""
         scratch = self._scratch_for(len(group.seq_lens), query.shape[1], keys.shape[1], out)
         attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
+
+    def latent_prologue(
+        self,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        norms: tuple[Norm | None, Norm],
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        low: torch.Tensor | None,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """One kernel."""
+        latent_prologue(product, bias, norms, rotary, positions, slots, cache, low, interleaved=interleaved)
+
+    def turn_queries(
+        self,
+        product: torch.Tensor,
+        rotary: RotaryTable,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        query: torch.Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """One kernel."""
+        turn_queries(product, rotary, positions, slots, query, interleaved=interleaved)
+
+    def attend_latent(
+        self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
+    ) -> None:
+        """As ``attend``."""
+        scratch = self._latent_scratch_for(len(group.seq_lens), query.shape[1], out)
+        attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         """One kernel."""
@@ -135,3 +174,12 @@ class TritonKernels:
         if key not in self._scratch or len(self._scratch[key].total) < requests:
             self._scratch[key] = Scratch.allocate(max(requests, MAX_CAPTURED_TOKENS), *shape, out.device)
         return self._scratch[key]
+
+    def _latent_scratch_for(self, requests: int, heads: int, out: torch.Tensor) -> Scratch:
+        """As ``_scratch_for``."""
+        key = heads, out.shape[2], requests > MAX_CAPTURED_TOKENS
+        if key not in self._latent_scratch or len(self._latent_scratch[key].total) < requests:
+            self._latent_scratch[key] = latent_scratch(
+                max(requests, MAX_CAPTURED_TOKENS), heads, out.shape[2], out.device
+            )
+        return self._latent_scratch[key]

@@ -37,6 +37,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": ONE_LAYER,
     "llama/awq": {},
+    "deepseek_v3": ONE_LAYER | {"first_k_dense_replace": 0},
     "gpt_oss/mxfp4": ONE_LAYER | {"layer_types": ["sliding_attention"]},
 }
 
@@ -50,6 +51,7 @@ class HalfInterpreted(TorchKernels):
         super().__init__(batch_invariant=batch_invariant)
         kernels = TritonKernels(batch_invariant=batch_invariant)
         self.attend = kernels.attend  # type: ignore[method-assign]
+        self.attend_latent = kernels.attend_latent  # type: ignore[method-assign]
         self.product = kernels.product  # type: ignore[method-assign]
         self.quantized_product = kernels.quantized_product  # type: ignore[method-assign]
         self.grouped_product = kernels.grouped_product  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 BLOCK_SIZE = 16
 OTHER = torch.zeros(3)
 NEWEST = torch.zeros(100, dtype=torch.int32)
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 """Families whose steps allocate: a graph has memory for that, of sizes that the shape alone says."""
 
 
@@ -110,7 +110,8 @@ def test_steps_of_one_shape_launch_the_same_work_on_the_same_memory(architecture
 
 
 @pytest.mark.parametrize(
-    ("architecture", "batch_invariant"), [("gemma3", False), ("gemma3", True), ("qwen3_moe", True), ("gpt_oss", True)]
+    ("architecture", "batch_invariant"),
+    [("gemma3", False), ("gemma3", True), ("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3", True)],
 )
 @torch.inference_mode()
 def test_steps_that_mix_prompts_and_decodes_do_so_too(architecture: str, batch_invariant: bool, tmp_path: Path) -> None:

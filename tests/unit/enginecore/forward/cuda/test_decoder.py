@@ -16,7 +16,7 @@ from penstock_enginecore.forward.cuda import decoder
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.families import plan_model
 from penstock_enginecore.forward.cuda.launches import Norm
-from penstock_enginecore.forward.cuda.plans import LayerPlan, ModelPlan
+from penstock_enginecore.forward.cuda.plans import ExpertsPlan, LayerPlan, ModelPlan
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove, save_varied_model
@@ -49,7 +49,7 @@ def test_every_family_is_proved_and_takes_over(architecture: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen2", "granite", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["qwen2", "granite", "mixtral", "gpt_oss", "deepseek_v3"])
 @torch.inference_mode()
 def test_batch_invariant_kernels_compute_all_products(
     architecture: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +142,39 @@ def with_weights_as_they_are(plan: ModelPlan) -> ModelPlan:
     )
 
 
+def with_pairs_apart(plan: ModelPlan) -> ModelPlan:
+    def change(layer: LayerPlan) -> LayerPlan:
+        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, interleaved=False))
+
+    return replaced(plan, 1, change)
+
+
+def without_shared_experts(plan: ModelPlan) -> ModelPlan:
+    return replaced(plan, 1, lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, shared=None)))
+
+
+def routed(plan: ModelPlan, **changes: Any) -> ModelPlan:
+    def change(layer: LayerPlan) -> LayerPlan:
+        assert isinstance(layer.mlp, ExpertsPlan)
+        assert layer.mlp.grouped is not None
+        grouped = dataclasses.replace(layer.mlp.grouped, **changes)
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, grouped=grouped))
+
+    return replaced(plan, 1, change)
+
+
+def with_experts_of_all_groups(plan: ModelPlan) -> ModelPlan:
+    return routed(plan, kept=2)
+
+
+def without_correction(plan: ModelPlan) -> ModelPlan:
+    return routed(plan, correction=lambda: torch.zeros(4))
+
+
+def without_routed_scale(plan: ModelPlan) -> ModelPlan:
+    return routed(plan, scale=1.0)
+
+
 def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
     return dataclasses.replace(plan, embedding_scale=1.0)
 
@@ -160,6 +193,11 @@ def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
         ("mixtral", with_weights_as_they_are, ": model.layers.0 puts out what differs by "),
         ("granite", with_another_residual_scale, ": model.layers.1 puts out what differs by "),
         ("granite", without_input_scale, ": the embedding differs by 0.667"),
+        ("deepseek_v3", with_pairs_apart, ": model.layers.1 puts out what differs by "),
+        ("deepseek_v3", without_shared_experts, ": model.layers.1 puts out what differs by "),
+        ("deepseek_v3", with_experts_of_all_groups, ": model.layers.1 puts out what differs by "),
+        ("deepseek_v3", without_correction, ": model.layers.1 puts out what differs by "),
+        ("deepseek_v3", without_routed_scale, ": model.layers.1 puts out what differs by "),
     ],
 )
 def test_a_broken_plan_is_refuted_and_the_layer_named(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.models.interpreted_kernels import NO_TRITON
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss/mxfp4", "qwen2/awq")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss/mxfp4", "qwen2/awq", "deepseek_v3")
 
 
 def test_families_are_proved_with_the_kernels_that_gpus_run() -> None:

@@ -96,7 +96,7 @@ def _decode(
     pieces = pieces_per_request(kv_heads)
     longest = group.block_table.shape[1] * keys.shape[2]
     items = requests * min(pieces, triton.cdiv(longest, tiles.decode.piece)) * kv_heads
-    decode_pieces[(min(items, _programs(query.device)),)](
+    decode_pieces[(min(items, programs(query.device)),)](
         query, keys, values, group.block_table, group.query_start_loc, group.seq_lens,
         scratch.sums, scratch.largest, scratch.total,
         requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling * scales.key,
@@ -129,7 +129,7 @@ def _prefill(
     group_size = query.shape[1] // kv_heads
     block_m = max(tiles.prefill.block_m, triton.next_power_of_2(group_size))
     items = (len(query) // (block_m // group_size) + requests) * kv_heads
-    prefill_tiles[(min(items, _programs(query.device)),)](
+    prefill_tiles[(min(items, programs(query.device)),)](
         query, keys, values, group.block_table, group.query_start_loc, group.seq_lens, params.sinks, out,
         requests, group.block_table.stride(0), keys.stride(0), values.stride(0), params.scaling * scales.key, scales.value,
         **_constants(query, keys, out, params), REQUESTS=max(16, triton.next_power_of_2(requests)),
@@ -156,7 +156,7 @@ def _constants(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, param
     }
 
 
-def _programs(device: torch.device) -> int:
+def programs(device: torch.device) -> int:
     """How many programs share the work, where there is enough."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS

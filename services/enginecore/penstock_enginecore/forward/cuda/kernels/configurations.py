@@ -47,6 +47,19 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: int
 
 
+class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attention over a latent of up to 512 numbers of ``bytes`` each, and 64 that turn: tiles of ``rows`` rows, a row a query's
+    head. Decodes take ``piece`` keys, or a multiple; else as ``Decode``.
+    """
+
+    rows: int
+    bytes: int
+    block_n: int
+    piece: int
+    warps: int
+    stages: int
+
+
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Up to ``rows`` rows times weights of ``bits`` per number: a program makes ``block_m`` rows of ``block_n`` features, of
     ``block_k`` columns at a time (of 4 bits as many as the layout says), in ``warps`` warps that load ``stages`` tiles ahead.
@@ -93,6 +106,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: bool
     decode: list[Decode]
     prefill: list[Prefill]
+    latent: list[Latent]
     products: list[Product]
     experts: list[ExpertTiles]
     invariant: list[Invariant]
@@ -135,6 +149,15 @@ def attention_tiles(head_size: int, itemsize: int, device: str = "") -> Attentio
     """For heads of ``head_size`` numbers, padded, in a cache of ``itemsize`` bytes per number. ValueError where none fits."""
     tuned = load_tuned(device)
     return AttentionTiles(_fitting(tuned.decode, head_size, itemsize), _fitting(tuned.prefill, head_size, itemsize))
+
+
+@cache
+def latent_tiles(rows: int, itemsize: int, device: str = "", *, invariant: bool = False) -> Latent:
+    """For up to ``rows`` rows beside one another, and numbers of ``itemsize`` bytes: the first that hold them, or the largest.
+    ``invariant``: the largest, for any number of rows.
+    """
+    fit = [one for one in load_tuned(device).latent if one.bytes == itemsize]
+    return fit[-1] if invariant else next((one for one in fit if rows <= one.rows), fit[-1])
 
 
 @cache

@@ -1,0 +1,220 @@
+"""Attention over a latent cache (MLA): one vector per token is key and value of all heads, its rotary part key alone.
+
+Queries have been brought to the latent's space, and outputs leave it behind this: the latent is read once for all heads of a
+program, as in DeepSeek-V2 (2024). Decodes are cut into pieces of the keys, and merged, as those of ``attention_decode``.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_enginecore.forward.cuda.kernels.attention import Scratch, programs
+from penstock_enginecore.forward.cuda.kernels.attention_decode import merge_pieces, piece_size
+from penstock_enginecore.forward.cuda.kernels.attention_softmax import accumulate, find
+from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, latent_tiles
+from penstock_enginecore.forward.cuda.launches import GroupInputs
+
+MAX_LATENT, MAX_ROTARY = 512, 64
+"""Numbers that tiles have room for."""
+_PIECES = 512
+"""Pieces of all heads that a decode is cut into at most: what they leave has memory for the most requests."""
+_MERGED_AT_ONCE = 16
+
+
+def latent_pieces(heads: int) -> int:
+    """The most pieces that the keys of a decode are cut into."""
+    return max(1, _PIECES // int(triton.next_power_of_2(heads)))
+
+
+def latent_scratch(requests: int, heads: int, latent: int, device: torch.device) -> Scratch:
+    """For steps of up to so many requests."""
+    shape = requests, latent_pieces(heads), heads
+    sums = torch.empty(*shape, latent, dtype=torch.float32, device=device)
+    return Scratch(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
+
+
+def attend_latent(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    group: GroupInputs,
+    scaling: float,
+    out: torch.Tensor,
+    scratch: Scratch,
+    *,
+    invariant: bool = False,
+) -> None:
+    """Causal attention of ``query`` ``[tokens, heads, latent + rotary size]`` over ``cache`` ``[blocks, 1, block_size, latent +
+    rotary size]`` into ``out`` ``[tokens, heads, latent]``; rows of padding stay as they are. ``scratch``: of ``latent_scratch``.
+    ``invariant``: decodes, too, are tiles of queries. ValueError for tensors that are not laid out, or aligned, as kernels read
+    them.
+    """
+    _check(query, cache, out, group, scratch)
+    heads, requests = query.shape[1], len(group.seq_lens)
+    rows = int(triton.next_power_of_2(heads))
+    tiles = latent_tiles(rows, cache.element_size(), invariant=invariant)
+    if not invariant:
+        pieces = latent_pieces(heads)
+        longest = group.block_table.shape[1] * cache.shape[2]
+        items = requests * min(pieces, triton.cdiv(longest, tiles.piece))
+        _launch(query, cache, group, scaling, out, scratch, tiles, items, fewest=0)
+        merge_pieces[(requests, heads)](
+            scratch.sums, scratch.largest, scratch.total, group.query_start_loc, group.seq_lens, None, out, 1.0,
+            HEADS=heads, SIZE_V=out.shape[2], PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0,
+            ATTENTION_CHUNK=0, PIECE=tiles.piece, MAX_PIECES=pieces, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
+        )  # fmt: skip
+    # Tiles of prompts are as large as there are; those of few heads hold several queries.
+    tiles = latent_tiles(1 << 30, cache.element_size(), invariant=invariant)
+    queries = tiles.rows // min(rows, tiles.rows)
+    items = len(query) // queries + requests
+    _launch(query, cache, group, scaling, out, scratch, tiles, items, fewest=1 if invariant else 2)
+
+
+def _launch(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    group: GroupInputs,
+    scaling: float,
+    out: torch.Tensor,
+    scratch: Scratch,
+    tiles: Latent,
+    items: int,
+    *,
+    fewest: int,
+) -> None:
+    """``items``: the most that there can be for each tile of heads."""
+    heads, latent, requests = query.shape[1], out.shape[2], len(group.seq_lens)
+    head_rows = min(int(triton.next_power_of_2(heads)), tiles.rows)
+    constants: dict[str, Any] = {
+        "HEADS": heads, "LATENT": latent, "ROTARY": query.shape[2] - latent,
+        "PADDED": max(16, triton.next_power_of_2(latent)),
+        "PADDED_ROTARY": max(16, triton.next_power_of_2(query.shape[2] - latent)), "BLOCK_SIZE": cache.shape[2],
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "REQUESTS": max(16, triton.next_power_of_2(requests)), "ROWS": tiles.rows, "HEAD_ROWS": head_rows,
+        "BLOCK_N": tiles.block_n, "FEWEST": fewest, "PIECE": tiles.piece, "MAX_PIECES": latent_pieces(heads),
+    }  # fmt: skip
+    count = min(items * triton.cdiv(heads, head_rows), programs(query.device))
+    latent_attention[(count,)](
+        query, cache, group.block_table, group.query_start_loc, group.seq_lens, out,
+        scratch.sums, scratch.largest, scratch.total, requests, group.block_table.stride(0), cache.stride(0), scaling,
+        **constants, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: GroupInputs, scratch: Scratch) -> None:
+    tokens, heads, size = query.shape
+    if cache.shape[1] != 1 or cache.shape[3] != size or out.shape[:2] != (tokens, heads) or out.shape[2] >= size:
+        raise ValueError(f"queries {list(query.shape)} over a cache {list(cache.shape)} into {list(out.shape)}")
+    if out.shape[2] > MAX_LATENT or size - out.shape[2] > MAX_ROTARY:
+        raise ValueError(
+            f"a latent of {out.shape[2]} numbers, and {size - out.shape[2]} that turn: {MAX_LATENT} and {MAX_ROTARY} are the most"
+        )
+    if not (query.is_contiguous() and out.is_contiguous() and cache[0].is_contiguous()):
+        raise ValueError("queries, outputs and blocks of the cache of attention are contiguous")
+    if cache.shape[2] < MIN_BLOCK_SIZE:
+        raise ValueError(
+            f"attention in Triton takes blocks of {MIN_BLOCK_SIZE} tokens or more, not of {cache.shape[2]}"
+        )
+    if cache.stride(0) % 16 or cache.data_ptr() % 16:
+        raise ValueError(f"the cache begins at {cache.data_ptr()}, blocks {cache.stride(0)} apart: not multiples of 16")
+    requests, pieces, of_heads = scratch.largest.shape
+    if requests < len(group.seq_lens) or (pieces, of_heads) != (latent_pieces(heads), heads):
+        raise ValueError(f"the scratch is for {requests} requests of {of_heads} heads")
+
+
+@triton.jit
+def load_latents(
+    cache, table, stride, positions, there,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """``SIZE`` numbers from ``FIRST`` on of the rows ``positions``: zeros where nothing is ``there``, and beyond ``SIZE``."""
+    blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    rows = blocks * stride + positions % BLOCK_SIZE * WIDTH + FIRST
+    numbers = tl.arange(0, PADDED)
+    mask = there[:, None] & (numbers < SIZE)[None, :]
+    return tl.load(cache + rows[:, None] + numbers[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def latent_attention(
+    query, cache, block_table, query_start_loc, seq_lens, out, sums_out, largest_out, total_out,
+    num_requests, table_stride, stride, scaling,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, PADDED_ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ``ROWS`` rows, of which row i is query ``i // HEAD_ROWS`` and one of ``HEAD_ROWS`` heads. Of requests with
+    ``FEWEST`` new tokens or more; 0: pieces of the keys of those with one, whose statistics and sums are left for their merge.
+    """
+    WIDTH: tl.constexpr = LATENT + ROTARY
+    QUERIES: tl.constexpr = ROWS // HEAD_ROWS
+    HEAD_TILES: tl.constexpr = (HEADS + HEAD_ROWS - 1) // HEAD_ROWS
+    requests = tl.arange(0, REQUESTS)
+    known = requests < num_requests
+    begins = tl.load(query_start_loc + requests, mask=known, other=0)
+    ends = tl.load(query_start_loc + requests + 1, mask=known, other=0)
+    if FEWEST == 0:
+        lengths = tl.where(ends - begins == 1, tl.load(seq_lens + requests, mask=known, other=0), 0)
+        counts = tl.cdiv(lengths, piece_size(lengths, PIECE, MAX_PIECES))
+    else:
+        counts = tl.where(ends - begins >= FEWEST, tl.cdiv(ends - begins, QUERIES), 0)
+    upto = tl.cumsum(counts, 0)
+    num_items = tl.sum(counts, 0) * HEAD_TILES
+    rows = tl.arange(0, ROWS)
+    numbers = tl.arange(0, PADDED)
+    turned = tl.arange(0, PADDED_ROTARY)
+    for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        item = num_items - 1 - nth  # the last tiles of a prompt see the most keys: they begin first
+        request, part = find(counts, upto, requests, item // HEAD_TILES)
+        first_query = tl.load(query_start_loc + request)
+        num_queries = tl.load(query_start_loc + request + 1) - first_query
+        length = tl.load(seq_lens + request)
+        begin = part * 0
+        if FEWEST == 0:
+            queries = rows // HEAD_ROWS
+            size = piece_size(length, PIECE, MAX_PIECES)
+            begin = part * size
+            end = tl.minimum(begin + size, length)
+        else:
+            queries = part * QUERIES + rows // HEAD_ROWS
+            end = length - num_queries + tl.minimum((part + 1) * QUERIES, num_queries)
+        heads = item % HEAD_TILES * HEAD_ROWS + rows % HEAD_ROWS
+        mine = (heads < HEADS) & (queries < num_queries)
+        at = length - num_queries + queries
+        place = (first_query + queries).to(tl.int64) * HEADS + heads
+        q = tl.load(
+            query + place[:, None] * WIDTH + numbers[None, :],
+            mask=mine[:, None] & (numbers < LATENT)[None, :],
+            other=0.0,
+        )
+        q_turned = tl.load(
+            query + place[:, None] * WIDTH + LATENT + turned[None, :],
+            mask=mine[:, None] & (turned < ROTARY)[None, :],
+            other=0.0,
+        )
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, PADDED], tl.float32)
+        table = block_table + request.to(tl.int64) * table_stride
+        for start in range(begin, end, BLOCK_N):
+            positions = start + tl.arange(0, BLOCK_N)
+            seen = positions < end
+            latent = load_latents(cache, table, stride, positions, seen, BLOCK_SIZE, WIDTH, 0, LATENT, PADDED)
+            k = load_latents(cache, table, stride, positions, seen, BLOCK_SIZE, WIDTH, LATENT, ROTARY, PADDED_ROTARY)
+            dots = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
+            dots = tl.dot(q_turned, tl.trans(k), dots, input_precision=PRECISION) * scaling
+            # Of rows that are stored this leaves out what is not there too: pieces are multiples of BLOCK_N.
+            weighed = tl.where(positions[None, :] <= at[:, None], dots * 1.4426950408889634, float("-inf"))
+            largest, total, sums = accumulate(weighed, largest, total, sums, latent, PRECISION)
+        inside = mine[:, None] & (numbers < LATENT)[None, :]
+        if FEWEST == 0:
+            place = (request.to(tl.int64) * MAX_PIECES + part) * HEADS + heads
+            tl.store(largest_out + place, largest, mask=mine)
+            tl.store(total_out + place, total, mask=mine)
+            tl.store(sums_out + place[:, None] * LATENT + numbers[None, :], sums, mask=inside)
+        else:
+            # Read again, so that places need no registers while keys are taken.
+            place = (tl.load(query_start_loc + request, volatile=True) + queries).to(tl.int64) * HEADS + heads
+            result = sums / tl.where(mine, total, 1.0)[:, None]
+            tl.store(out + place[:, None] * LATENT + numbers[None, :], result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,74 @@
+"""Reads a plan of models with latent attention (MLA): DeepSeek's, and those of the same classes."""
+
+from typing import Any
+
+from penstock_enginecore.forward.cuda.plans import (
+    ExpertsPlan,
+    GroupedRouting,
+    LatentPlan,
+    MLPPlan,
+)
+from penstock_enginecore.forward.cuda.reader import Reader
+from penstock_enginecore.forward.proof import UnsuitableError
+from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.query_scale import query_scale
+
+
+class LatentReader(Reader):
+    """Their layers attend over a latent, and have experts in groups beside shared ones, or an MLP."""
+
+    def attention(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:
+        """UnsuitableError for what it does besides."""
+        low = attention.q_lora_rank is not None
+        queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if low else ("q_proj",)
+        parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+        self.expect(attention, f"{self.family.prefix}Attention", parts)
+        name, params = self.names[attention], call.params
+        if query_scale(attention) is not None:
+            raise UnsuitableError(f"{name} scales queries by position")
+        if (params.sliding_window, params.attention_chunk, params.softcap, params.sinks) != (None,) * 4:
+            raise UnsuitableError(f"{name} attends over its latent with a window, a soft cap or sinks")
+        (_, num_heads, size), size_v = call.query.shape, call.value.shape[2]
+        return LatentPlan(
+            down=(
+                self.linear(attention.q_a_proj if low else attention.q_proj),
+                self.linear(attention.kv_a_proj_with_mqa),
+            ),
+            up=self.linear(attention.q_b_proj) if low else None,
+            expansion=self.linear(attention.kv_b_proj),
+            output=self.linear(attention.o_proj),
+            norms=(self.norm(attention.q_a_layernorm) if low else None, self.norm(attention.kv_a_layernorm)),
+            num_heads=num_heads,
+            latent=int(attention.kv_lora_rank),
+            rotary_size=int(attention.qk_rope_head_dim),
+            plain_size=size - int(attention.qk_rope_head_dim),
+            value_size=size_v,
+            interleaved=bool(attention.config.rope_interleave),
+            rotary=rotary,
+            params=params,
+        )
+
+    def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan:
+        """The first layers have an MLP."""
+        prefix = self.family.prefix
+        if type(mlp).__name__ != f"{prefix}MoE":
+            return self.mlp(mlp)
+        self.expect(mlp, f"{prefix}MoE", ("gate", "experts", "shared_experts"))
+        gate = mlp.gate
+        self.expect(gate, f"{prefix}TopkRouter", (), ("weight",))
+        experts, gate_up, down = self.experts(mlp.experts, ("act_fn",), ("gate_up_proj", "down_proj"))
+        return ExpertsPlan(
+            router=gate.weight,
+            gate_up=gate_up,
+            down=down,
+            top_k=int(gate.top_k),
+            renormalize=bool(gate.norm_topk_prob),
+            activation=self.activation(experts, "act_fn"),
+            grouped=GroupedRouting(
+                correction=lambda: gate.e_score_correction_bias,
+                groups=int(gate.num_group),
+                kept=int(gate.topk_group),
+                scale=float(gate.routed_scaling_factor),
+            ),
+            shared=self.mlp(mlp.shared_experts),
+        )

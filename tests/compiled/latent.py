@@ -1,0 +1,40 @@
+"""Attention over a latent cache, as DeepSeek-V3 (128 heads) and DeepSeek-V2-Lite (16 heads) launch it."""
+
+from collections.abc import Iterator
+
+from penstock_enginecore.forward.cuda.kernels.configurations import Latent, latent_tiles
+from penstock_enginecore.forward.cuda.kernels.latent_attention import latent_attention, latent_pieces
+from tests.compiled.attention import BLOCK_SIZE, REQUESTS
+from tests.compiled.kernel import Kernel
+
+LATENT, ROTARY = 512, 64
+HEADS = (16, 128)
+_ARGUMENTS: dict[str, str | None] = {
+    "query": "*bf16", "cache": "*bf16", "block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32",
+    "out": "*bf16", "sums_out": "*fp32", "largest_out": "*fp32", "total_out": "*fp32", "num_requests": "i32",
+    "table_stride": "i32", "stride": "i32", "scaling": "fp32",
+}  # fmt: skip
+_ALIGNED = frozenset(_ARGUMENTS) - {"num_requests", "table_stride", "scaling"}
+
+
+def kernels() -> Iterator[Kernel]:
+    """Decodes and prompts, whose tiles the batch-invariant ones are too."""
+    for heads in HEADS:
+        yield _kernel(f"latent decode, {heads} heads", latent_tiles(heads, 2), heads, fewest=0)
+        yield _kernel(f"latent prefill, {heads} heads", latent_tiles(1 << 30, 2), heads, fewest=2)
+
+
+def gate() -> Iterator[Kernel]:
+    """Decodes."""
+    return (kernel for kernel in kernels() if kernel.constants["FEWEST"] == 0)
+
+
+def _kernel(name: str, tiles: Latent, heads: int, *, fewest: int) -> Kernel:
+    constants = {
+        "HEADS": heads, "LATENT": LATENT, "ROTARY": ROTARY, "PADDED": LATENT, "PADDED_ROTARY": ROTARY,
+        "BLOCK_SIZE": BLOCK_SIZE, "PRECISION": "tf32", "REQUESTS": REQUESTS, "ROWS": tiles.rows,
+        "HEAD_ROWS": min(heads, tiles.rows), "BLOCK_N": tiles.block_n, "FEWEST": fewest, "PIECE": tiles.piece,
+        "MAX_PIECES": latent_pieces(heads),
+    }  # fmt: skip
+    must_have = ("cp.async", "wgmma.mma_async") if tiles.rows >= 64 else ("cp.async",)
+    return Kernel(name, latent_attention, _ARGUMENTS, constants, _ALIGNED, tiles.warps, tiles.stages, must_have)
