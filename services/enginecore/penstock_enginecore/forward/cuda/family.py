@@ -9,7 +9,7 @@ class Family:
     """How the classes of a family are called and built. ``sandwich``: norms behind attention and MLP as well. ``merged``: one
     linear layer for queries, keys and values, and one for gate and up. ``multipliers``: Granite's, of inputs, of what is added,
     and of logits. ``extras``: parts of a layer that do nothing. ``gpt_oss``: attention with sinks, and experts with biases.
-    ``latent``: attention over a latent (MLA), and DeepSeek's experts.
+    ``latent``: attention over a latent (MLA), and DeepSeek's experts. ``deepseek_2``: as DeepSeek-V2 turns, and chooses experts.
     """
 
     prefix: str
@@ -23,9 +23,11 @@ class Family:
     extras: tuple[str, ...] = ()
     gpt_oss: bool = False
     latent: bool = False
+    deepseek_2: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
+    "DeepseekV2ForCausalLM": Family("DeepseekV2", latent=True, deepseek_2=True),
     "DeepseekV3ForCausalLM": Family("DeepseekV3", latent=True),
     "Glm4MoeLiteForCausalLM": Family("Glm4MoeLite", latent=True),
     "GemmaForCausalLM": Family("Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),

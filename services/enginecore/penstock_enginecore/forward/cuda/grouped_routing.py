@@ -1,4 +1,4 @@
-"""DeepSeek-V3's choice of experts: the best of the best groups, by scores that a correction balances."""
+"""DeepSeek's choice of experts: the best of the best groups, by scores that a correction balances in DeepSeek-V3."""
 
 import torch
 
@@ -16,10 +16,15 @@ def grouped_route(
     batch-invariant kernels are neither scaled nor made to sum to 1 yet. Of equal ones the first is taken, however many tokens
     there are.
     """
-    scores = _logits(x.float(), plan.router.float(), kernels).sigmoid()
-    balanced = scores + how.correction()
-    groups = balanced.view(len(x), how.groups, -1)
-    of_groups = groups.topk(_COUNTED, dim=-1)[0].sum(dim=-1)
+    logits = _logits(x.float(), plan.router.float(), kernels)
+    if how.correction is None:
+        scores = logits.softmax(dim=-1)
+        groups = scores.view(len(x), how.groups, -1)
+        of_groups = groups.amax(dim=-1)
+    else:
+        scores = logits.sigmoid()
+        groups = (scores + how.correction()).view(len(x), how.groups, -1)
+        of_groups = groups.topk(_COUNTED, dim=-1)[0].sum(dim=-1)
     order = of_groups.argsort(dim=-1, descending=True, stable=True)
     ranks = order.argsort(dim=-1)
     left = groups.masked_fill((ranks >= how.kept)[:, :, None], float("-inf")).flatten(1)

@@ -43,7 +43,7 @@ class LatentReader(Reader):
             rotary_size=int(attention.qk_rope_head_dim),
             plain_size=size - int(attention.qk_rope_head_dim),
             value_size=size_v,
-            interleaved=bool(attention.config.rope_interleave),
+            interleaved=self.family.deepseek_2 or bool(attention.config.rope_interleave),
             rotary=rotary,
             params=params,
         )
@@ -51,9 +51,10 @@ class LatentReader(Reader):
     def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan:
         """The first layers have an MLP."""
         prefix = self.family.prefix
-        if type(mlp).__name__ != f"{prefix}MoE":
+        kind = f"{prefix}Moe" if self.family.deepseek_2 else f"{prefix}MoE"
+        if type(mlp).__name__ != kind:
             return self.mlp(mlp)
-        self.expect(mlp, f"{prefix}MoE", ("gate", "experts", "shared_experts"))
+        self.expect(mlp, kind, ("gate", "experts", "shared_experts"))
         gate = mlp.gate
         self.expect(gate, f"{prefix}TopkRouter", (), ("weight",))
         experts, gate_up, down = self.experts(mlp.experts, ("act_fn",), ("gate_up_proj", "down_proj"))
@@ -62,13 +63,18 @@ class LatentReader(Reader):
             gate_up=gate_up,
             down=down,
             top_k=int(gate.top_k),
-            renormalize=bool(gate.norm_topk_prob),
+            renormalize=not self.family.deepseek_2 and bool(gate.norm_topk_prob),
             activation=self.activation(experts, "act_fn"),
-            grouped=GroupedRouting(
-                correction=lambda: gate.e_score_correction_bias,
-                groups=int(gate.num_group),
-                kept=int(gate.topk_group),
-                scale=float(gate.routed_scaling_factor),
-            ),
+            grouped=self._routing(gate),
             shared=self.mlp(mlp.shared_experts),
         )
+
+    def _routing(self, gate: Any) -> GroupedRouting:
+        groups, kept, scale = gate.num_group, gate.topk_group, float(gate.routed_scaling_factor)
+        if not self.family.deepseek_2:
+            return GroupedRouting(lambda: gate.e_score_correction_bias, int(groups), int(kept), scale)
+        if gate.topk_method not in ("greedy", "group_limited_greedy"):
+            raise UnsuitableError(f"{self.names[gate]} chooses experts by {gate.topk_method!r}")
+        if gate.topk_method == "greedy":
+            groups = kept = 1
+        return GroupedRouting(None, int(groups), int(kept), scale)

@@ -85,10 +85,11 @@ class ClampedGate:
 class GroupedRouting:
     """DeepSeek-V3's: experts have a score each, the sigmoid of their logit, and are chosen by that and a ``correction`` (float32
     ``[experts]``, asked for at each step: it is a buffer, which moves): of the ``groups`` of neighbours those ``kept`` are the
-    ones with the largest sum of two. Weights are multiplied by ``scale``.
+    ones with the largest sum of two. Weights are multiplied by ``scale``. Without a correction DeepSeek-V2's: scores are
+    probabilities, and those groups are kept that have the largest ones.
     """
 
-    correction: Callable[[], torch.Tensor]
+    correction: Callable[[], torch.Tensor] | None
     groups: int
     kept: int
     scale: float

@@ -92,7 +92,9 @@ def test_gpt_oss_has_sinks_and_experts_with_biases(tmp_path: Path) -> None:
 
 
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsuitableError, match="OlmoeForCausalLM is not one of Gemma2ForCausalLM, Gemma3ForCausalLM, "):
+    with pytest.raises(
+        UnsuitableError, match="OlmoeForCausalLM is not one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, "
+    ):
         plan("olmoe", tmp_path)
 
 

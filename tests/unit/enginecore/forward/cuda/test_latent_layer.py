@@ -45,9 +45,25 @@ def test_other_shapes_are_proved(changes: dict[str, Any], tmp_path: Path) -> Non
     fused(tmp_path)
 
 
-def test_other_models_of_the_same_parts_are_proved(tmp_path: Path) -> None:
-    save_varied_model("glm4_moe_lite", tmp_path)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("glm4_moe_lite", {}),
+        ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),
+    ],
+)
+def test_other_models_of_the_same_parts_are_proved(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_varied_model(architecture, tmp_path, **changes)
     fused(tmp_path)
+
+
+def test_another_choice_of_experts_is_refused_by_its_name(tmp_path: Path) -> None:
+    save_varied_model("deepseek_v2", tmp_path, topk_method="greedy")
+    probed = load_probed(tmp_path)
+    probed.model.module.model.layers[1].mlp.gate.topk_method = "by lot"
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.mlp\.gate chooses experts by 'by lot'"):
+        plan_model(probed)
 
 
 def test_a_token_of_the_cache_is_one_vector_for_all_heads(tmp_path: Path) -> None:
