@@ -1,0 +1,194 @@
+"""Kernels with a fault put into their source: the oracles of each see an index, a bound, a scale or a mask that is wrong."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_enginecore.forward.cuda.launches import Norm, RotaryTable
+from penstock_enginecore.forward.cuda.weights import Float8Weight, Int4Weight
+from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.torch_kernels import TorchKernels
+
+NAN = float("nan")
+Run = Callable[[Any], torch.Tensor]
+"""What a kernel of a module writes: its output and what lies behind it, which stays NaN."""
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def float8(module: Any) -> torch.Tensor:
+    weight = Float8Weight(random(37, 72).to(torch.float8_e4m3fn), random(3, 37).abs(), 32)
+    out = torch.full((18, 37), NAN)
+    call = module.float8_product if module else TorchKernels().quantized_product
+    call(random(18, 72)[:17], weight, random(37), 0.5, out[:17])
+    return out
+
+
+def int4(module: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    levels, zeros = (
+        torch.randint(top, shape, generator=generator, dtype=torch.uint8)
+        for top, shape in ((256, (37, 32)), (16, (2, 37)))
+    )
+    out = torch.full((18, 37), NAN)
+    call = module.int4_product if module else TorchKernels().quantized_product
+    call(random(17, 64), Int4Weight(levels, zeros, random(2, 37).abs(), 32, 16), random(37), 0.5, out[:17])
+    return out
+
+
+def dense(module: Any) -> torch.Tensor:
+    out = torch.full((68, 37), NAN)
+    call = module.invariant_product if module else TorchKernels().product
+    call(random(67, 200), random(37, 200), random(37), 0.5, out[:67])
+    return out
+
+
+def grouped(module: Any) -> torch.Tensor:
+    out, ends = torch.full((9, 37), NAN), torch.tensor([3, 3, 7], dtype=torch.int32)
+    call = module.invariant_grouped_product if module else TorchKernels().grouped_product
+    call(random(9, 40), random(3, 37, 40), random(3, 37), ends, out, transposed=False)
+    return out
+
+
+def weighted(module: Any) -> torch.Tensor:
+    out, places = torch.full((3, 40), NAN), torch.tensor([[5, 0, 1], [2, 2, 4]])
+    call = module.weighted_sum if module else TorchKernels().weighted_sum
+    call(random(6, 40), places, random(2, 3).abs(), 0.5, out[:2], renormalize=True)
+    return out
+
+
+def norm(module: Any) -> torch.Tensor:
+    out, residual = torch.full((4, 40), NAN), random(3, 40, seed=1)
+    call = module.add_rms_norm if module else TorchKernels().add_rms_norm
+    call(random(3, 40), residual, Norm(torch.nn.Parameter(random(40)), 1e-2, 1.0), out[:3])
+    return torch.cat([out, residual])
+
+
+def activation(module: Any) -> torch.Tensor:
+    out = torch.full((4, 40), NAN)
+    (module.gated if module else TorchKernels().gated)(random(3, 80), "silu", out[:3])
+    return out
+
+
+def written(module: Any) -> torch.Tensor:
+    caches = torch.full((2, 4, 2, 16, 24), NAN)
+    slots = torch.tensor([7, -1, 50])
+    (module.write_cache if module else TorchKernels().write)(random(3, 2, 24), random(3, 2, 24, seed=1), slots, *caches)
+    return caches
+
+
+def before_attention(module: Any) -> torch.Tensor:
+    """Six heads, so that the last program of them is not full. What a fault reads or writes too much stands behind the rest."""
+    caches, query = torch.full((2, 5, 2, 16, 24), NAN), torch.full((4, 6, 24), NAN)
+    norms = tuple(Norm(torch.nn.Parameter(random(24, seed=i)), 1e-2, 0.0) for i in range(2))
+    rotary = RotaryTable(random(8, 10), random(8, 10, seed=1))
+    inputs = random(4, 240)[:3], random(300)[:240], norms, rotary, torch.tensor([3, 1, 7], dtype=torch.int32)
+    call = module.prologue if module else TorchKernels().prologue
+    call(*inputs, torch.tensor([7, -1, 50]), *caches, query[:3])
+    return torch.cat([caches.flatten(), query.flatten()])
+
+
+MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
+    "float8": [
+        (float8, "m_read.to(tl.int64) * in_features", "m_read.to(tl.int64) * out_features"),
+        (float8, "(start // WIDTH) * out_features", "(start // WIDTH) * 0"),
+        (float8, "(start + k < in_features)", "(start + k < in_features + 1)"),
+        (float8, "(m[:, None] < rows)", "(m[:, None] <= rows)"),
+        (float8, "(total * scale)", "total"),
+    ],
+    "int4": [
+        (int4, "(both >> 4)", "(both & 15)"),
+        (int4, "start + HALF)", "start)"),
+        (int4, "(start // WIDTH) * out_features", "(start // WIDTH) * 0"),
+        (int4, "(m[:, None] < rows)", "(m[:, None] <= rows)"),
+        (int4, "total += tl.load(bias + n_read)", "total += tl.load(bias + n_read * 0)"),
+    ],
+    "invariant": [
+        (dense, "(m[:, None] < rows)", "(m[:, None] <= rows)"),
+        (dense, "x + m_read[:, None] * in_features\n    columns", "x + m_read[:, None] * out_features\n    columns"),
+        (dense, "(total * scale)", "total"),
+        (grouped, "expert.to(tl.int64) * in_features", "expert.to(tl.int64) * 0 * in_features"),
+        (grouped, "bias + expert * out_features", "bias"),
+        (grouped, "(m[:, None] < end)", "(m[:, None] <= end)"),
+        (weighted, "factor = scale / of_all", "factor = scale"),
+        (weighted, "row * width + columns", "row * 0 + columns"),
+    ],
+    "grouping": [
+        (grouped, "tl.load(ends + indices - 1", "tl.load(ends + indices"),
+        (grouped, "begin + nth * BLOCK_M", "begin + 1"),
+    ],
+    "norm": [
+        (norm, "/ width + eps", "/ BLOCK + eps"),
+        (norm, "+ offset\n", "\n"),
+        (norm, "tl.program_id(0).to(tl.int64) * width", "tl.program_id(0).to(tl.int64) * 0"),
+        (norm, "columns < width", "columns < width - 1"),
+    ],
+    "activation": [
+        (activation, "token * 2 * width", "token * width"),
+        (activation, "columns < width", "columns <= width"),
+        (activation, "gate * tl.sigmoid(gate)\n", "tl.sigmoid(gate)\n"),
+    ],
+    "cache": [
+        (written, "slot // block_size", "slot // block_size * 0 + 1"),
+        (written, "slot % block_size", "slot % (block_size - 1)"),
+    ],
+    "prologue": [
+        (before_attention, "positions + token", "positions + token * 0"),
+        (before_attention, "slot % block_size", "slot % (block_size - 1)"),
+        (before_attention, "tl.where(is_value, num_kv_heads, 0)", "0"),
+        (before_attention, "there & (turned < HALF)", "there & (turned <= HALF)"),
+        (before_attention, "there = (heads < ", "there = (heads <= "),
+        (before_attention, "squares / SIZE", "squares / HALF"),
+        (before_attention, "(turned < HALF) & (not is_value)", "(turned < HALF)"),
+    ],
+}
+CASES = [(name, *mutation) for name, mutations in MUTATIONS.items() for mutation in mutations]
+OWNERS = {"grouping": "invariant"}
+"""Of functions that other modules' kernels call: one of these, and what it imports is mutated."""
+
+
+def load(folder: Path, source: str) -> Any:
+    """The module of ``source``."""
+    path = folder / f"mutated_{folder.name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def differs(run: Run, module: Any) -> bool:
+    """Whether what the kernel writes is not what it must."""
+    with torch.inference_mode():
+        return not torch.allclose(run(module), run(None), rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "run", "old", "new"), CASES, ids=[f"{name}: {new}" for name, _, _, new in CASES])
+def test_a_fault_is_seen(
+    name: str, run: Run, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = interpreted(name)
+    source = Path(real.__file__).read_text()
+    assert old in source
+    mutant = load(tmp_path, source.replace(old, new))
+    if name in OWNERS:
+        whole = interpreted(OWNERS[name])
+        monkeypatch.setattr(whole, "find_rows", mutant.find_rows)
+        mutant = whole
+    assert differs(run, mutant)
+
+
+@pytest.mark.parametrize("run", list(dict.fromkeys(run for _, run, _, _ in CASES)))
+def test_nothing_is_seen_where_there_is_no_fault(run: Run, tmp_path: Path) -> None:
+    name = next(name for name, each, _, _ in CASES if each is run)
+    real = interpreted(OWNERS.get(name, name))
+    assert not differs(run, load(tmp_path, Path(real.__file__).read_text()))
