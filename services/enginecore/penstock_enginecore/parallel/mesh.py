@@ -4,6 +4,7 @@ Ranks find each other in a store, under a name that no other group has. Who conn
 the store, so that nothing else on the network gets into a group.
 """
 
+import errno
 import hmac
 import os
 import secrets
@@ -60,7 +61,7 @@ class Mesh:
             if self._open:
                 os.eventfd_write(self.wake, 1)
                 for connection in list(self.connections.values()):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    _shut_down(connection)
 
     def close(self) -> None:
         """Nobody uses the mesh any more. Peers see it at once."""
@@ -121,6 +122,14 @@ class Mesh:
             who = ", ".join(map(str, missing))
             raise CollectiveBroken(f"rank {self._rank} of group {self._name} waited in vain for rank {who}")
         return left
+
+
+def _shut_down(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as e:
+        if e.errno != errno.ENOTCONN:  # the other side has shut it down too
+            raise
 
 
 def _listener(address: str) -> socket.socket:
