@@ -64,6 +64,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     """Whose stream broke off."""
     reporters: frozenset[str] = _NOBODY
     """Who said that a collective of the newest epoch broke off."""
+    late: frozenset[str] = _NOBODY
+    """Of these, who said it of an older epoch, in which they may not have heard yet of the newest."""
     opened: frozenset[str] = _NOBODY
     """Who said that the newest epoch's first exchange is over."""
     unsettled: bool = False
@@ -124,10 +126,12 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             unsettled=self.unsettled or (self.recovering and (message.prepared > 0 or message.opening)),
         )
         if inside and self._goes_by(message):
-            after = after._with(standby=_NO_GROUP, reporters=_NOBODY, opened=_NOBODY)
+            after = after._with(standby=_NO_GROUP, reporters=_NOBODY, late=_NOBODY, opened=_NOBODY)
             after = after._with(waves=after.waves.regroup(message.group))
         if inside and message.group == after.group and not message.opening:
-            after = after._with(opened=after.opened | {engine})
+            after = after._with(opened=after.opened | {engine}, late=after.late - {engine})
+            if engine in self.late:  # it is where the others are: what broke off is over
+                after = after._with(reporters=after.reporters - {engine})
         after = after._with(waves=after.waves.report(message)[0])
         stray = inside and epoch > max(after.group.epoch, after.standby.epoch)
         decided, sent = after._decide(anew=stray)
@@ -159,7 +163,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         stale = epoch < self.group.epoch and (engine in self.opened or engine not in self.group.members)
         if stale or engine not in {*self.group.members, *self.standby.members}:
             return self, self._catch_up(engine, epoch)
-        after, sent = self._with(reporters=self.reporters | {engine})._decide()
+        late = self.late | {engine} if epoch < self.group.epoch else self.late - {engine}
+        after, sent = self._with(reporters=self.reporters | {engine}, late=late)._decide()
         if sent or self.recovering or engine not in self.reporters:
             return after, sent
         return after._decide(anew=True)
@@ -242,6 +247,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             standby=_NO_GROUP,
             highest=group.epoch,
             reporters=_NOBODY,
+            late=_NOBODY,
             opened=_NOBODY,
         )
         expelled = tuple(after._reconfigure(m, group) for m in sorted(former & self.known))

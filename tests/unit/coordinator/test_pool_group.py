@@ -162,3 +162,18 @@ def test_a_wave_that_a_rank_starts_is_told_to_the_others():
     bench.group.take(StartWave("a#1", bench.group.machine.group.epoch, 0, Pauses()), 0.0)
     assert [m.engine for m in bench.sent] == ["b#1"]
     assert bench.group.view("m", "p").view.running
+
+
+def test_what_a_rank_said_of_an_older_epoch_is_over_once_it_is_in_the_newest() -> None:
+    bench = Bench()
+    bench.register("a#1", "b#1")
+    bench.switch()
+    lost = PeerLost("a#1", bench.group.machine.group.epoch)
+    bench.group.stream_broken("b#1", 0.0)
+    bench.group.take(lost, 0.0)
+    bench.group.take(lost, 0.0)  # again, before it has heard of the new epoch
+    bench.switch()
+    assert bench.members == ("a#1",)
+    bench.register("b#2")
+    bench.switch()
+    assert bench.members == ("a#1", "b#2")
