@@ -36,11 +36,14 @@ class LinkThread:
         self.link = link
         self._post = post
         self._rows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._begun, self._over = 1, 0
+        """Of the meeting and the exchanges; the second is the thread's to count."""
         self._thread = threading.Thread(target=self._run, name=f"group-{epoch}", daemon=True)
         self._thread.start()
 
     def exchange(self, row: bytes) -> None:
         """Enter an exchange, behind what was begun before."""
+        self._begun += 1
         self._rows.put(row)
 
     def abort(self) -> None:
@@ -48,16 +51,20 @@ class LinkThread:
         self.link.abort()
 
     def close(self) -> None:
-        """End what is under way, and the thread."""
-        self.link.abort()
+        """End what is under way, and the thread. Where nothing is, others may still be ending what is over here: they are let."""
+        if self._over < self._begun:
+            self.link.abort()
         self._rows.put(None)
 
     def _run(self) -> None:
         try:
             self.link.connect()
+            self._over += 1
             self._post(Connected(self.epoch))
             while (row := self._rows.get()) is not None:
-                self._post(Gathered(self.epoch, self.link.exchange(row)))
+                rows = self.link.exchange(row)
+                self._over += 1
+                self._post(Gathered(self.epoch, rows))
         except Exception as e:  # the coordinator decides what follows
             self._post(Broke(self.epoch, f"{type(e).__name__}: {e}"))
         finally:
