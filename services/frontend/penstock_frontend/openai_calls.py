@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message
 
 from penstock_frontend.api.openai import app
+from penstock_frontend.api.openai.bodies import Bodies
+from penstock_frontend.api.openai.endpoint import Gate
 from penstock_frontend.assembly import Assembly
 from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
 
@@ -26,7 +28,8 @@ class OpenAICalls:
         config = FrontendConfig(
             model=model, http=http, engines=("localhost:1",)
         )  # the routes do not look at the engines
-        routes = app.routes(assembly.llm, assembly.chat, config, assembly.settings.limits)
+        llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
+        routes = app.routes(llm, chat, config, limits, assembly.labels, gate=Gate(http), bodies=Bodies(http))
         self._apps: Mapping[str, ASGIApp] = {
             route.path: route.app for route in routes if route.methods and "POST" in route.methods
         }

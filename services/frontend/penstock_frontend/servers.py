@@ -28,7 +28,6 @@ from penstock_frontend.config import FrontendConfig
 from penstock_frontend.draining import Draining
 from penstock_frontend.engine.client import GrpcEngineClient
 from penstock_frontend.engine.kv_events import KvEventFeed
-from penstock_frontend.processing.pooling.inputs import load_labels
 from penstock_frontend.processing.prompts.model_card import load_model_card
 from penstock_frontend.readiness import Readiness
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
@@ -63,7 +62,6 @@ class Servers:
         self._tracer = tracer
         self._calls = CallTelemetry(assembly.metrics.registry, tracer)
         authenticator = Authenticator(config.auth) if config.auth.enabled else None
-        self._labels = load_labels(config.model)
         self.public = self._public_server(authenticator, kv_events)
         self.admin = self._admin_server(authenticator)
         self.http = self._http_server(authenticator)
@@ -109,7 +107,7 @@ class Servers:
             certificates=self._certificates,
         )
         inference.add_to_server(
-            public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, self._labels
+            public.server, assembly.llm, assembly.chat, config, assembly.settings.limits, assembly.labels
         )
         card = load_model_card(config.model, assembly.generation_config)
         vllm_engine.add_to_server(public.server, assembly.llm, config.model, card, kv_events, self._readiness)
@@ -145,7 +143,7 @@ class Servers:
         gate, bodies = Gate(config.http), Bodies(config.http)
         limits = assembly.settings.limits
         return [
-            *openai.routes(llm, chat, config, limits, self._labels, gate=gate, bodies=bodies),
+            *openai.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies),
             *anthropic.routes(llm, chat, model=config.model.name, gate=gate, bodies=bodies),
         ]
 
