@@ -145,7 +145,11 @@ class RankThread:
     def enter_forward(self) -> None:
         self.on_forward()
         report = self.driver.report
-        self.driver.links.link(report.group.epoch).exchange(repr(("forward", report.place)).encode())
+        try:
+            link = self.driver.links.link(report.group.epoch)
+        except KeyError:
+            raise CollectiveBroken("this rank was killed") from None
+        link.exchange(repr(("forward", report.place)).encode())
 
     def run(self) -> None:
         try:
