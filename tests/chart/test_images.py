@@ -121,9 +121,11 @@ def test_an_image_holds_its_own_service_and_what_that_depends_on(service: str):
 def test_an_image_begins_from_the_same_base_and_takes_its_environment_from_its_own_build(service: str):
     assert in_image(service) == ["runtime", service]
     copies = [rest for name, rest in stages()[service].instructions if name == "COPY" and rest.startswith("--from")]
+    kernels = ["--from=kernels /opt/penstock/kernels /opt/penstock/kernels"]  # that its own environment has compiled
     assert copies == [
         f"--from={service}-build /opt/penstock/sbom.json /usr/share/penstock/sbom.json",
         f"--from={service}-build /opt/penstock/venv /opt/penstock/venv",
+        *(kernels if service == "enginecore" else []),
     ]
 
 
