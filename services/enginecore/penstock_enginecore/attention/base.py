@@ -93,20 +93,6 @@ class StepPlan:
         return self._positions
 
 
-class CapturedPlan(Protocol):
-    """The plan of a captured graph: its tensors keep their addresses, and a replay finds in them what stands there then."""
-
-    @property
-    def plan(self) -> StepPlan:
-        """What the layers are given while the graph is captured."""
-
-    def replay(self, metadata: AttentionMetadata) -> None:
-        """Write a step's metadata into the tensors of ``plan``, before the graph is launched for that step and on the same
-        stream. The step has at most the requests and tokens of the captured one; what is left over is padding, whose slots are
-        the null block's. ValueError for a larger step.
-        """
-
-
 class AttentionBackend(Protocol):
     """Keeps the keys and values of a paged cache and attends over them.
 
@@ -136,23 +122,10 @@ class AttentionBackend(Protocol):
         return KVMemory(specs, self.layout, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> StepPlan:
-        """What the layers of a group share in a step. Called on the host, outside of any graph, before the first layer runs: here
-        a backend copies to the device, and decides how to split the work.
+        """What the layers of a group share in a step. Called on the host, before the first layer runs: here a backend copies to
+        the device, and decides how to split the work.
         """
         return StepPlan(metadata, device)
-
-    def capture(
-        self,
-        metadata: AttentionMetadata,  # noqa: ARG002 - there is nothing to capture
-        device: torch.device,  # noqa: ARG002
-    ) -> CapturedPlan | None:
-        """Prepare a graph for steps of the shape of ``metadata``, the largest it is replayed for. Called once per graph, outside
-        of it; ``write`` and ``attend`` are then called with the plan inside the capture, where they launch kernels alone: no
-        reads on the host, no tensors of sizes that depend on the step.
-
-        None, as here, says that the backend has nothing to capture: steps are planned and launched one by one.
-        """
-        return None
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the step's new tokens: ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]``."""
