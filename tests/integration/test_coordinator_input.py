@@ -67,7 +67,7 @@ async def test_wrong_engine_reports_end_the_stream_by_name(messages, code, field
         ([pb.FrontendReport(hello=pb.FrontendHello(frontend_id="f"))], "INVALID_ARGUMENT", "hello.incarnation"),
         ([HELLO, HELLO], "INVALID_ARGUMENT", "hello"),
         ([HELLO, pb.FrontendReport()], "INVALID_ARGUMENT", "message"),
-        ([HELLO, pb.FrontendReport(first_request=pb.FirstRequest(wave=1))], "UNIMPLEMENTED", "first_request"),
+        ([HELLO, pb.FrontendReport(first_request=pb.FirstRequest(wave=1))], "INVALID_ARGUMENT", "first_request.rank"),
         ([HELLO, pb.FrontendReport(scale_elastic_ep=pb.ScaleElasticEp())], "UNIMPLEMENTED", "scale_elastic_ep"),
     ],
 )

@@ -194,6 +194,8 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest:
         return report.demand.num_held_requests
     if kind == "first_request":
         first = report.first_request
+        if not first.rank.engine_id or not first.rank.incarnation:
+            raise InvalidArgument("first_request.rank names no rank; it must be set", field="first_request.rank")
         wave = data_parallel.checked("first_request.wave", first.wave)
         return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, wave)
     if kind is None:
