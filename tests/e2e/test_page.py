@@ -26,6 +26,7 @@ pytestmark = [
 LIMIT = PATIENCE
 SHOWS_ERROR = "!document.querySelector('#error').hidden"
 IDLE = "!document.querySelector('#run').hidden"
+FOR_PROMPTS = "?mode=completion"
 CHAT_IS_OFFERED = "!document.querySelector('[value=chat]').disabled"
 IS_WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth > innerWidth"
 
@@ -60,8 +61,8 @@ async def server() -> AsyncIterator[PageServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tab(browser: Browser, server: PageServer) -> Tab:
-    """The page, with the cluster's state in it."""
-    tab = await browser.open(server.url)
+    """The page, with the cluster's state in it, for prompts."""
+    tab = await browser.open(server.url + FOR_PROMPTS)
     await tab.until(CHAT_IS_OFFERED)
     return tab
 
@@ -84,7 +85,7 @@ async def real(browser: Browser, engine: FakeEngine, tmp_path: Path) -> AsyncIte
         "http": HttpConfig(host="127.0.0.1", port=0),
     }
     async with FrontendServer(model, **options) as frontend:
-        tab = await browser.open(f"http://127.0.0.1:{frontend.frontend.http_port}/")
+        tab = await browser.open(f"http://127.0.0.1:{frontend.frontend.http_port}/{FOR_PROMPTS}")
         await tab.until(shows("#status", "serving, 1 engine"))
         yield tab
 
@@ -104,6 +105,14 @@ async def ask(tab: Tab, prompt: str) -> None:
 async def error(tab: Tab) -> str:
     await tab.until(SHOWS_ERROR)
     return await tab.text("#error")
+
+
+async def test_it_opens_on_chat_where_the_model_has_a_template(browser: Browser, server: PageServer) -> None:
+    tab = await browser.open(server.url)
+    await tab.until("document.querySelector('[value=chat]').checked")
+    await ask(tab, "Hi")
+    await tab.until(output_has("c"))
+    assert server.requests[0][0] == "/v1/chat/completions"
 
 
 async def test_a_prompt_is_continued_behind_itself(tab: Tab, server: PageServer) -> None:
@@ -183,10 +192,10 @@ async def test_escape_stops_too(tab: Tab, server: PageServer) -> None:
 
 async def test_the_page_is_usable_with_the_keyboard_alone(tab: Tab, server: PageServer) -> None:
     reached = []
-    for _ in range(12):
+    for _ in range(14):
         reached.append(await tab.value("document.activeElement.id || document.activeElement.tagName"))
         await tab.press("Tab")
-    assert reached[:4] == ["prompt", "run", "clear", "SUMMARY"]
+    assert reached[:6] == ["prompt", "run", "clear", "BUTTON", "BUTTON", "SUMMARY"]  # as curl, as Python
     assert {"temperature", "top_p", "max_tokens", "seed", "stopStrings"} <= set(reached)
 
 
