@@ -259,6 +259,10 @@ model-check: setup ## Every state of small data-parallel groups under faults: mi
 group-kills: setup ## Kill ranks of a data-parallel group KILLS times (20), whenever, and change the size of a served one
 	@PENSTOCK_GROUP_KILLS=$${KILLS:-20} $(PYTEST) tests/e2e/test_data_parallel.py -q -s
 
+.PHONY: rank-failures
+rank-failures: setup ## Ranks of a data-parallel group killed at every named point under 32 streams (10 minutes)
+	@PENSTOCK_RANK_FAILURES=full $(PYTEST) tests/e2e/test_rank_failures.py -n 0 -q -s
+
 .PHONY: clean
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis node_modules

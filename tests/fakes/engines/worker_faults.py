@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True):
     """What happens to the worker of ``rank`` when it comes to ``point`` next. flip: its best logit changes sign."""
 
     rank: int
-    point: Point
+    point: str
     does: Literal["kill", "stop", "flip"]
 
     def arm(self, path: Path) -> None:
@@ -62,32 +62,34 @@ def fired(path: Path) -> float | None:
     return float(done.read_text()) if done.exists() else None
 
 
-def installed(directory: Path) -> Mapping[str, str]:
-    """Make the plugin a distribution in ``directory``. Returns the variables with which a process finds it, and its tests."""
-    described = directory / "penstock_worker_faults-1.dist-info"
+def installed(directory: Path, name: str = NAME, module: str = __name__) -> Mapping[str, str]:
+    """Make the plugin ``name``, the ``install`` of a module, a distribution in ``directory``. Returns the variables with which a
+    process finds it, and its tests.
+    """
+    described = directory / f"penstock_{name.replace('-', '_')}-1.dist-info"
     described.mkdir(parents=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock-worker-faults\nVersion: 1\n")
-    (described / "entry_points.txt").write_text(f"[penstock.plugins]\n{NAME} = {__name__}:install\n")
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: penstock-{name}\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(f"[penstock.plugins]\n{name} = {module}:install\n")
     root = Path(__file__).parents[3]
     return {
         "PYTHONPATH": os.pathsep.join([str(directory), str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     }
 
 
-class _Faults:
-    """Of one worker."""
+class Faults:
+    """Of one process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rank = -1
 
-    def due(self, point: Point, *does: str) -> Fault | None:
+    def due(self, point: str, *does: str) -> Fault | None:
         """The fault that is armed for here and ``does`` that. It is not any more."""
         try:
             fault = msgspec.json.decode(self._path.read_bytes(), type=Fault)
         except FileNotFoundError:
             return None
-        armed: Point = "receiving" if fault.point in _FROM_OUTSIDE else fault.point
+        armed = "receiving" if fault.point in _FROM_OUTSIDE else fault.point
         if (fault.rank, armed) != (self.rank, point) or fault.does not in does:
             return None
         self._path.unlink()
@@ -96,8 +98,8 @@ class _Faults:
         done.rename(self._path.with_suffix(".done"))
         return fault
 
-    def at(self, point: Point) -> None:
-        """The worker is here."""
+    def at(self, point: str) -> None:
+        """The process is here."""
         fault = self.due(point, "kill", "stop")
         if fault is not None:
             os.kill(os.getpid(), signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
@@ -109,20 +111,20 @@ def install() -> None:
     path = os.environ.get(VARIABLE)
     if loop is None or path is None:
         return
-    faults = _Faults(Path(path))
+    faults = Faults(Path(path))
     _watch_steps(loop, faults)
     _watch_worker(faults)
 
 
-def _watch_steps(loop: Any, faults: _Faults) -> None:
+def _watch_steps(loop: Any, faults: Faults) -> None:
     import torch
 
     from penstock_enginecore.executor.generation.runner import GenerationRunner
     from penstock_enginecore.executor.multiproc.messages import Sampled
     from penstock_enginecore.executor.multiproc.ring_memory import RingMemory
 
-    _wrap(loop, "_execute", before=lambda *_: faults.at("receiving"), after=lambda *_: faults.at("executed"))
-    _wrap(loop, "_sampled", after=lambda *_: faults.at("sampled"))
+    wrap(loop, "_execute", before=lambda *_: faults.at("receiving"), after=lambda *_: faults.at("executed"))
+    wrap(loop, "_sampled", after=lambda *_: faults.at("sampled"))
     telling: list[Any] = [None]
 
     def tells(self: Any, answer: Any) -> None:
@@ -134,8 +136,8 @@ def _watch_steps(loop: Any, faults: _Faults) -> None:
         if isinstance(answer, Sampled) and memory.written()[0] != memory.read(rank)[0]:
             faults.at("between steps")
 
-    _wrap(loop, "_answer", before=tells, after=told)
-    _wrap(
+    wrap(loop, "_answer", before=tells, after=told)
+    wrap(
         RingMemory,
         "add_written",
         before=lambda *_: faults.at("writing") if isinstance(telling[0], Sampled) else None,
@@ -146,7 +148,7 @@ def _watch_steps(loop: Any, faults: _Faults) -> None:
             row = self._pending.logits[0]
             row[row.argmax()] *= -1
 
-    _wrap(GenerationRunner, "sample", before=torch.inference_mode()(flip))
+    wrap(GenerationRunner, "sample", before=torch.inference_mode()(flip))
 
     def in_layer(module: torch.nn.Module, _: Any) -> None:
         if type(module).__name__.endswith("MLP"):
@@ -155,7 +157,7 @@ def _watch_steps(loop: Any, faults: _Faults) -> None:
     torch.nn.modules.module.register_module_forward_pre_hook(in_layer)
 
 
-def _watch_worker(faults: _Faults) -> None:
+def _watch_worker(faults: Faults) -> None:
     from penstock_enginecore.executor import loading
     from penstock_enginecore.executor.worker import Worker
 
@@ -165,9 +167,9 @@ def _watch_worker(faults: _Faults) -> None:
             reduce = self._collectives.all_reduce
             self._collectives.all_reduce = lambda tensor: (faults.at("collective"), reduce(tensor))[1]
 
-    _wrap(Worker, "__init__", after=made)
-    _wrap(Worker, "load_model", after=lambda *_: faults.at("loaded"))
-    _wrap(Worker, "shutdown", before=lambda *_: faults.at("ending"))
+    wrap(Worker, "__init__", after=made)
+    wrap(Worker, "load_model", after=lambda *_: faults.at("loaded"))
+    wrap(Worker, "shutdown", before=lambda *_: faults.at("ending"))
     split = loading.split_model
 
     def splits(*args: Any, **kwargs: Any) -> None:
@@ -180,9 +182,7 @@ def _watch_worker(faults: _Faults) -> None:
 def _nothing(*_: Any) -> None: ...
 
 
-def _wrap(
-    owner: Any, name: str, *, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing
-) -> None:
+def wrap(owner: Any, name: str, *, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing) -> None:
     """Call ``before`` and ``after`` a method, with what it is called with."""
     method = getattr(owner, name)
 

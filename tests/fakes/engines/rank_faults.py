@@ -1,0 +1,89 @@
+"""A plugin with which a rank of a data-parallel group is killed at a point that has a name.
+
+As ``worker_faults``: a ``Fault``, of rank 0, is armed by writing it to the file that ``VARIABLE`` names, of which each engine has
+its own.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tests.fakes.engines.worker_faults import Faults, wrap
+
+NAME = "rank-faults"
+VARIABLE = "PENSTOCK_RANK_FAULT"
+
+Serving = Literal[
+    "before an exchange",
+    "in an exchange",
+    "agreed",
+    "before the forward pass",
+    "before sampling",
+    "sampled",
+    "before outputs",
+]
+SERVING: tuple[Serving, ...] = get_args(Serving)
+"""Of each step. in an exchange: the others have this rank's row. agreed: they are about to compute. sampled: nobody knows it yet.
+before outputs: they have left the loop, and not the process.
+"""
+Changing = Literal["preparing", "prepared", "switching", "opening"]
+CHANGING: tuple[Changing, ...] = get_args(Changing)
+"""Of a change of the members. preparing: told to. prepared: it has met the others beside the group that serves. switching: all
+have agreed to. opening: before the new group's first exchange.
+"""
+
+
+def install() -> None:
+    """What the plugin does: nothing where no file is named."""
+    path = os.environ.get(VARIABLE)
+    if path is None or "penstock_enginecore.app" not in sys.modules:
+        return
+    faults = Faults(Path(path))
+    faults.rank = 0
+    _watch_steps(faults)
+    _watch_changes(faults)
+
+
+def _watch_steps(faults: Faults) -> None:
+    from penstock_enginecore.core.busy_loop import BusyLoop
+    from penstock_enginecore.core.data_parallel.driver import GroupDriver
+    from penstock_enginecore.executor.generation.runner import GenerationRunner
+    from penstock_enginecore.parallel.group_link import SocketLink
+    from penstock_enginecore.parallel.peer import EXCHANGE, Peer
+
+    wrap(SocketLink, "exchange", before=lambda *_: faults.at("before an exchange"))
+    entered = [False]
+
+    def begin(_: Any, kind: int, *__: Any) -> None:
+        entered[0] = kind == EXCHANGE
+
+    wrap(Peer, "begin", before=begin)
+    wrap(Peer, "go_on", after=lambda *_: faults.at("in an exchange") if entered[0] else None)
+    wrap(GroupDriver, "step", before=lambda *_: faults.at("agreed"))
+    wrap(GenerationRunner, "execute", before=lambda *_: faults.at("before the forward pass"))
+    wrap(
+        GenerationRunner,
+        "sample",
+        before=lambda *_: faults.at("before sampling"),
+        after=lambda *_: faults.at("sampled"),
+    )
+    wrap(BusyLoop, "_emit", before=lambda _, frames: faults.at("before outputs") if frames else None)
+
+
+def _watch_changes(faults: Faults) -> None:
+    from penstock_enginecore.core.data_parallel.driver import GroupDriver
+    from penstock_enginecore.core.data_parallel.effects import Exchange, Join, Prepare
+    from penstock_enginecore.core.data_parallel.events import Connected
+
+    def doing(driver: Any, effect: Any) -> None:
+        match effect:
+            case Prepare():
+                faults.at("preparing")
+            case Join():
+                faults.at("switching")
+            case Exchange() if driver._rank.opening:
+                faults.at("opening")
+
+    wrap(GroupDriver, "_do", before=doing)
+    wrap(GroupDriver, "take", after=lambda _, event: faults.at("prepared") if isinstance(event, Connected) else None)
