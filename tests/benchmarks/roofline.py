@@ -1,0 +1,147 @@
+"""How near the kernels' products come to what the processor gives: ``python -m tests.benchmarks.roofline``.
+
+The ceilings are the machine's own, measured between the products by a program with the same vectors and threads
+(``ceilings.cpp``): the rate at which memory can be read, or copied, and the rate of products in registers. Time is processor time
+of the thread, and the fastest round counts: others on the machine take turns with it, and what they do to its caches and memory
+only makes a round slower. Several threads share out a product by who is free, so their time is the clock's: that needs a quiet
+machine.
+"""
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from penstock_enginecore.native.library import NativeLibrary, open_library
+from penstock_enginecore.native.weights import PackedWeight
+from tests.sanitizers.__main__ import ENGINE, HOOK
+
+SHAPES = ((4096, 768), (8192, 2048), (2048, 8192))
+"""Outputs and inputs."""
+ROWS = (1, 4, 16, 64, 1024)
+DTYPES = (torch.float32, torch.bfloat16)
+_SWEPT = 128 * 1024 * 1024
+"""Bytes of weights of a shape: what is read in turn is in no cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes and floating-point operations per second, in 1e9; a copied byte counts twice, as read and as written."""
+
+    read: float
+    copy: float
+    flops: float
+
+    @property
+    def memory(self) -> float:
+        """The higher rate of memory."""
+        return max(self.read, self.copy)
+
+    def best(self, other: "Ceilings") -> "Ceilings":
+        """The highest of both, each by itself."""
+        return Ceilings(max(self.read, other.read), max(self.copy, other.copy), max(self.flops, other.flops))
+
+
+class Machine:
+    """Compiles ``ceilings.cpp`` for an instruction set and measures."""
+
+    def __init__(self, isa: str, threads: int, directory: Path) -> None:
+        self._command = [str(directory / "ceilings"), str(threads)]
+        flags = [flag for flag in HOOK._FLAGS if flag not in ("-fPIC", "-shared")]
+        kinds = HOOK._X86 if isa in HOOK._X86 else HOOK._OTHER
+        source = str(Path(__file__).with_name("ceilings.cpp"))
+        subprocess.run(
+            [HOOK._compiler(), *flags, *kinds[isa], f"-I{ENGINE / 'csrc'}", source, "-o", self._command[0]], check=True
+        )
+
+    def measure(self) -> Ceilings:
+        """A new measurement."""
+        words = subprocess.run(self._command, check=True, capture_output=True, text=True).stdout.split()
+        return Ceilings(*map(float, words))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape of product ``[rows, k]`` by ``[n, k]`` and what its weight is kept in."""
+
+    dtype: torch.dtype
+    n: int
+    k: int
+    rows: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight."""
+        return self.n * self.k * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of one product."""
+        return 2 * self.rows * self.n * self.k
+
+
+def products(library: NativeLibrary) -> Iterator[tuple[Case, float]]:
+    """Each case once, with the seconds of its fastest product."""
+    clock = time.thread_time if library.num_threads == 1 else time.perf_counter
+    for n, k in SHAPES:
+        weight = torch.randn(n, k).bfloat16().float()
+        for dtype in DTYPES:
+            copies = -(-_SWEPT // (n * k * dtype.itemsize))
+            half = dtype == torch.bfloat16
+            packed = [PackedWeight(library, weight, half=half) for _ in range(copies)]
+            for rows in ROWS:
+                x, out = torch.randn(rows, k), torch.empty(rows, n)
+                fastest = float("inf")
+                for each in packed[: max(2, 64 // rows)]:
+                    began = clock()
+                    library.call("linear", each.pointer, x.data_ptr(), rows, k, out.data_ptr(), n)
+                    fastest = min(fastest, clock() - began)
+                yield Case(dtype, n, k, rows), fastest
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.roofline")
+    parser.add_argument("--isa", default="auto", help="one of kernels.isa's; auto: the processor's best")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    library = open_library(options.isa, options.threads)
+    taken: dict[Case, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        machine = Machine(library.isa, options.threads, Path(directory))
+        ceilings = machine.measure()
+        for _ in range(options.rounds):
+            for case, seconds in products(library):
+                taken[case] = min(seconds, taken.get(case, seconds))
+            ceilings = ceilings.best(machine.measure())
+    console = Console()
+    console.print(
+        f"{library.isa}, threads: {options.threads}; {ceilings.read:.1f} GB/s read, {ceilings.copy:.1f} GB/s copied, "
+        f"{ceilings.flops:.0f} GFLOP/s"
+    )
+    table = Table("weights", "outputs x inputs", "rows", "ms", "GB/s", "of memory", "GFLOP/s", "of products")
+    for case, seconds in taken.items():
+        read, flops = case.weight_bytes / seconds / 1e9, case.flops / seconds / 1e9
+        table.add_row(
+            str(case.dtype).removeprefix("torch."),
+            f"{case.n} x {case.k}",
+            str(case.rows),
+            f"{1000 * seconds:.2f}",
+            f"{read:.1f}",
+            f"{read / ceilings.memory:.0%}",
+            f"{flops:.0f}",
+            f"{flops / ceilings.flops:.0%}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
