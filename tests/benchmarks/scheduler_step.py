@@ -20,6 +20,8 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 class NullExecutor:
     """Answers every step with token 7; keeps just what tells whether a prompt is done."""
 
+    experts = None
+
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self.seconds = 0.0

@@ -51,9 +51,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def group(model: tuple[Path, Expected]) -> AsyncIterator[Cluster]:
-    """Two ranks."""
+    """Two ranks, which share experts: each computes half of every token's."""
     flags = {"admin__port": free_port()}
-    async with Cluster(model[0], engines=2, lease_seconds=2, frontend_flags=flags, data_parallel__size=2) as running:
+    flags_of_engines = {"data_parallel__size": 2, "expert_parallel__enabled": "true"}
+    async with Cluster(model[0], engines=2, lease_seconds=2, frontend_flags=flags, **flags_of_engines) as running:
         running.admin = f"127.0.0.1:{flags['admin__port']}"  # type: ignore[attr-defined]
         yield running
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from penstock_common.types.data_parallel import GroupRegistration, StartDpWave, rank_name
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
@@ -29,7 +31,19 @@ class EngineRank:
             "max_num_seqs": str(ready.max_num_seqs),
             "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
         }
-        self.driver = GroupDriver(self.name, engine, Links(meets.make), move_after=config.data_parallel.move_after)
+        experts = engine.executor.experts
+        if experts is not None:
+            told = msgspec.to_builtins(config.expert_parallel)
+            self._agreed |= {f"expert_parallel.{name}": str(value) for name, value in told.items()}
+            self._agreed["experts"] = experts.layout
+        self.driver = GroupDriver(
+            self.name,
+            engine,
+            Links(meets.make) if experts is None else Links(meets.make, experts.prepare),
+            experts=experts,
+            prefill_interval=config.expert_parallel.prefill_interval,
+            move_after=config.data_parallel.move_after,
+        )
 
     def take(self, event: StartDpWave | Named) -> None:
         """What the coordinator wants. Any thread may call it."""

@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from penstock_common.observability.engine_metrics import LABELS
 from penstock_common.types.outputs import EngineReady
-from penstock_enginecore.core.data_parallel.driver import GroupState
+from penstock_enginecore.core.data_parallel.group_state import GroupState
 
 
 class GroupCollector(Collector):
@@ -20,11 +20,14 @@ class GroupCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family per metric."""
         state = self._state()
-        gauges = {
+        gauges: dict[str, tuple[str, float]] = {
             "penstock:group_epoch": ("Memberships of the group so far", state.epoch),
             "penstock:group_ranks": ("Ranks of the group", state.num_ranks),
             "penstock:group_suspended": ("1 while the group stands still for want of ranks", state.suspended),
         }
+        if state.expert_balance is not None:
+            text = "Mean of the ranks' tokens of experts over the highest, in the last window"
+            gauges["penstock:expert_balance"] = text, state.expert_balance
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
@@ -32,10 +35,20 @@ class GroupCollector(Collector):
         dummies = CounterMetricFamily("penstock:dummy_steps", "Steps for the other ranks' sake", labels=LABELS)
         dummies.add_metric(self._labels, state.num_dummy_steps)
         yield dummies
-        recovery = SummaryMetricFamily(
+        yield self._summary(
             "penstock:group_recovery_seconds",
             "From the loss of a group to the next one's first exchange",
-            labels=LABELS,
+            state.num_recoveries,
+            state.recovery_seconds,
         )
-        recovery.add_metric(self._labels, count_value=state.num_recoveries, sum_value=state.recovery_seconds)
-        yield recovery
+        yield self._summary(
+            "penstock:exchange_seconds",
+            "In exchanges before steps, waiting for other ranks among it",
+            state.num_exchanges,
+            state.exchange_seconds,
+        )
+
+    def _summary(self, name: str, text: str, count: int, seconds: float) -> Metric:
+        summary = SummaryMetricFamily(name, text, labels=LABELS)
+        summary.add_metric(self._labels, count_value=count, sum_value=seconds)
+        return summary

@@ -1,82 +1,54 @@
 """Engines of a group that share the experts of a model, as threads of the test: a whole engine each, with requests of its own."""
 
-import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.executor import worker as worker_module
-from penstock_enginecore.executor.loading import load_runner
-from penstock_enginecore.experts.placement import Placement, fewest_slots
-from penstock_enginecore.experts.rank import ExpertRank
-from penstock_enginecore.experts.spread import SpreadExperts
 from tests.fakes.engines.in_process import Run, build_engine, generate
-from tests.fakes.engines.thread_group import ThreadGroup, thread_group
-
-_COUNT = struct.Struct("<q")
+from tests.fakes.engines.thread_group import thread_group
 
 
-class InStep:
-    """A ``ForwardPass`` that tells the others of its tokens before it computes. ``logits``: all rows that it gave."""
+class Watched:
+    """A ``ForwardPass``. ``logits``: all rows that it gave."""
 
-    def __init__(self, inner: Any, experts: SpreadExperts | None, group: ThreadGroup | None) -> None:
-        self._inner, self._experts, self._group = inner, experts, group
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
         self.logits: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._experts is not None:
-            self._experts.begin_step(self._counts(len(batch.token_ids)))
         output = self._inner.run(batch, *args, **kwargs)
         self.logits += output.logits.clone().unbind()
         return output
-
-    def take_part(self) -> None:
-        """Until nobody has tokens."""
-        assert self._experts is not None
-        while max(counts := self._counts(0)):
-            self._experts.begin_step(counts)
-            self._experts.take_part()
-
-    def give_up(self) -> None:
-        """Let nobody wait for this rank."""
-        assert self._group is not None
-        self._group.abort()
-
-    def _counts(self, own: int) -> list[int]:
-        assert self._group is not None
-        return [_COUNT.unpack(row)[0] for row in self._group.exchange(_COUNT.pack(own))]
 
 
 class ExpertRanks:
     """``size`` engines, by rank, over the checkpoint at ``path``. ``slots`` 0: as few as hold all experts."""
 
     def __init__(self, path: Path, size: int, *, slots: int = 0, dispatch: str = "allgather", **sections: Any) -> None:
-        self.engines: list[EngineCore] = []
-        self.forwards: list[InStep] = []
-        for rank, group in enumerate(thread_group(size)):
-            own = ExpertRank.of(rank, size, ExpertParallelConfig(slots=slots, dispatch=dispatch))
+        shared = {
+            "coordinator": {"address": "none:1"},
+            "data_parallel": {"size": max(size, 2), "min_size": size},
+            "expert_parallel": {"enabled": True, "slots": slots, "dispatch": dispatch},
+        }
+        self.engines = [build_engine(path, **shared, **sections) for _ in range(size)]
+        self.forwards = [watch(engine) for engine in self.engines]
+        self._groups = thread_group(size)
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(self._join, range(size)))
 
-            def load(*args: Any, own: ExpertRank = own, **kwargs: Any) -> Any:
-                return load_runner(*args, **kwargs, rank=own)
-
-            with patch.object(worker_module, "load_runner", load):
-                engine = build_engine(path, **sections)
-            runner = runner_of(engine)
-            layers, experts = len(runner.experts.layers), len(runner.experts.layers[0].routed)
-            placement = Placement.even(layers, experts, size, slots or fewest_slots(experts, size))
-            runner.experts.join(group, placement)
-            runner._forward = InStep(runner._forward, runner.experts, group)
-            self.engines.append(engine)
-            self.forwards.append(runner._forward)
+    def _join(self, rank: int) -> None:
+        link: Any = SimpleNamespace(collectives=self._groups[rank])
+        experts: Any = self.engines[rank].executor.experts
+        experts.prepare(1, link, lambda: False)
+        experts.join(1, link)
 
     def generate(self, requests: Sequence[Sequence[Any]]) -> list[Run]:
         """Each rank's requests, as ``in_process.generate`` takes them. A rank that is done takes part in the others' steps."""
@@ -85,9 +57,10 @@ class ExpertRanks:
         def run(rank: int) -> Run:
             try:
                 done = generate(self.engines[rank], requests[rank]) if requests[rank] else Run()
-                self.forwards[rank].take_part()
+                while any(runner_of(self.engines[rank]).experts.spread.take_part()):
+                    pass
             except BaseException:
-                self.forwards[rank].give_up()
+                self._groups[rank].abort()
                 raise
             return done
 
@@ -104,8 +77,8 @@ def runner_of(engine: Any) -> Any:
     return engine.executor._worker.runner
 
 
-def watch(engine: EngineCore) -> InStep:
-    """An engine that holds all experts: its rows."""
+def watch(engine: EngineCore) -> Watched:
+    """The rows of an engine from now on."""
     runner = runner_of(engine)
-    runner._forward = InStep(runner._forward, None, None)
+    runner._forward = Watched(runner._forward)
     return runner._forward  # type: ignore[no-any-return]

@@ -108,6 +108,8 @@ class FakeExecutor:
     ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without.
     """
 
+    experts: Any = None
+
     def __init__(
         self,
         *,

@@ -13,8 +13,11 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore import app
 from penstock_enginecore.config import (
     CacheConfig,
+    CoordinatorClientConfig,
+    DataParallelConfig,
     EngineCoreConfig,
     ExecutorConfig,
+    ExpertParallelConfig,
     KernelsConfig,
     ModelConfig,
     ProfilerConfig,
@@ -38,6 +41,9 @@ def config_of(
     profiler: Mapping[str, Any] | None = None,
     kernels: Mapping[str, Any] | None = None,
     executor: Mapping[str, Any] | None = None,
+    coordinator: Mapping[str, Any] | None = None,
+    data_parallel: Mapping[str, Any] | None = None,
+    expert_parallel: Mapping[str, Any] | None = None,
     plugins: list[str] | None = None,
 ) -> EngineCoreConfig:
     """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
@@ -49,6 +55,9 @@ def config_of(
         profiler=ProfilerConfig(**(profiler or {})),
         # Recorded steps are computed once more, which takes a CPU long for all sizes.
         kernels=KernelsConfig(**{"capture_at_start": False, **(kernels or {})}),
+        coordinator=CoordinatorClientConfig(**(coordinator or {})),
+        data_parallel=DataParallelConfig(**(data_parallel or {})),
+        expert_parallel=ExpertParallelConfig(**(expert_parallel or {})),
         plugins=plugins,
     )
 

@@ -39,6 +39,7 @@ class ThreadLink:
             if group.epoch not in groups:
                 groups[group.epoch] = thread_group(len(group.members))
         self.group: ThreadGroup = groups[group.epoch][rank]
+        self.collectives = self.group
         self.aborted = False
 
     def connect(self) -> None:

@@ -30,6 +30,7 @@ from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_enginecore.config.cache import CacheConfig
 from penstock_enginecore.config.data_parallel import DataParallelConfig
 from penstock_enginecore.config.executor import ExecutorConfig, KernelsConfig
+from penstock_enginecore.config.expert_parallel import ExpertParallelConfig
 from penstock_enginecore.config.model import ModelConfig
 from penstock_enginecore.config.scheduler import SchedulerConfig
 from penstock_enginecore.config.structured_output import StructuredOutputConfig
@@ -105,6 +106,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kernels: KernelsConfig = KernelsConfig()
     structured_output: StructuredOutputConfig = StructuredOutputConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
+    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     server: ServerConfig = ServerConfig(port=50052)
     peers: PeersConfig = PeersConfig()
@@ -144,6 +146,11 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_fields("", self)
         if self.data_parallel.grouped:
             self._check_rank()
+        elif self.expert_parallel.enabled:
+            raise ConfigError(
+                f"expert_parallel.enabled is true and data_parallel.size {self.data_parallel.size}; the ranks of a group share "
+                "experts, 2 or more"
+            )
 
     def _check_rank(self) -> None:
         """One step at a time, in one worker: a rank computes with the others what they have agreed on."""

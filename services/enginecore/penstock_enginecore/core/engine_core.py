@@ -11,6 +11,7 @@ from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
@@ -196,16 +197,22 @@ class EngineCore:
         self.stalled = not started and not outputs
         return outputs
 
-    def step_together(self, drain_aborts: DrainAborts) -> None:
-        """One forward pass, also where there is nothing to compute: all ranks of the group are in it. Raises EngineDeadError."""
+    def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
+        """One forward pass, also where there is nothing to compute: all ranks of the group are in it. ``begin``: whether waiting
+        requests may begin in it. Raises EngineDeadError, and CollectiveBroken where other ranks are lost or this one failed them.
+        """
         self._grammars.take()
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(begin=begin)
+        passed = True
         if scheduled.concerns_workers:
-            self._steps.start(scheduled, drain_aborts)
-            self._steps.finish_all(drain_aborts)
+            passed = self._steps.start(scheduled, drain_aborts) and self._steps.finish_all(drain_aborts)
         if not scheduled.num_scheduled_tokens:
             self.executor.execute_dummy_batch()
         self._log.tick(self.scheduler.stats)
+        if (experts := self.executor.experts) is not None:
+            if not passed:
+                raise CollectiveBroken("a step has failed on this rank, whose experts the others need")
+            experts.after_step()
 
     def _start_step(self, drain_aborts: DrainAborts) -> bool:
         """Schedule a step and hand it to the executor. Returns whether there was anything to hand over."""

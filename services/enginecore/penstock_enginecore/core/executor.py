@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -21,6 +22,10 @@ class Executor(Protocol):
     the step's tokens. Between the two the caller may do host work (grammar bitmasks). The next step may be started before this
     one's future is done: steps run in order.
     """
+
+    @property
+    def experts(self) -> SharedExperts | None:
+        """What the ranks of a data-parallel group share of the model that was loaded; None where each has all of it."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """Have ``failed`` called, on any thread, when the executor can compute nothing any more, also while no step runs. Calls
@@ -51,7 +56,8 @@ class Executor(Protocol):
 
     def execute_dummy_batch(self) -> None:
         """Waits for a forward pass of a token that nobody asked for, behind the steps that were started: other ranks of a
-        data-parallel group compute theirs. Raises what goes wrong in it.
+        data-parallel group compute theirs. Where they share experts, this one computes those of their tokens alone. Raises what
+        goes wrong in it.
         """
 
     def roll_back(self) -> None:

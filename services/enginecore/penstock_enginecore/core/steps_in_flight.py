@@ -54,15 +54,15 @@ class StepsInFlight:
         """Whether the results of the oldest step can be taken in without waiting. There must be one."""
         return self._steps[0][1].done()
 
-    def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> None:
-        """Hand a step to the executor. One that fails at once is recovered from, one that lost its peers is taken back. Raises
-        EngineDeadError and CollectiveBroken.
+    def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> bool:
+        """Hand a step to the executor. One that fails at once is recovered from, one that lost its peers is taken back. Returns
+        False when it, or one before it, has failed. Raises EngineDeadError and CollectiveBroken.
         """
         try:
             self._executor.execute_model(scheduled)
             # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
             if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):
-                return
+                return False
             future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
         except EngineDeadError:
             raise
@@ -72,8 +72,9 @@ class StepsInFlight:
         except Exception as e:
             if self.finish_all(drain_aborts):  # those before it are not concerned
                 self._recovery.recover(scheduled, e)
-            return
+            return False
         self._steps.append((scheduled, future))
+        return True
 
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
         """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then.

@@ -16,13 +16,15 @@ from penstock_enginecore.executor.generation.stage_runner import StageRunner
 from penstock_enginecore.executor.int8_weights import check_int8, round_weights
 from penstock_enginecore.executor.model_runner import ModelRunner
 from penstock_enginecore.executor.pooling.runner import PoolingRunner
-from penstock_enginecore.experts.rank import ExpertRank, check_spread
+from penstock_enginecore.experts.group_experts import GroupExperts
+from penstock_enginecore.experts.reading import ExpertReader
+from penstock_enginecore.experts.shared_model import SharedModel, check_shared
 from penstock_enginecore.experts.spread import SpreadExperts, dispatched_layers
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
 from penstock_enginecore.forward.cuda.candidate import kept_weights
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import keep_none, load_model
+from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, weight_files
 from penstock_enginecore.parallel.layers import split_model
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
@@ -36,16 +38,15 @@ def load_runner(
     progress: Progress,
     collectives: TimedCollectives | None = None,
     links: StageLinks | None = None,
-    rank: ExpertRank | None = None,
 ) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over. ``links``: of the stage that this worker computes. ``rank``: of the
-    group that experts are spread over.
+    ranks that the model is split over. ``links``: of the stage that this worker computes.
     """
     task = resolve_task(config.model)
-    if rank is not None:
-        check_spread(config, device, task)
+    shared = SharedModel(config) if config.expert_parallel.enabled else None
+    if shared is not None:
+        check_shared(config, device, task)
     split = None if collectives is None else _Split(collectives)
     if links is not None and task != "generate":
         raise ModelLoadError(f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1")
@@ -70,12 +71,12 @@ def load_runner(
         else:
             keep = keep_none  # the fused decoder alone computes by them, and whole models
         # What a stage leaves to others need not fit its device.
-        model = load_model(checkpoint, device, progress, keep, split, on_host=links is not None, make_share=rank)
+        model = load_model(checkpoint, device, progress, keep, split, on_host=links is not None, make_share=shared)
         if rounded:
             round_weights(model.module)
         if links is None:
-            experts = None if rank is None else SpreadExperts(dispatched_layers(model.module), rank.dispatch)
-            return GenerationRunner(model, build_forward(model, _with_part(forward, split)), experts=experts)
+            built = build_forward(model, _with_part(forward, split))
+            return GenerationRunner(model, built, experts=None if shared is None else _experts(config, shared, model))
         stage = StageConfig(
             links=links,
             stage_layers=config.executor.stage_layers,
@@ -87,6 +88,13 @@ def load_runner(
     if rounded:
         round_weights(pooled.module)
     return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
+
+
+def _experts(config: EngineCoreConfig, shared: SharedModel, model: LoadedModel) -> GroupExperts:
+    """Those that this rank is to hold of a model, once it is in a group."""
+    spread = SpreadExperts(dispatched_layers(model.module), config.expert_parallel.dispatch)
+    reader = ExpertReader(shared.share, weight_files(config.model), model.dtype)
+    return GroupExperts(spread, reader, config.expert_parallel)
 
 
 def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch.device, progress: Progress) -> None:

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -22,6 +23,10 @@ class ModelRunner(Protocol):
     @property
     def graph_capture(self) -> GraphCapture | None:
         """Captures steps before there are requests; None where none are replayed."""
+
+    @property
+    def experts(self) -> SharedExperts | None:
+        """What the ranks of a group share; None where each has the whole model."""
 
     @property
     def info(self) -> ModelInfo:
@@ -62,7 +67,7 @@ class ModelRunner(Protocol):
         """Forget every request, and compute a token on a cache of its own. Raises what is wrong when that does not work."""
 
     def execute_dummy_batch(self) -> None:
-        """Compute a token that nobody asked for, on a cache of its own."""
+        """Compute a token that nobody asked for, on a cache of its own; where ranks share experts, those of others' tokens."""
 
     def execute(self, step: SchedulerOutput) -> None:
         """Forward pass over the scheduled tokens. What comes of it waits for ``sample``."""

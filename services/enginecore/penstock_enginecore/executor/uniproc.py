@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.extensions import extend
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -35,6 +36,11 @@ class UniprocExecutor:
         self._failed: int | None = None
         """Number of the first step that has failed, since the executor recovered."""
         self._shut_down = False
+
+    @property
+    def experts(self) -> SharedExperts | None:
+        """Those of the worker's runner."""
+        return self._worker.runner.experts
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """Its worker ends with this process."""

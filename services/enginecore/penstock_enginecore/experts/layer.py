@@ -1,7 +1,6 @@
 """A layer's experts, of which this rank holds some."""
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from penstock_enginecore.experts.membership import Membership
 
 MAX_TOKENS = 2048
 """Of a rank at a time: longer steps are dispatched in pieces, so that what is gathered has a bound."""
-_COUNT = struct.Struct("<q")
+EMPTY = -1
+"""What a slot holds that no expert has come to."""
 
 
 class DispatchedExperts(torch.nn.Module):
     """Stands for experts of a model. ``experts``: a module like those it stands for, of as many as a rank has slots. ``held``:
-    what these are.
+    what these are, ``EMPTY`` some.
 
     In no group it computes what it holds, and takes what other experts would add for zero: so a model is loaded and looked at
     before there is a group. ``routed``: tokens of this rank by expert, since somebody set it to zero.
@@ -37,8 +37,23 @@ class DispatchedExperts(torch.nn.Module):
     def hold(self, held: Sequence[int]) -> None:
         """The slots of ``experts`` have these now."""
         self.held = tuple(held)
-        self._own_slots = torch.full((self._num_experts,), -1)
-        self._own_slots[list(held)] = torch.arange(len(held))
+        self._own_slots = torch.full((self._num_experts,), EMPTY)
+        for slot, expert in enumerate(held):
+            if expert != EMPTY:
+                self._own_slots[expert] = slot
+
+    def write(self, slot: int, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Have ``expert`` in a slot: ``weights`` by the names that they have in ``experts``. Raises ValueError, after which
+        nothing is there, where they do not fit.
+        """
+        self.hold([*self.held[:slot], EMPTY, *self.held[slot + 1 :]])
+        experts: Any = self.experts
+        if hasattr(experts, "write"):
+            experts.write(slot, weights)
+        else:
+            for name, weight in experts.named_parameters(recurse=False):
+                weight.data[slot].copy_(weights[name])
+        self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
     def join(self, membership: Membership | None) -> None:
         """Compute with this group from now on; None: alone."""
@@ -84,10 +99,7 @@ class DispatchedExperts(torch.nn.Module):
 
     def _dispatch(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         membership: Any = self._membership
-        group = membership.group
-        counts = membership.counts
-        if counts is None:
-            counts = [_COUNT.unpack(row)[0] for row in group.exchange(_COUNT.pack(len(states)))]
+        group, counts = membership.group, membership.counts
         if counts[group.rank] != len(states):
             raise RuntimeError(f"rank {group.rank} told of {counts[group.rank]} tokens and has {len(states)}")
         slots = membership.slots_of(self.layer, chosen)

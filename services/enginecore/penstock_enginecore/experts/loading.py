@@ -1,4 +1,4 @@
-"""A checkpoint read as far as one rank needs it: everything but the experts that others hold."""
+"""A checkpoint read as far as a rank needs it before it has a number: everything but experts."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock_enginecore.experts.layer import DispatchedExperts
-from penstock_enginecore.experts.placement import Placement, check_slots
 from penstock_enginecore.experts.plan import expert_modules, num_experts_of
 from penstock_enginecore.models.quantization.weights import StoredTensor
 
@@ -39,38 +38,47 @@ class _Rows:
 
 
 class ExpertShare:
-    """What rank ``rank`` has of the experts of a model of ``model_class`` and ``config``. ``place``: of numbers of layers and
-    experts, where they are. Raises ModelLoadError for a model whose experts cannot be shared, ConfigError for too few slots.
+    """What a rank reads of a model of ``model_class`` and ``config`` before it is in a group: all but experts, and the first
+    expert of each layer for every slot, to see that what computes them does. ``slots``: of a number of experts, room for how
+    many. Raises ModelLoadError for a model whose experts cannot be shared, and what ``slots`` raises.
     """
 
     def __init__(
-        self,
-        model_class: type[PreTrainedModel],
-        config: PretrainedConfig,
-        rank: int,
-        place: Callable[[int, int], Placement],
+        self, model_class: type[PreTrainedModel], config: PretrainedConfig, slots: Callable[[int], int]
     ) -> None:
         make: Any = model_class
         with torch.device("meta"):
             skeleton = make._from_config(config)
         found = expert_modules(skeleton)
-        self._names = list(found)
+        self.model_class, self.config = model_class, config
+        self.names = list(found)
+        """Of the modules of experts, in order."""
         self._class = type(next(iter(found.values())))
-        self._rank = rank
         self.num_experts = num_experts_of(next(iter(found.values())))
-        self.placement = place(len(found), self.num_experts)
-        check_slots(self.num_experts, self.placement.size, self.placement.slots)
-        self._index = {_layer_of(name): index for index, name in enumerate(self._names)}
+        self.slots = slots(self.num_experts)
+        self._index = {_layer_of(name): index for index, name in enumerate(self.names)}
 
     def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Those of the files that are this rank's, experts by the numbers of their slots."""
-        return dict(self._own(stored))
+        """Those of the files that a model that is made small has, experts by the numbers of their slots."""
+        held = (0,) * self.slots
+        found: dict[str, Any] = {}
+        for name, tensor in stored.items():
+            found.update({name: tensor} if self._layer(name, tensor) is None else _in_slots(name, tensor, held))
+        return found
+
+    def experts_of(self, layer: int, experts: Sequence[int], stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        """Of the files' tensors what makes these ``experts`` of a layer, numbered from 0 on."""
+        found: dict[str, Any] = {}
+        for name, tensor in stored.items():
+            if self._layer(name, tensor) == layer:
+                found.update(_in_slots(name, tensor, experts))
+        return found
 
     @contextmanager
     def made_small(self) -> Iterator[None]:
         """Experts that are made within the ``with`` block have room for this rank's slots alone."""
         experts: Any = self._class
-        whole, slots = experts.__init__, self.placement.slots
+        whole, slots = experts.__init__, self.slots
 
         def make(module: Any, *args: Any, **kwargs: Any) -> None:
             whole(module, *args, **kwargs)
@@ -88,31 +96,32 @@ class ExpertShare:
     def install(self, module: PreTrainedModel) -> list[DispatchedExperts]:
         """Put layers that dispatch in the place of the experts of a model that was made small."""
         layers = []
-        for index, name in enumerate(self._names):
-            held = self.placement.held(self._rank, index)
+        for index, name in enumerate(self.names):
+            held = (0,) * self.slots
             layers.append(DispatchedExperts(index, self.num_experts, module.get_submodule(name), held))
             module.set_submodule(name, layers[-1])
         return layers
 
-    def _own(self, stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Any]]:
-        for name, tensor in stored.items():
-            layer = self._index.get(_layer_of(name))
-            if layer is None:
-                yield name, tensor
-                continue
-            held = self.placement.held(self._rank, layer)
-            if single := _ONE_EXPERT.fullmatch(name):
-                before, expert, behind = single.groups()
-                for slot, each in enumerate(held):
-                    if each == int(expert):
-                        yield f"{before}{slot}{behind}", tensor
-            elif self._is_of_experts(name, tensor.get_shape()):
-                yield name, _Rows(tensor, held)
-            else:
-                yield name, tensor
+    def _layer(self, name: str, tensor: StoredTensor) -> int | None:
+        """Which layer's experts a tensor of a file is of; None where it is of none."""
+        layer = self._index.get(_layer_of(name))
+        if layer is None or _ONE_EXPERT.fullmatch(name):
+            return layer
+        shape = tensor.get_shape()
+        stacked = bool(shape) and shape[0] == self.num_experts and (len(shape) == 3 or ".experts." in name)
+        return layer if stacked else None
 
-    def _is_of_experts(self, name: str, shape: Sequence[int]) -> bool:
-        return bool(shape) and shape[0] == self.num_experts and (len(shape) == 3 or ".experts." in name)
+
+def _in_slots(name: str, tensor: StoredTensor, held: Sequence[int]) -> Iterator[tuple[str, Any]]:
+    """What a tensor of experts has of those that are ``held``, by its names there."""
+    single = _ONE_EXPERT.fullmatch(name)
+    if single is None:
+        yield name, _Rows(tensor, held)
+        return
+    before, expert, behind = single.groups()
+    for slot, each in enumerate(held):
+        if each == int(expert):
+            yield f"{before}{slot}{behind}", tensor
 
 
 def _layer_of(name: str) -> str:

@@ -12,12 +12,12 @@ from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
 @dataclass(slots=True)
 class Membership:
-    """``counts``: tokens of each rank in the step that is computed, as the step's exchange told; None: each layer asks."""
+    """``counts``: tokens of each rank in the step that is computed."""
 
     group: GroupCollectives
     placement: Placement
     dispatch: Dispatch
-    counts: Sequence[int] | None = None
+    counts: Sequence[int] = ()
     _tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def slots_of(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:

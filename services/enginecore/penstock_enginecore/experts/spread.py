@@ -1,6 +1,8 @@
 """A model whose experts are spread over the ranks of a group."""
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +13,8 @@ from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.experts.membership import Membership
 from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
+
+_COUNT = struct.Struct("<q")
 
 
 class SpreadExperts:
@@ -54,14 +58,39 @@ class SpreadExperts:
         """That of the group. RuntimeError in none."""
         return self._in_group().placement
 
-    def begin_step(self, counts: Sequence[int] | None) -> None:
-        """Tokens of each rank in the step that follows, as its exchange told; None: layers ask. RuntimeError in no group."""
-        self._in_group().counts = counts
+    @property
+    def joined(self) -> bool:
+        """Whether it computes with a group."""
+        return self._membership is not None
 
-    def take_part(self) -> None:
-        """A step of which this rank has no tokens, while others have. Raises CollectiveBroken."""
-        for layer in self.layers:
-            layer.take_part()
+    def begin_step(self, num_tokens: int) -> Sequence[int]:
+        """All ranks are about to compute a step, in which this one has so many tokens. Returns those of each. Raises
+        CollectiveBroken; RuntimeError in no group.
+        """
+        membership = self._in_group()
+        rows = membership.group.exchange(_COUNT.pack(num_tokens))
+        membership.counts = counts = [_COUNT.unpack(row)[0] for row in rows]
+        return counts
+
+    def take_part(self) -> Sequence[int]:
+        """A step of which this rank has no tokens, in place of ``begin_step`` and the layers. Returns as that. Raises
+        CollectiveBroken.
+        """
+        counts = self.begin_step(0)
+        if any(counts):
+            for layer in self.layers:
+                layer.take_part()
+        return counts
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute without the group within the ``with`` block, where others do not come along."""
+        membership = self._membership
+        self._set(None)
+        try:
+            yield
+        finally:
+            self._set(membership)
 
     def routed(self) -> torch.Tensor:
         """Tokens of this rank by layer and expert since the last call, int64 ``[layers, experts]``."""

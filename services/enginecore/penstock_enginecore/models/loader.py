@@ -254,7 +254,7 @@ def _from_files(
     if share is not None:
         if scheme is not None:
             raise ModelLoadError(f"model.path {config.path!r}: {scheme.name} experts are not shared by ranks yet")
-        with open_tensors(_files(config)) as stored:
+        with open_tensors(weight_files(config)) as stored:
             model_class = _model_class(hf_config, config, auto_class)
             return load_share(share, model_class, hf_config, stored, dtype, attention)
     if scheme is None:
@@ -264,11 +264,11 @@ def _from_files(
             return auto_class.from_pretrained(
                 **_source(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
-    found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, _files(config), scheme)
+    found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, weight_files(config), scheme)
     return load_quantized(found, dtype, keep=keep(scheme), attn_implementation=attention)
 
 
-def _files(config: ModelConfig) -> Path:
+def weight_files(config: ModelConfig) -> Path:
     """The directory of the weights; those of a hub id are downloaded."""
     directory = Path(config.path).expanduser()
     if directory.is_dir():
@@ -281,7 +281,7 @@ def _files(config: ModelConfig) -> Path:
 
 def _dense_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Of the tensors in the files, as ``dtype``."""
-    with open_tensors(_files(config)) as stored:
+    with open_tensors(weight_files(config)) as stored:
         return sum(math.prod(tensor.get_shape()) for tensor in stored.values()) * dtype.itemsize
 
 
@@ -289,7 +289,7 @@ def _kv_scales(config: ModelConfig, hf_config: PretrainedConfig) -> Mapping[str,
     """Those of the files of a checkpoint that is quantized. Raises ModelLoadError."""
     if config.load_format == "dummy" or quantization_of(hf_config) is None:
         return NO_SCALES
-    with open_tensors(_files(config)) as stored:
+    with open_tensors(weight_files(config)) as stored:
         return read_kv_scales(stored)
 
 

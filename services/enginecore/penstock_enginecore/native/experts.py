@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,18 @@ class PackedExperts(torch.nn.Module):
         self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
         self._names = [name for name, _ in experts.named_parameters(recurse=False)]
         self._unpacked = (experts,)  # a tuple, since its parameters are no longer the model's
-        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        self._up_name = up = "gate_up_proj" if experts.has_gate else "up_proj"
         self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
         self._half = {name: fits_bfloat16(getattr(experts, name)) for name in (up, "down_proj")}
         self._up = [self._pack(experts, up, expert) for expert in range(len(experts.down_proj))]
         self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
+
+    def write(self, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Have other ``weights``, by the names that they have in the module, of the expert at a place. Raises ValueError where
+        they do not fit there.
+        """
+        self._up[expert].overwrite(self._library, *self._rows(weights, self._up_name))
+        self._down[expert].overwrite(self._library, *self._rows(weights, "down_proj"))
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
@@ -136,14 +144,18 @@ class PackedExperts(torch.nn.Module):
         return out
 
     def _pack(self, experts: Any, name: str, expert: int) -> PackedWeight:
-        weight = getattr(experts, name)[expert]
-        if experts.is_transposed:
+        weights = {each: getattr(experts, each)[expert] for each in self._names}
+        return PackedWeight(self._library, *self._rows(weights, name), half=self._half[name])
+
+    def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight of an expert as the kernels multiply with it, and its bias."""
+        weight = weights[name]
+        if self._unpacked[0].is_transposed:
             weight = weight.T
         if self._silu and name == "gate_up_proj":
             weight = torch.stack([half.view(-1, self._library.lanes, half.shape[1]) for half in weight.chunk(2)], dim=1)
             weight = weight.view(-1, weight.shape[-1])
-        bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
-        return PackedWeight(self._library, weight, bias, half=self._half[name])
+        return weight, weights.get(f"{name}_bias")
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

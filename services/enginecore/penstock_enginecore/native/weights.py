@@ -48,6 +48,17 @@ class PackedWeight:
         self.pointer = ctypes.addressof(self.struct)
         library.call("pack", weight.data_ptr(), self.pointer)
 
+    def overwrite(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Pack others in their place, of the same shapes. Raises ValueError where their numbers need another dtype."""
+        if self.dtype != torch.float32 and not (self.dtype == torch.bfloat16 and fits_bfloat16(weight)):
+            raise ValueError(f"{str(self.dtype).removeprefix('torch.')} does not hold every number of the weight")
+        weight = weight.detach().float().contiguous()
+        if weight.shape != (self.n, self.k) or (bias is None) != (self._bias is None):
+            raise ValueError(f"a weight {list(weight.shape)} does not go where [{self.n}, {self.k}] is")
+        library.call("pack", weight.data_ptr(), self.pointer)
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
+
     @property
     def memory(self) -> list[torch.Tensor]:
         """What is packed, and the bias, as bytes uint8 ``[n]`` that may be written to: by those of a weight of the same shape and

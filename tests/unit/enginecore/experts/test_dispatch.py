@@ -59,22 +59,27 @@ def spread(size: int, slots: int, dispatch: str, num_layers: int = 1) -> list[Sp
     return made
 
 
+def compute(experts: SpreadExperts, step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A step of the first layer."""
+    experts.begin_step(len(step[0]))
+    return experts.layers[0](*step)  # type: ignore[no-any-return]
+
+
 def run(ranks: list[SpreadExperts], work: Callable[[int, SpreadExperts], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(work, range(len(ranks)), ranks))
 
 
-@pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize(("size", "slots"), [(1, 8), (2, 4), (3, 3), (4, 5)])
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall", "reduce_scatter"])
-def test_each_rank_gets_the_sums_of_its_tokens(dispatch: str, size: int, slots: int, announced: bool) -> None:
+def test_each_rank_gets_the_sums_of_its_tokens(dispatch: str, size: int, slots: int) -> None:
     ranks = spread(size, slots, dispatch)
     counts = [7, 0, 1, 13][:size]
     steps = [tokens(count, seed) for seed, count in enumerate(counts)]
     whole = Experts(range(EXPERTS))
 
     def work(rank: int, experts: SpreadExperts) -> torch.Tensor:
-        experts.begin_step(counts if announced else None)
+        assert experts.begin_step(len(steps[rank][0])) == counts
         return experts.layers[0](*steps[rank])  # type: ignore[no-any-return]
 
     for step, found in zip(steps, run(ranks, work), strict=True):
@@ -90,10 +95,10 @@ def test_a_rank_without_tokens_takes_part_in_every_layer() -> None:
     step = tokens(5, 1)
 
     def work(rank: int, experts: SpreadExperts) -> list[torch.Tensor]:
-        experts.begin_step([0, 5])
         if rank == 0:
-            experts.take_part()
+            assert experts.take_part() == [0, 5]
             return []
+        experts.begin_step(5)
         return [layer(*step) for layer in experts.layers]
 
     _, found = run(ranks, work)
@@ -104,14 +109,13 @@ def test_long_steps_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_module, "MAX_TOKENS", 4)
     ranks = spread(2, 4, "alltoall")
     steps = [tokens(11, 1), tokens(3, 2)]
-    for step, found in zip(steps, run(ranks, lambda rank, experts: experts.layers[0](*steps[rank])), strict=True):
+    for step, found in zip(steps, run(ranks, lambda rank, experts: compute(experts, steps[rank])), strict=True):
         assert torch.equal(found, Experts(range(EXPERTS))(*step))
 
 
 def test_tokens_of_one_expert_take_turns_at_its_replicas() -> None:
     ranks = spread(2, 8, "allgather")  # everything is on both
-    states, chosen, weights = tokens(20, 1)
-    run(ranks, lambda rank, experts: experts.layers[0](states, chosen, weights))
+    run(ranks, lambda rank, experts: compute(experts, tokens(20, 1)))
     pairs = [experts.layers[0].experts.pairs for experts in ranks]
     assert min(pairs) > 20 * TOP * 0.8
 
@@ -119,7 +123,7 @@ def test_tokens_of_one_expert_take_turns_at_its_replicas() -> None:
 def test_tokens_are_counted_by_expert() -> None:
     ranks = spread(2, 4, "allgather")
     steps = [tokens(9, 1), tokens(4, 2)]
-    run(ranks, lambda rank, experts: experts.layers[0](*steps[rank]))
+    run(ranks, lambda rank, experts: compute(experts, steps[rank]))
     for (_, chosen, _), experts in zip(steps, ranks, strict=True):
         assert torch.equal(experts.routed()[0], torch.bincount(chosen.flatten(), minlength=EXPERTS))
         assert not experts.routed().any()
@@ -135,7 +139,7 @@ def test_alone_a_rank_computes_what_it_holds() -> None:
 
 def test_a_rank_that_has_other_tokens_than_it_told_of_is_named() -> None:
     [alone] = spread(1, 8, "allgather")
-    alone.begin_step([4])
+    alone.begin_step(4)
     with pytest.raises(RuntimeError, match="rank 0 told of 4 tokens and has 5"):
         alone.layers[0](*tokens(5, 1))
 
@@ -151,9 +155,9 @@ def test_steps_before_a_group_or_before_a_model_was_looked_at_are_errors() -> No
     layer = DispatchedExperts(0, EXPERTS, Experts([6, 1]), [6, 1])
     experts = SpreadExperts([layer], "allgather")
     with pytest.raises(RuntimeError, match="in no group"):
-        experts.begin_step([1])
+        experts.begin_step(1)
     with pytest.raises(RuntimeError, match="layer 0 of experts has never run"):
-        experts.take_part()
+        layer.take_part()
 
 
 def test_a_dispatch_goes_by_its_name_and_an_unknown_one_is_refused() -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
-import msgspec
-
 from penstock_common.errors import FailedPrecondition, Unavailable
 from penstock_common.types.data_parallel import (
     PauseMode,
@@ -19,7 +17,7 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError
-from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken, UnpreparedError
 from penstock_enginecore.core.data_parallel.effects import (
     AbortCollective,
     Effect,
@@ -34,9 +32,11 @@ from penstock_enginecore.core.data_parallel.effects import (
     RollBack,
 )
 from penstock_enginecore.core.data_parallel.events import Broke, Connected, Gathered, GroupEvent, Named, Refused
+from penstock_enginecore.core.data_parallel.group_state import GroupState
 from penstock_enginecore.core.data_parallel.links import Links
 from penstock_enginecore.core.data_parallel.rank import Effects, Phase, Rank
 from penstock_enginecore.core.data_parallel.row_codec import pack_row, unpack_row
+from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.steps_in_flight import DrainAborts
@@ -54,20 +54,8 @@ class GroupEngine(Protocol):
 
     scheduler: Scheduler
 
-    def step_together(self, drain_aborts: DrainAborts) -> None:
-        """One forward pass, also where there is nothing to compute."""
-
-
-class GroupState(msgspec.Struct, frozen=True, kw_only=True):
-    """For metrics. ``recovery_seconds``: from the loss of a group to the first exchange of the next, all of them together."""
-
-    epoch: int = 0
-    num_ranks: int = 0
-    rank: int | None = None
-    suspended: bool = True
-    num_dummy_steps: int = 0
-    num_recoveries: int = 0
-    recovery_seconds: float = 0.0
+    def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
+        """One forward pass, also where there is nothing to compute; ``begin``: in which requests may begin."""
 
 
 class GroupDriver:
@@ -83,14 +71,21 @@ class GroupDriver:
         engine: GroupEngine,
         links: Links,
         *,
+        experts: SharedExperts | None = None,
+        prefill_interval: int = 1,
         move_after: float = 10.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """``engine_name``: of the rank. ``move_after``: seconds after which requests leave a group that stands still."""
+        """``engine_name``: of the rank. ``experts``: what its ranks share of the model, which ``links`` prepare.
+        ``prefill_interval``: steps from one to the next in which requests begin. ``move_after``: seconds after which requests
+        leave a group that stands still.
+        """
         self.links = links
         self.to_coordinator: Callable[[ToCoordinator], None] = lambda _: None
         self.to_frontends: Callable[[StartWave], None] = lambda _: None
         self._rank = Rank(engine_name)
+        self._experts = experts
+        self._prefill_interval = prefill_interval
         self._move_after = move_after
         self._engine = engine
         self._scheduler = engine.scheduler
@@ -103,6 +98,7 @@ class GroupDriver:
         self._lost_at: float | None = None
         self._recovered = (0, 0.0)
         self._num_dummy_steps = 0
+        self._exchanged = (0, 0.0)
 
     # From any thread.
 
@@ -134,6 +130,9 @@ class GroupDriver:
             num_dummy_steps=self._num_dummy_steps,
             num_recoveries=count,
             recovery_seconds=seconds,
+            num_exchanges=self._exchanged[0],
+            exchange_seconds=self._exchanged[1],
+            expert_balance=None if self._experts is None else self._experts.balance,
         )
 
     # The busy loop's thread.
@@ -177,13 +176,14 @@ class GroupDriver:
         """Something happened to the group."""
         rank = self._rank
         match event:
-            case Gathered(epoch, rows):
+            case Gathered(epoch, rows, seconds):
+                self._exchanged = (self._exchanged[0] + 1, self._exchanged[1] + seconds)
                 if epoch == rank.group.epoch and rank.phase is Phase.EXCHANGE:
                     self._gathered(rows)
             case Connected(epoch):
                 self._apply(*rank.prepared(epoch))
-            case Broke(epoch, why):
-                self._broke(epoch, why)
+            case Broke(epoch, why, unprepared):
+                self._broke(epoch, why, unprepared=unprepared)
             case Named(message, meetings):
                 self._meetings = {**self._meetings, **meetings}
                 self._apply(*rank.reconfigure(message))
@@ -196,6 +196,8 @@ class GroupDriver:
         opened = self._rank.opening
         if opened:  # all have switched: nobody is in a collective of an earlier epoch
             self.links.close_before(self._rank.group.epoch)
+            if not self._joined(self._rank.group.epoch):
+                return
         self._apply(*self._rank.gathered([unpack_row(row) for row in rows]))
         if opened and self._lost_at is not None:
             count, seconds = self._recovered
@@ -203,15 +205,29 @@ class GroupDriver:
             logger.info("the group of epoch %d goes on", self._rank.group.epoch)
             self._lost_at = None
 
-    def _broke(self, epoch: int, why: str) -> None:
+    def _joined(self, epoch: int) -> bool:
+        """Have the experts compute with the group of this epoch. Returns False where they cannot."""
+        if self._experts is None:
+            return True
+        try:
+            self._experts.join(epoch, self.links.link(epoch))
+        except UnpreparedError as e:
+            self._broke(epoch, str(e), unprepared=True)
+            return False
+        return True
+
+    def _broke(self, epoch: int, why: str, *, unprepared: bool = False) -> None:
         rank = self._rank
         if epoch == rank.standby.epoch and not rank.ready:
             logger.warning("the group of epoch %d cannot be prepared: %s", epoch, why)
             self._apply(*rank.prepare_failed(epoch))
         elif epoch == rank.group.epoch:
             logger.warning("a collective of epoch %d broke off: %s", epoch, why)
+            self.links.give_up_before(epoch + 1)  # or others would wait for what this rank computes no more
             self._lost()
             self._apply(*rank.peer_lost())
+            if unprepared:
+                self.to_coordinator(PrepareFailed(rank.engine, epoch))
 
     def _lost(self) -> None:
         if self._lost_at is None:
@@ -224,7 +240,7 @@ class GroupDriver:
             raise RuntimeError("the ranks have agreed on no step")
         self._num_dummy_steps += forward.dummy
         try:
-            self._engine.step_together(drain_aborts)
+            self._engine.step_together(drain_aborts, begin=forward.step % self._prefill_interval == 0)
         except CollectiveBroken as e:
             self._broke(forward.epoch, str(e))
             return self._scheduler.take_outputs()
@@ -304,6 +320,7 @@ class GroupDriver:
             case Prepare(group):  # who leaves has nothing to prepare
                 self.links.post(Connected(group.epoch))
             case Join(group):
+                self._leave_experts()
                 self.links.open(group, self._meetings)
                 self._meetings = {rank: self._meetings[rank] for rank in group.members if rank in self._meetings}
                 logger.info("in the group of epoch %d, of %d ranks", group.epoch, len(group.members))
@@ -322,6 +339,11 @@ class GroupDriver:
     def _leave(self) -> None:
         logger.info("left the group")
         self._forward = None
+        self._leave_experts()
         self.links.close()
         failure = Unavailable("the rank has left its group", reason="LEFT_GROUP")
         self._scheduler.abort_all(RequestError.from_exception(failure))
+
+    def _leave_experts(self) -> None:
+        if self._experts is not None:
+            self._experts.leave()

@@ -19,6 +19,8 @@ class Gathered(msgspec.Struct, frozen=True):
     epoch: int
     rows: list[bytes]
     """Of all members, in order."""
+    seconds: float = 0.0
+    """From this rank's entering it."""
 
 
 class Broke(msgspec.Struct, frozen=True):
@@ -26,6 +28,8 @@ class Broke(msgspec.Struct, frozen=True):
 
     epoch: int
     why: str
+    unprepared: bool = False
+    """Whether it is this rank that cannot be in the group."""
 
 
 class Named(msgspec.Struct, frozen=True):

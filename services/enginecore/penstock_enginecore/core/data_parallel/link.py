@@ -2,14 +2,19 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+from penstock_enginecore.core.data_parallel.broken import UnpreparedError
 from penstock_enginecore.core.data_parallel.events import Broke, Connected, Gathered, GroupEvent
 
 
 class GroupLink(Protocol):
     """The ranks of one epoch's group. Each method but ``abort`` is called from one thread at a time."""
+
+    collectives: Any
+    """What steps exchange tensors by, for who knows them; in turn with exchanges."""
 
     def connect(self) -> None:
         """Wait for all ranks. Raises where they do not come, and once ``abort`` was called."""
@@ -24,6 +29,16 @@ class GroupLink(Protocol):
         """Give back what the group holds. Nothing is under way."""
 
 
+Prepare = Callable[[int, GroupLink, Callable[[], bool]], None]
+"""Called once the ranks of an epoch have met, on all of them. The last says whether the epoch was given up meanwhile. Raises
+UnpreparedError where this rank cannot be in the group.
+"""
+
+
+def prepare_nothing(epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
+    """Ranks that have met are ready."""
+
+
 class LinkThread:
     """Does on a link what waits for others, and tells how it went; the engine takes its other input meanwhile.
 
@@ -31,10 +46,14 @@ class LinkThread:
     last.
     """
 
-    def __init__(self, epoch: int, link: GroupLink, post: Callable[[GroupEvent], None]) -> None:
+    def __init__(
+        self, epoch: int, link: GroupLink, post: Callable[[GroupEvent], None], prepare: Prepare = prepare_nothing
+    ) -> None:
         self.epoch = epoch
         self.link = link
         self._post = post
+        self._prepare = prepare
+        self._given_up = threading.Event()
         self._rows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._begun, self._over = 1, 0
         """Of the meeting and the exchanges; the second is the thread's to count."""
@@ -48,23 +67,28 @@ class LinkThread:
 
     def abort(self) -> None:
         """End what is under way. Any thread may call it."""
+        self._given_up.set()
         self.link.abort()
 
     def close(self) -> None:
         """End what is under way, and the thread. Where nothing is, others may still be ending what is over here: they are let."""
         if self._over < self._begun:
-            self.link.abort()
+            self.abort()
         self._rows.put(None)
 
     def _run(self) -> None:
         try:
             self.link.connect()
+            self._prepare(self.epoch, self.link, self._given_up.is_set)
             self._over += 1
             self._post(Connected(self.epoch))
             while (row := self._rows.get()) is not None:
+                began = time.perf_counter()
                 rows = self.link.exchange(row)
                 self._over += 1
-                self._post(Gathered(self.epoch, rows))
+                self._post(Gathered(self.epoch, rows, time.perf_counter() - began))
+        except UnpreparedError as e:
+            self._post(Broke(self.epoch, str(e), unprepared=True))
         except Exception as e:  # the coordinator decides what follows
             self._post(Broke(self.epoch, f"{type(e).__name__}: {e}"))
         finally:

@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock_common.types.data_parallel import RankGroup
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.data_parallel.events import Broke, GroupEvent
-from penstock_enginecore.core.data_parallel.link import GroupLink, LinkThread
+from penstock_enginecore.core.data_parallel.link import GroupLink, LinkThread, Prepare, prepare_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,11 @@ class Meets(Protocol):
 class Links:
     """One link per epoch, from when it is first wanted until a later one has begun."""
 
-    def __init__(self, make: MakeLink) -> None:
+    def __init__(self, make: MakeLink, prepare: Prepare = prepare_nothing) -> None:
         self.post: Callable[[GroupEvent], None] = lambda _: None
         """Called on the links' threads."""
         self._make = make
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._threads: dict[int, LinkThread] = {}
 
@@ -46,7 +47,7 @@ class Links:
             except CollectiveBroken as e:
                 self.post(Broke(group.epoch, str(e)))
             else:
-                self._threads[group.epoch] = LinkThread(group.epoch, link, self.post)
+                self._threads[group.epoch] = LinkThread(group.epoch, link, self.post, self._prepare)
 
     def exchange(self, epoch: int, row: bytes) -> None:
         """Enter an exchange of an epoch that is open; of one that could not be opened nothing comes but what was told already."""

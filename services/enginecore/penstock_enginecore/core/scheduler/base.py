@@ -80,8 +80,10 @@ class Scheduler(Protocol):
     def end_expired(self) -> None:
         """End requests whose deadline has passed, which ``schedule`` does as well."""
 
-    def schedule(self) -> SchedulerOutput:
-        """Choose the work of the next step; may be nothing. Ends requests whose deadline has passed."""
+    def schedule(self, *, begin: bool = True) -> SchedulerOutput:
+        """Choose the work of the next step; may be nothing. ``begin``: whether waiting requests may be part of it. Ends requests
+        whose deadline has passed.
+        """
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """Requests of a step that get a token which their grammar decides on, in batch order. The tokens of all steps before it

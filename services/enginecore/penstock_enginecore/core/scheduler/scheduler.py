@@ -142,7 +142,7 @@ class DefaultScheduler(Scheduler):
 
     # A step.
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, *, begin: bool = True) -> SchedulerOutput:
         """Running requests first; waiting ones only if nobody had to give up blocks."""
         self._lifecycle.abort_expired()
         output = SchedulerOutput(step=self._next_step, num_scheduled_tokens={})
@@ -151,7 +151,8 @@ class DefaultScheduler(Scheduler):
             if self._trial:
                 self._schedule_in_turns(output)
             else:
-                self._schedule_requests(output, self._running.requests.copy(), self._start_waiting.schedule)
+                start_waiting = self._start_waiting.schedule if begin else _start_none
+                self._schedule_requests(output, self._running.requests.copy(), start_waiting)
             output.num_common_prefix_blocks = self.kv_cache.num_common_prefix_blocks(self._running.requests)
             if output.num_scheduled_tokens:
                 self._next_step += 1
@@ -313,3 +314,7 @@ class DefaultScheduler(Scheduler):
             num_preemptions=self._preemption.num_preemptions,
             step_counter=self._next_step,
         )
+
+
+def _start_none(output: SchedulerOutput) -> None:
+    """Waiting requests wait for another step."""

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,36 +22,19 @@ from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.late_output import read_late
 from penstock_enginecore.executor.generation.newest_tokens import NewestTokens
+from penstock_enginecore.executor.generation.pending_step import PendingStep
 from penstock_enginecore.executor.generation.prompt_vectors import PromptVectors
 from penstock_enginecore.executor.generation.scorer import OutputScores, score_prompts
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
-from penstock_enginecore.experts.spread import SpreadExperts
+from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import Choice, ForwardBatch, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.loader import LoadedModel
-from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, SamplingInputs
+from penstock_enginecore.sample.base import LaunchedTokens, SamplingInputs
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """The tokens of the step that was executed last, in the order of its requests; None where they are not read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A forward pass whose tokens are not sampled yet. ``logits`` ``[sampling requests, vocab]``, or of the vocabulary what this
-    rank has. ``draws``: of the rows, where none needs more than a device can do. ``launched``: what the pass chose by them.
-    """
-
-    inputs: StepInputs
-    logits: torch.Tensor
-    prompt_logprobs: dict[str, Logprobs]
-    draws: PlainDraws | None = None
-    launched: LaunchedTokens | None = None
-
-    @property
-    def sampling_ids(self) -> list[str]:
-        """The requests that get a token."""
-        return [self.inputs.request_ids[i] for i in self.inputs.sampling_requests]
 
 
 class GenerationRunner:
@@ -69,7 +51,7 @@ class GenerationRunner:
         built: BuiltForward,
         begin_copy: BeginCopy = begin_copy,
         chosen_elsewhere: ChosenElsewhere | None = None,
-        experts: SpreadExperts | None = None,
+        experts: GroupExperts | None = None,
     ) -> None:
         """``chosen_elsewhere``: begins to learn the tokens of a step, which another worker samples. ``experts``: what
         several ranks hold.
@@ -92,7 +74,7 @@ class GenerationRunner:
         self._batch: InputBatch | None = None
         self._kv_cache: KVCacheConfig | None = None
         self._vectors = self._no_vectors()
-        self._pending: _Pending | None = None
+        self._pending: PendingStep | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -166,11 +148,15 @@ class GenerationRunner:
     def recover(self) -> None:
         """Forget every request, and sample a token on a cache of its own. Raises what is wrong when that does not work."""
         self.forget_requests()
-        self._probe(Probe.prompt(self._model.vocab_size))
+        with nullcontext() if self.experts is None else self.experts.spread.alone():
+            self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Sample a token that nobody asked for, on a cache of its own."""
+        """Sample a token that nobody asked for, on a cache of its own; or compute experts of other ranks' tokens."""
+        if self.experts is not None:
+            self.experts.spread.take_part()
+            return
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
@@ -193,6 +179,8 @@ class GenerationRunner:
         inputs = self._prepare(self._batch, step)
         choice = self._choice(self._batch, inputs)
         fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
+        if self.experts is not None:
+            self.experts.spread.begin_step(len(inputs.token_ids))
         batch = ForwardBatch(inputs.token_ids, inputs.positions, inputs.attention, self._embedded(inputs), fed, choice)
         targets = self._batch.prompt_targets(inputs)
         launched = None
@@ -203,7 +191,7 @@ class GenerationRunner:
                 output = self._forward.run(batch, inputs.logits_indices)
                 logits, prompt_logprobs, launched = output.logits, {}, output.launched
         draws = None if choice is None else choice.draws
-        self._pending = _Pending(inputs, logits, prompt_logprobs, draws, launched)
+        self._pending = PendingStep(inputs, logits, prompt_logprobs, draws, launched)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
@@ -222,7 +210,7 @@ class GenerationRunner:
             self._take_tokens(self._batch, wait=True)
         return self._sample_now(self._batch, pending, grammar)
 
-    def _sample_now(self, batch: InputBatch, pending: _Pending, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
+    def _sample_now(self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
         """With all that a request may ask for."""
         request_ids = pending.inputs.request_ids
         tokens: list[list[int]] = [[] for _ in request_ids]
@@ -276,7 +264,9 @@ class GenerationRunner:
         rows = batch.rows_of(sampling_ids)
         return Choice(draws, self._newest.room_for(rows), rows)
 
-    def _late_output(self, batch: InputBatch, pending: _Pending, launched: LaunchedTokens) -> Late[ModelRunnerOutput]:
+    def _late_output(
+        self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens
+    ) -> Late[ModelRunnerOutput]:
         """The output of a step whose tokens a device chooses, once they are on the host."""
         arrival = self._begin_copy(launched.results)
         if sampling_ids := pending.sampling_ids:
@@ -286,7 +276,7 @@ class GenerationRunner:
             self._coming.append((expected, arrival))
         return Late(partial(read_late, pending.inputs, pending.prompt_logprobs, arrival))
 
-    def _expect(self, batch: InputBatch, pending: _Pending, arrival: Arrival | None) -> None:
+    def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Count the tokens of a step that another worker samples. ``arrival``: None where nobody here reads them."""
         request_ids = pending.inputs.request_ids
         expected = batch.expect_tokens([request_ids[i] for i in pending.inputs.sampling_requests])

@@ -25,6 +25,7 @@ class StageRunner:
         self._runner = GenerationRunner(model, built, chosen_elsewhere=None if links.is_last else self._learn_tokens)
         self.computing = built.computing
         self.graph_capture = None
+        self.experts = None
 
     @property
     def info(self) -> ModelInfo:

@@ -77,6 +77,10 @@ class MultiprocExecutor:
         """Of the worker processes of this node, by rank."""
         return self._workers.pids
 
+    @property
+    def experts(self) -> None:
+        """Workers share the layers of a model; ranks that share experts have one."""
+
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """See ``Executor``."""
         self._on_failure = failed

@@ -27,6 +27,7 @@ class PoolingRunner:
         self._backbone = built.backbone
         self.computing = built.computing
         self.graph_capture = None
+        self.experts = None
         self._pooler = Pooler(model)
         self._caches: LayerCaches = {}
         self._batch = self._empty_batch(None)

@@ -1,0 +1,20 @@
+"""Where a rank and its group are, for metrics."""
+
+import msgspec
+
+
+class GroupState(msgspec.Struct, frozen=True, kw_only=True):
+    """``recovery_seconds``: from the loss of a group to the first exchange of the next, all of them together.
+    ``exchange_seconds``: in exchanges, waiting for other ranks among them. ``expert_balance``: None where no experts are shared.
+    """
+
+    epoch: int = 0
+    num_ranks: int = 0
+    rank: int | None = None
+    suspended: bool = True
+    num_dummy_steps: int = 0
+    num_recoveries: int = 0
+    recovery_seconds: float = 0.0
+    num_exchanges: int = 0
+    exchange_seconds: float = 0.0
+    expert_balance: float | None = None

@@ -1,0 +1,137 @@
+"""What a rank holds of the experts, from one group to the next."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import ExpertParallelConfig
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken, UnpreparedError
+from penstock_enginecore.core.data_parallel.link import GroupLink
+from penstock_enginecore.experts.balancer import ExpertBalancer
+from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
+from penstock_enginecore.experts.placement import Placement
+from penstock_enginecore.experts.reading import ExpertReader
+from penstock_enginecore.experts.regrouping import regrouped
+from penstock_enginecore.experts.spread import SpreadExperts
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.parallel.group_collectives import GroupCollectives
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 8
+"""Experts that are read together: so many of a layer are in memory twice for a moment."""
+_Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """``aside``: weights that were read while another group served, by layer and expert."""
+
+    placement: Placement
+    aside: dict[tuple[int, int], _Weights] = field(default_factory=dict)
+
+
+class GroupExperts:
+    """See ``SharedExperts``. Nothing is held before the first group.
+
+    Ranks tell each other what they hold, so that nobody has to know how a group before ended: in the middle of a move, or with
+    ranks that were in none. What a rank lacks it reads from the checkpoint, into its slots where it is in no group, else aside:
+    the slots are those of the group that serves. Experts that have moved since then are read when it joins.
+    """
+
+    def __init__(self, experts: SpreadExperts, reader: ExpertReader, config: ExpertParallelConfig) -> None:
+        self.spread, self._reader, self._config = experts, reader, config
+        for layer in experts.layers:
+            layer.hold((EMPTY,) * len(layer.held))
+        self._reading = threading.Lock()
+        self._prepared: dict[int, _Prepared] = {}
+        self._balancer: ExpertBalancer | None = None
+        self.balance = 1.0
+        """See ``SharedExperts``."""
+        self.num_read = 0
+        """Experts that were read from the checkpoint so far, in all layers."""
+
+    @property
+    def layout(self) -> str:
+        """See ``SharedExperts``."""
+        layers = self.spread.layers
+        return f"{len(layers[0].held)} slots; {'; '.join(dict.fromkeys(layer.layout for layer in layers))}"
+
+    @torch.inference_mode()
+    def prepare(self, epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
+        """See ``SharedExperts``."""
+        group: GroupCollectives = link.collectives
+        try:
+            prepared = _Prepared(self._agree(group))
+            with self._reading:
+                if epoch < max(self._prepared, default=0):
+                    raise CollectiveBroken("a later group is prepared")
+                before, serving = self.num_read, self.spread.joined
+                for layer in self.spread.layers:
+                    self._fetch(prepared, layer, group.rank, given_up, aside=serving)
+                self._prepared[epoch] = prepared
+                logger.info("epoch %d: %d experts of its layers were read", epoch, self.num_read - before)
+        except (ConfigError, ModelLoadError, ValueError) as e:
+            raise UnpreparedError(str(e)) from e
+
+    def leave(self) -> None:
+        """See ``SharedExperts``."""
+        self.spread.leave()
+        self._balancer = None
+
+    @torch.inference_mode()
+    def join(self, epoch: int, link: GroupLink) -> None:
+        """See ``SharedExperts``."""
+        group: GroupCollectives = link.collectives
+        with self._reading:
+            prepared = self._prepared[epoch]
+            try:
+                for layer in self.spread.layers:
+                    self._fetch(prepared, layer, group.rank, lambda: False, aside=False)
+            except (ModelLoadError, ValueError) as e:
+                raise UnpreparedError(str(e)) from e
+            prepared.aside.clear()
+            self._prepared = {later: each for later, each in self._prepared.items() if later >= epoch}
+            self.spread.join(group, prepared.placement)
+        self._balancer = ExpertBalancer(self.spread, self._config)
+
+    @torch.inference_mode()
+    def after_step(self) -> None:
+        """See ``SharedExperts``."""
+        if self._balancer is not None:
+            self._balancer.after_step()
+            self.balance = self._balancer.balance
+
+    def _agree(self, group: GroupCollectives) -> Placement:
+        layers = self.spread.layers
+        own = torch.tensor([[layer.held for layer in layers]], dtype=torch.int32)
+        held = group.all_gather_rows(own, [1] * group.size)
+        return regrouped(held.tolist(), len(layers[0].routed))
+
+    def _fetch(
+        self, prepared: _Prepared, layer: DispatchedExperts, rank: int, given_up: Callable[[], bool], *, aside: bool
+    ) -> None:
+        """What the layer's slots lack of the placement, to where it belongs or ``aside``."""
+        wanted = prepared.placement.held(rank, layer.layer)
+        lacking = [(slot, expert) for slot, expert in enumerate(wanted) if layer.held[slot] != expert]
+        ready = prepared.aside
+        for slot, expert in lacking:
+            if not aside and (weights := ready.pop((layer.layer, expert), None)) is not None:
+                layer.write(slot, expert, weights)
+        lacking = [(slot, expert) for slot, expert in lacking if layer.held[slot] != expert]
+        for first in range(0, len(lacking), _AT_ONCE):
+            if given_up():
+                raise CollectiveBroken("the group was given up while experts were read")
+            some = lacking[first : first + _AT_ONCE]
+            read = self._reader.read(layer.layer, [expert for _, expert in some])
+            self.num_read += len(some)
+            for index, (slot, expert) in enumerate(some):
+                weights = {name: each[index] for name, each in read.items()}
+                if aside:
+                    ready[layer.layer, expert] = {name: each.clone() for name, each in weights.items()}
+                else:
+                    layer.write(slot, expert, weights)

@@ -1,0 +1,201 @@
+"""What ranks hold from one group to the next, and what they read for that."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import ExpertParallelConfig
+from penstock_enginecore.core.data_parallel.broken import CollectiveBroken, UnpreparedError
+from penstock_enginecore.experts.group_experts import GroupExperts
+from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
+from penstock_enginecore.experts.moving import ExpertMoves
+from penstock_enginecore.experts.regrouping import regrouped
+from penstock_enginecore.experts.spread import SpreadExperts
+from penstock_enginecore.models.errors import ModelLoadError
+from tests.fakes.engines.thread_group import thread_group
+
+EXPERTS, TOP, HIDDEN, LAYERS = 8, 2, 6, 2
+SCALES = torch.randn(LAYERS, EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+class Experts(torch.nn.Module):
+    """Each multiplies by its own vector."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.scales = torch.nn.Parameter(torch.zeros(slots, HIDDEN), requires_grad=False)
+
+    def forward(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (self.scales[chosen] * states[:, None] * weights[..., None]).sum(1)
+
+
+class Checkpoint:
+    """``read``: experts that were read since somebody cleared it, by layer. ``gone``: nothing is there any more."""
+
+    def __init__(self) -> None:
+        self.read_experts: list[tuple[int, int]] = []
+        self.gone = False
+
+    def read(self, layer: int, experts: Sequence[int]) -> dict[str, torch.Tensor]:
+        if self.gone:
+            raise ModelLoadError("the files are gone")
+        self.read_experts += [(layer, expert) for expert in experts]
+        return {"scales": SCALES[layer, list(experts)]}
+
+    def take(self) -> set[tuple[int, int]]:
+        taken, self.read_experts = self.read_experts, []
+        assert len(set(taken)) == len(taken)
+        return set(taken)
+
+
+class Rank:
+    def __init__(self, slots: int) -> None:
+        self.files = Checkpoint()
+        layers = [DispatchedExperts(layer, EXPERTS, Experts(slots), [0] * slots) for layer in range(LAYERS)]
+        for layer in layers:
+            layer(*tokens(1, 0))
+        self.spread = SpreadExperts(layers, "allgather")
+        self.experts = GroupExperts(self.spread, self.files, ExpertParallelConfig())  # type: ignore[arg-type]
+
+    def held(self, layer: int = 0) -> tuple[int, ...]:
+        return self.spread.layers[layer].held
+
+
+def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP] for _ in range(count)])
+    return torch.randn(count, HIDDEN, generator=generator), chosen, torch.rand(count, TOP, generator=generator)
+
+
+def together(ranks: Sequence[Rank], work: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, range(len(ranks))))
+
+
+def prepare(epoch: int, ranks: Sequence[Rank]) -> list[Any]:
+    links = [SimpleNamespace(collectives=group) for group in thread_group(len(ranks))]
+    together(ranks, lambda rank: ranks[rank].experts.prepare(epoch, links[rank], lambda: False))
+    return links
+
+
+def join(epoch: int, ranks: Sequence[Rank], links: list[Any]) -> None:
+    for rank, link in zip(ranks, links, strict=True):
+        rank.experts.leave()
+        rank.experts.join(epoch, link)
+
+
+def check_outputs(ranks: Sequence[Rank]) -> None:
+    """Every rank gets what all experts in one place would make of its tokens."""
+
+    def work(number: int) -> list[torch.Tensor]:
+        step = tokens(9, number)
+        ranks[number].spread.begin_step(9)
+        return [layer(*step) for layer in ranks[number].spread.layers]
+
+    for number, found in enumerate(together(ranks, work)):
+        states, chosen, weights = tokens(9, number)
+        for layer, each in enumerate(found):
+            expected = (SCALES[layer][chosen] * states[:, None] * weights[..., None]).sum(1)
+            torch.testing.assert_close(each, expected)
+
+
+def everything(held: Sequence[int]) -> set[tuple[int, int]]:
+    return {(layer, expert) for layer in range(LAYERS) for expert in held}
+
+
+def test_ranks_of_a_first_group_read_their_experts_and_survivors_what_a_dead_one_held_alone() -> None:
+    ranks = [Rank(4) for _ in range(3)]
+    assert ranks[0].held() == (EMPTY,) * 4
+    join(1, ranks, prepare(1, ranks))
+    assert [rank.held() for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
+    assert [rank.files.take() for rank in ranks] == [everything(rank.held()) for rank in ranks]
+    check_outputs(ranks)
+
+    survivors = [ranks[0], ranks[2]]
+    for rank in survivors:
+        rank.experts.leave()
+    join(2, survivors, prepare(2, survivors))
+    read = [rank.files.take() for rank in survivors]
+    assert read[0] | read[1] == everything([4, 5, 6, 7])
+    assert len(read[0]) == len(read[1]) == 2 * LAYERS
+    check_outputs(survivors)
+
+
+def test_a_group_that_serves_keeps_its_slots_until_all_join_the_next() -> None:
+    ranks = [Rank(4) for _ in range(2)]
+    join(1, ranks, prepare(1, ranks))
+    # As if nobody held two of them any more: the next placement has them come to where they were.
+    ranks[1].spread.layers[0].hold((4, 5, EMPTY, EMPTY))
+    grown = [*ranks, Rank(4)]
+    before = ranks[1].held()
+    for rank in ranks:
+        rank.files.take()
+    links = prepare(2, grown)
+    assert ranks[1].held() == before
+    assert ranks[1].files.take() == {(0, 6), (0, 7)}
+    join(2, grown, links)
+    assert not ranks[1].files.take()
+    check_outputs(grown)
+
+
+def test_experts_that_moved_while_a_group_was_prepared_are_read_when_it_is_joined() -> None:
+    ranks = [Rank(4) for _ in range(2)]
+    join(1, ranks, prepare(1, ranks))
+    grown = [*ranks, Rank(4)]
+    links = prepare(2, grown)
+    for rank in ranks:
+        rank.files.take()
+    placement = ranks[0].spread.placement.with_layer(0, (4, 1, 2, 3, 0, 5, 6, 7))
+
+    def move(rank: int) -> None:
+        moves = ExpertMoves(ranks[rank].spread, placement, 1)
+        while not moves.done:
+            moves.step()
+
+    together(ranks, move)
+    check_outputs(ranks)
+    join(2, grown, links)
+    assert [rank.files.take() for rank in ranks] == [{(0, 0)}, {(0, 4)}]
+    check_outputs(grown)
+
+
+def test_a_rank_that_cannot_read_is_not_prepared_and_says_why() -> None:
+    ranks = [Rank(4) for _ in range(2)]
+    ranks[1].files.gone = True
+    links = [SimpleNamespace(collectives=group) for group in thread_group(2)]
+
+    def work(rank: int) -> str:
+        try:
+            ranks[rank].experts.prepare(1, links[rank], lambda: False)  # type: ignore[arg-type]
+        except UnpreparedError as e:
+            return str(e)
+        return ""
+
+    assert together(ranks, work) == ["", "the files are gone"]
+    assert ranks[1].held() == (EMPTY,) * 4
+
+
+def test_reading_ends_soon_after_the_group_is_given_up() -> None:
+    [rank] = [Rank(8)]
+    [group] = thread_group(1)
+    link: Any = SimpleNamespace(collectives=group)
+    with pytest.raises(CollectiveBroken, match="given up while experts were read"):
+        rank.experts.prepare(1, link, lambda: len(rank.files.read_experts) > 0)
+    assert rank.files.take() == {(0, expert) for expert in range(8)}
+    assert (rank.held(0), rank.held(1)) == (tuple(range(8)), (EMPTY,) * 8)
+
+
+def test_a_placement_keeps_what_is_held_and_holds_everything() -> None:
+    placement = regrouped([[[3, 3, 0]], [[EMPTY, 1, 3]], [[0, 3, EMPTY]]], 6)
+    # 2 and 4 come to empty slots, 5 to the last: then 1 is what the fewest hold.
+    assert placement.physical == ((3, 2, 0, 4, 1, 3, 0, 3, 5),)
+    assert regrouped([[[0, 1, 2]], [[0, 1, 2]]], 4).physical == ((3, 1, 2, 0, 1, 2),)
+    with pytest.raises(ConfigError, match="the group has 3 ranks; the model's 2 experts"):
+        regrouped([[[0]], [[1]], [[EMPTY]]], 2)
+    with pytest.raises(ConfigError, match="expert_parallel.slots is 1; 2 ranks hold the model's 4 experts"):
+        regrouped([[[0]], [[1]]], 4)
