@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL ?= examples/demo_model/penstock-tiny
-DISTS := common frontend enginecore coordinator local
+DISTS := client common frontend enginecore coordinator local
 PIP := $(BIN)/pip --disable-pip-version-check
 # Tests compute on one thread each: several run at once.
 export OMP_NUM_THREADS ?= 1

@@ -1,7 +1,6 @@
 """Clients as people have them, in front of a release: what each of their calls answered, against an undisturbed one."""
 
 import asyncio
-import importlib
 import itertools
 import time
 from collections import Counter
@@ -16,14 +15,13 @@ import openai
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
+from penstock_client import AsyncClient
 from tests.cluster.ghz import Ghz
 
 PROMPTS = tuple(
     f"Once upon a time there were {count} bears" for count in ("two", "three", "four", "five", "six", "seven")
 )
 CALL_SECONDS = 300.0
-published = importlib.import_module("examples.clients.python.connection")
-"""What people copy, with the service config in it; it is a module at the top for those who do."""
 
 
 class Answer(msgspec.Struct):
@@ -99,12 +97,12 @@ class Clients:
     async def __aenter__(self) -> "Clients":
         target = self.target
         self._plain = grpc.aio.insecure_channel(f"{target.service}:{target.grpc_port}")
-        self._published = published.connect_aio(f"dns:///{target.headless}:50051")
+        self._published = AsyncClient(f"dns:///{target.headless}:50051")
         self._openai = openai.AsyncOpenAI(
             base_url=f"http://{target.service}:{target.http_port}/v1", api_key="none", timeout=CALL_SECONDS
         )
         plain = service_pb2_grpc.InferenceServiceStub(self._plain)
-        balanced = service_pb2_grpc.InferenceServiceStub(self._published)
+        balanced = self._published.stub
         self.kinds = {
             "plain": lambda answer, count: over_grpc(plain, answer, count),
             "published": lambda answer, count: over_grpc(balanced, answer, count),

@@ -12,7 +12,7 @@ PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
 LANGUAGES = {"python", "ts", "go", "java", "kotlin", "rust", "cpp", "cmake"}
 FENCE = re.compile(r"^(?:<!-- (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 TOPICS = {
-    "python": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],
+    "python": ["Install", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],
     "node": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
     "go": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation and deadline"],
     "java": ["Stubs", "A streaming call", "Chat and sessions", "Cancellation", "Deadline"],

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -17,6 +15,7 @@ import requests
 
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
+from penstock_client import AsyncClient
 from penstock_common.config.sections import ServerConfig
 from penstock_frontend import draining
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
@@ -89,17 +88,6 @@ async def edge(model: Path) -> AsyncIterator[Edge]:
         yield Edge(frontends, grpc_port, http, own)
 
 
-def examples_connection() -> ModuleType:
-    """The module whose channel the pages publish."""
-    path = ROOT / "examples" / "clients" / "python" / "connection.py"
-    spec = importlib.util.spec_from_file_location("connection", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def request(seed: int) -> pb.GenerateRequest:
     return make_request(seed=seed, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
@@ -118,10 +106,17 @@ async def plain_channel(edge: Edge) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def published_channel(edge: Edge) -> AsyncIterator[Ask]:
-    """In turn to all addresses of a name, with the service config of the pages."""
+    """In turn to all addresses of a name, with the Python client."""
     addresses = ",".join(f"127.0.0.1:{proxy.port}" for proxy in edge.own)
-    async with examples_connection().connect_aio(f"ipv4:{addresses}") as channel:
-        yield lambda seed: generated(channel, seed)
+    async with AsyncClient(f"ipv4:{addresses}", timeout=PATIENCE) as client:
+
+        async def tokens(seed: int) -> Sequence[int]:
+            asked = request(seed)
+            return [
+                token async for piece in client.stream(asked.text, asked.sampling_params) for token in piece.token_ids
+            ]
+
+        yield tokens
 
 
 @contextlib.asynccontextmanager

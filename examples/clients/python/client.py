@@ -7,12 +7,10 @@ import signal
 import sys
 from collections.abc import Callable
 
-import grpc
 from commands import chat, generate, load, session, tell
-from connection import authorization, connect_aio, credentials
 from errors import describe
 
-from penstock.inference.v1 import service_pb2_grpc
+from penstock_client import AsyncClient, PenstockError, Tls
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -29,22 +27,23 @@ def main() -> int:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """One channel, one command on it. SIGINT cancels its calls, and the server ends their work in the engine."""
+    """One client, one command on it. SIGINT cancels its calls, and the server ends their work in the engine."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    tls = Tls(ca=args.ca) if args.tls or args.ca else None
+    key = os.environ.get("PENSTOCK_API_KEY", "")
     try:
-        tls = credentials(args.ca) if args.tls or args.ca else None
-    except OSError as error:
-        tell(f"--ca: {error}")
+        connected = AsyncClient(args.address, key=key, tls=tls, timeout=args.timeout)
+    except (OSError, ValueError) as error:
+        tell(str(error))
         return EXIT_FAILED
-    metadata = authorization(os.environ.get("PENSTOCK_API_KEY", ""))
-    async with connect_aio(args.address, tls) as channel:
+    async with connected as client:
         try:
-            return int(await args.run(service_pb2_grpc.InferenceServiceStub(channel), metadata, args))
+            return int(await args.run(client, args))
         except asyncio.CancelledError:
             return EXIT_INTERRUPTED
-        except grpc.aio.AioRpcError as error:
+        except PenstockError as error:
             tell("\n".join(describe(error)))
             return EXIT_FAILED
         finally:

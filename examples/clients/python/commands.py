@@ -6,27 +6,21 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import grpc
-from errors import describe, describe_one
+from errors import describe
 
-from penstock.common.v1 import finish_pb2, sampling_pb2
+from penstock.common.v1.finish_pb2 import FINISH_REASON_ABORT
 from penstock.inference.v1 import messages_pb2
+from penstock_client import AsyncClient, ChatMessage, PenstockError, SamplingParams
+from penstock_client.errors import of_call, of_session
 
 EXIT_FAILED = 1
 
-if TYPE_CHECKING:  # the class is there for type checkers alone: at run time both kinds of channel take the same
-    from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub as Stub
 
-Metadata = tuple[tuple[str, str], ...]
-
-
-def params(args: Namespace) -> sampling_pb2.SamplingParams:
+def params(args: Namespace) -> SamplingParams:
     """What was asked for. A field left out, which is None, takes the model's default."""
-    return sampling_pb2.SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, stop=args.stop
-    )
+    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, stop=args.stop)
 
 
 def tell(line: str) -> None:
@@ -34,21 +28,19 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-async def generate(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+async def generate(client: AsyncClient, args: Namespace) -> int:
     """Print the text as it arrives."""
-    request = messages_pb2.GenerateRequest(model=args.model, text=args.prompt, sampling_params=params(args))
-    async for response in stub.Generate(request, timeout=args.timeout, metadata=metadata):
-        print(response.text, end="", flush=True)
+    async for piece in client.stream(args.prompt, params(args), model=args.model):
+        print(piece.text, end="", flush=True)
     return 0
 
 
-async def chat(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+async def chat(client: AsyncClient, args: Namespace) -> int:
     """Print the answer as it arrives."""
     turns = [("system", args.system)] if args.system else []
-    messages = [messages_pb2.ChatMessage(role=role, content=text) for role, text in [*turns, ("user", args.message)]]
-    request = messages_pb2.ChatRequest(model=args.model, messages=messages, sampling_params=params(args))
-    async for response in stub.Chat(request, timeout=args.timeout, metadata=metadata):
-        print(response.content, end="", flush=True)
+    messages = [ChatMessage(role=role, content=text) for role, text in [*turns, ("user", args.message)]]
+    async for piece in client.stream_chat(messages, params(args), model=args.model):
+        print(piece.content, end="", flush=True)
     return 0
 
 
@@ -78,14 +70,14 @@ class Session:
     def take(self, response: messages_pb2.GenerateSessionResponse) -> int:
         """Print a text that is whole, or why there is none. Returns what to exit with if it is the last."""
         if response.HasField("error"):
-            first, *lines = describe_one(response.error.error)
+            first, *lines = describe(of_session(response.error.error))
             tell("\n".join([f"[{response.error.request_id}] {first}", *lines]))
             self._count(response.error.request_id, ended=True)
             return EXIT_FAILED
         output = response.output
         self._texts[output.request_id] += output.text
         if output.finish_reason:
-            aborted = " (aborted)" if output.finish_reason == finish_pb2.FINISH_REASON_ABORT else ""
+            aborted = " (aborted)" if output.finish_reason == FINISH_REASON_ABORT else ""
             print(f"[{output.request_id}] {self._texts.pop(output.request_id)}{aborted}", flush=True)
         self._count(output.request_id, ended=bool(output.finish_reason))
         return 0
@@ -100,16 +92,18 @@ class Session:
             self._may_end.set()
 
 
-async def session(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+async def session(client: AsyncClient, args: Namespace) -> int:
     """Continue all prompts over one stream; each text is printed when it is whole."""
     running = Session(args)
-    call = stub.GenerateSession(running.requests(), timeout=args.timeout, metadata=metadata)
-    return max([running.take(response) async for response in call], default=0)
+    call = client.stub.GenerateSession(running.requests(), timeout=args.timeout, metadata=client.metadata)
+    try:
+        return max([running.take(response) async for response in call], default=0)
+    except grpc.aio.AioRpcError as error:
+        raise of_call(error) from None
 
 
-async def load(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
+async def load(client: AsyncClient, args: Namespace) -> int:
     """Make many calls of Generate, some at once, and count them."""
-    request = messages_pb2.GenerateRequest(model=args.model, text=args.prompt, sampling_params=params(args))
     calls = failed = messages = begun = 0
     start = time.monotonic()
 
@@ -123,9 +117,9 @@ async def load(stub: "Stub", metadata: Metadata, args: Namespace) -> int:
         while more():
             begun += 1
             try:
-                async for _ in stub.Generate(request, timeout=args.timeout, metadata=metadata):
+                async for _ in client.stream(args.prompt, params(args), model=args.model):
                     messages += 1
-            except grpc.aio.AioRpcError as error:
+            except PenstockError as error:
                 tell("\n".join(describe(error)))
                 failed += 1
             calls += 1

@@ -1,0 +1,63 @@
+"""A client of Penstock's public API: ``Client``, and ``AsyncClient`` for asyncio.
+
+SamplingParams, ChatMessage, Tool and the like are the contract's own messages.
+"""
+
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.common.v1.structured_output_pb2 import StructuredOutput
+from penstock.inference.v1.messages_pb2 import ChatMessage, Model, RoutingHints, Tool, ToolCall, ToolChoice
+from penstock_client.async_client import AsyncClient
+from penstock_client.client import Client
+from penstock_client.connection import Keepalive, Tls
+from penstock_client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from penstock_client.results import ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Usage
+from penstock_client.streams import AsyncStream, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "ChatMessage",
+    "ChatOutput",
+    "Classes",
+    "Client",
+    "DeadlineExceeded",
+    "Embeddings",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidArgument",
+    "Keepalive",
+    "Logprob",
+    "Model",
+    "NotFound",
+    "Output",
+    "PenstockError",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "RoutingHints",
+    "SamplingParams",
+    "Scores",
+    "Stream",
+    "StructuredOutput",
+    "Tls",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "Usage",
+]

@@ -1,0 +1,163 @@
+"""The client for asyncio."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import grpc
+
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_client import requests, results
+from penstock_client.connection import Connection, Keepalive, Tls
+from penstock_client.errors import of_call
+from penstock_client.requests import CallOptions, ChatOptions, GenerateOptions, Prompt
+from penstock_client.results import ChatOutput, Classes, Embeddings, Output, Scores
+from penstock_client.streams import AsyncStream
+
+if TYPE_CHECKING:  # the class is there for type checkers alone: at run time both kinds of channel take the same
+    from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub
+
+
+class AsyncClient:
+    """Client for asyncio: made inside the event loop that its calls run in. Use as an async context manager, or ``close`` it.
+
+    Arguments, results and errors are Client's. Cancelling the task that waits for a call ends the work in the engine.
+    """
+
+    def __init__(
+        self,
+        address: str = "localhost:50051",
+        *,
+        key: str = "",
+        tls: Tls | None = None,
+        timeout: float | None = None,
+        keepalive: Keepalive | None = None,
+        options: Sequence[tuple[str, str | int]] = (),
+    ) -> None:
+        """As those of Client. Raises ValueError and OSError."""
+        self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
+        self._channel = self._connection.aio_channel()
+        self.stub: InferenceServiceAsyncStub = service_pb2_grpc.InferenceServiceStub(self._channel)
+        """For what has no method here, such as GenerateSession; give it ``metadata``."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What calls of ``stub`` need to show the key."""
+        return self._connection.metadata
+
+    async def close(self) -> None:
+        """End the connections, and the calls that still run."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]:
+        """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
+        stream = self.stream(prompt, requests.whole(sampling), timeout=timeout, **options)
+        return sorted([output async for output in stream], key=lambda output: output.index)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream[pb.GenerateResponse, Output]:
+        """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
+        request = requests.generate(prompt, sampling, options)
+        call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        return AsyncStream(call, results.output)
+
+    async def chat(
+        self,
+        messages: Iterable[pb.ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatOutput]:
+        """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
+        stream = self.stream_chat(messages, requests.whole(sampling), timeout=timeout, **options)
+        return sorted([output async for output in stream], key=lambda output: output.index)
+
+    def stream_chat(
+        self,
+        messages: Iterable[pb.ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
+        """The same, piece by piece. Leaving the iterator ends the work in the engine."""
+        request = requests.chat(messages, sampling, options)
+        call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        return AsyncStream(call, results.chat_output)
+
+    async def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Embeddings:
+        """One vector for each text, or list of token ids."""
+        request = requests.embed(inputs, dimensions, normalize, options)
+        return results.embeddings(await self._call(self.stub.Embed, request, timeout))
+
+    async def classify(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> list[Classes]:
+        """The classes of each input."""
+        request = requests.classify(inputs, use_activation, options)
+        return results.classes(await self._call(self.stub.Classify, request, timeout))
+
+    async def score(
+        self,
+        query: Prompt,
+        documents: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Scores:
+        """How like the query each document is."""
+        return results.scores(await self._call(self.stub.Score, requests.score(query, documents, options), timeout))
+
+    async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
+        """The token ids of a text, special tokens among them."""
+        request = pb.TokenizeRequest(model=model, text=text)
+        return list((await self._call(self.stub.Tokenize, request, timeout)).token_ids)
+
+    async def detokenize(self, token_ids: Iterable[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of token ids, without special tokens."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        return str((await self._call(self.stub.Detokenize, request, timeout)).text)
+
+    async def models(self, *, timeout: float | None = None) -> list[pb.Model]:
+        """The models that are served."""
+        return list((await self._call(self.stub.ListModels, pb.ListModelsRequest(), timeout)).models)
+
+    async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
+        try:
+            return await method(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise of_call(error) from None

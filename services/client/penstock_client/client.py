@@ -1,0 +1,166 @@
+"""The client for threads."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self, Unpack
+
+import grpc
+
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.inference.v1 import messages_pb2 as pb
+from penstock.inference.v1 import service_pb2_grpc
+from penstock_client import requests, results
+from penstock_client.connection import Connection, Keepalive, Tls
+from penstock_client.errors import of_call
+from penstock_client.requests import CallOptions, ChatOptions, GenerateOptions, Prompt
+from penstock_client.results import ChatOutput, Classes, Embeddings, Output, Scores
+from penstock_client.streams import Stream
+
+
+class Client:
+    """Calls a Penstock server; made for many calls at once, from many threads. Use as a context manager, or ``close`` it.
+
+    ``timeout`` of a call is its deadline, in seconds from its start: it covers the queue, every retry and the whole stream.
+    Calls that fail as UNAVAILABLE before anything of their answer came are tried again by the channel, up to four times in all.
+    Every call raises PenstockError when it has failed, and ValueError for a timeout that is none.
+    """
+
+    def __init__(
+        self,
+        address: str = "localhost:50051",
+        *,
+        key: str = "",
+        tls: Tls | None = None,
+        timeout: float | None = None,
+        keepalive: Keepalive | None = None,
+        options: Sequence[tuple[str, str | int]] = (),
+    ) -> None:
+        """``address``: host:port, or ``dns:///host:port`` for all addresses of the name in turn. ``key``: an API key or a token.
+        ``timeout``: of calls that name none; None waits as long as it takes. ``options``: gRPC's own, which win over ours.
+
+        Raises ValueError, naming what is wrong, and OSError for a file of ``tls`` that cannot be read.
+        """
+        self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
+        self._channel = self._connection.channel()
+        self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
+        """For what has no method here, such as GenerateSession; give it ``metadata``."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What calls of ``stub`` need to show the key."""
+        return self._connection.metadata
+
+    def close(self) -> None:
+        """End the connections, and the calls that still run."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]:
+        """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
+        stream = self.stream(prompt, requests.whole(sampling), timeout=timeout, **options)
+        return sorted(stream, key=lambda output: output.index)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[pb.GenerateResponse, Output]:
+        """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
+        request = requests.generate(prompt, sampling, options)
+        call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        return Stream(call, results.output)
+
+    def chat(
+        self,
+        messages: Iterable[pb.ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatOutput]:
+        """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
+        stream = self.stream_chat(messages, requests.whole(sampling), timeout=timeout, **options)
+        return sorted(stream, key=lambda output: output.index)
+
+    def stream_chat(
+        self,
+        messages: Iterable[pb.ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Stream[pb.ChatResponse, ChatOutput]:
+        """The same, piece by piece. Leaving the iterator ends the work in the engine."""
+        request = requests.chat(messages, sampling, options)
+        call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        return Stream(call, results.chat_output)
+
+    def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Embeddings:
+        """One vector for each text, or list of token ids."""
+        request = requests.embed(inputs, dimensions, normalize, options)
+        return results.embeddings(self._call(self.stub.Embed, request, timeout))
+
+    def classify(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> list[Classes]:
+        """The classes of each input."""
+        request = requests.classify(inputs, use_activation, options)
+        return results.classes(self._call(self.stub.Classify, request, timeout))
+
+    def score(
+        self,
+        query: Prompt,
+        documents: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Scores:
+        """How like the query each document is."""
+        return results.scores(self._call(self.stub.Score, requests.score(query, documents, options), timeout))
+
+    def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
+        """The token ids of a text, special tokens among them."""
+        request = pb.TokenizeRequest(model=model, text=text)
+        return list(self._call(self.stub.Tokenize, request, timeout).token_ids)
+
+    def detokenize(self, token_ids: Iterable[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of token ids, without special tokens."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        return str(self._call(self.stub.Detokenize, request, timeout).text)
+
+    def models(self, *, timeout: float | None = None) -> list[pb.Model]:
+        """The models that are served."""
+        return list(self._call(self.stub.ListModels, pb.ListModelsRequest(), timeout).models)
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:
+        try:
+            return method(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise of_call(error) from None

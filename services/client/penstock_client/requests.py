@@ -1,0 +1,87 @@
+"""The contract's messages from what callers give."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+from penstock.common.v1.pooling_pb2 import PoolingParams
+from penstock.common.v1.sampling_pb2 import OUTPUT_KIND_FINAL, SamplingParams
+from penstock.inference.v1 import messages_pb2 as pb
+
+Prompt = str | Sequence[int]
+"""A text, or token ids that are used as they are."""
+
+
+class CallOptions(TypedDict, total=False):
+    """Fields of every request; what is left out the server decides."""
+
+    model: str
+    request_id: str
+    routing: pb.RoutingHints | None
+
+
+class GenerateOptions(CallOptions, total=False):
+    """Fields of a GenerateRequest."""
+
+    cache_salt: str
+    add_special_tokens: bool | None
+
+
+class ChatOptions(CallOptions, total=False):
+    """Fields of a ChatRequest."""
+
+    tools: Iterable[pb.Tool]
+    tool_choice: pb.ToolChoice | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    chat_template_kwargs: str
+    cache_salt: str
+
+
+def whole(sampling: SamplingParams | None) -> SamplingParams:
+    """The same parameters, with one message at the end."""
+    final = SamplingParams()
+    if sampling is not None:
+        final.CopyFrom(sampling)
+    final.output_kind = OUTPUT_KIND_FINAL
+    return final
+
+
+def generate(prompt: Prompt, sampling: SamplingParams | None, options: GenerateOptions) -> pb.GenerateRequest:
+    """A prompt to continue."""
+    request = pb.GenerateRequest(sampling_params=sampling, **options)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+        request.token_ids.SetInParent()  # an empty list is the server's to refuse, as token_ids
+    return request
+
+
+def chat(messages: Iterable[pb.ChatMessage], sampling: SamplingParams | None, options: ChatOptions) -> pb.ChatRequest:
+    """A conversation to answer."""
+    return pb.ChatRequest(messages=messages, sampling_params=sampling, **options)
+
+
+def embed(
+    inputs: Sequence[Prompt], dimensions: int | None, normalize: bool | None, options: CallOptions
+) -> pb.EmbedRequest:
+    """Inputs to embed."""
+    params = PoolingParams(dimensions=dimensions, normalize=normalize)
+    return pb.EmbedRequest(inputs=map(_input, inputs), pooling_params=params, **options)
+
+
+def classify(inputs: Sequence[Prompt], use_activation: bool | None, options: CallOptions) -> pb.ClassifyRequest:
+    """Inputs to classify."""
+    params = PoolingParams(use_activation=use_activation)
+    return pb.ClassifyRequest(inputs=map(_input, inputs), pooling_params=params, **options)
+
+
+def score(query: Prompt, documents: Sequence[Prompt], options: CallOptions) -> pb.ScoreRequest:
+    """A query and what it is compared with."""
+    return pb.ScoreRequest(query=_input(query), documents=map(_input, documents), **options)
+
+
+def _input(given: Prompt) -> pb.PoolingInput:
+    if isinstance(given, str):
+        return pb.PoolingInput(text=given)
+    return pb.PoolingInput(token_ids=pb.TokenIds(ids=given))
