@@ -12,7 +12,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock_enginecore.experts.loading import ExpertShare
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import first_line
+from penstock_enginecore.models.loader import first_line, weights_progress
 from penstock_enginecore.models.quantization.weights import open_tensors
 
 
@@ -40,7 +40,7 @@ class ExpertReader:
             for name, weight in whole.items():
                 room = weight.new_empty(len(experts), *weight.shape[1:])
                 setattr(module, name, torch.nn.Parameter(room, requires_grad=False))
-            with open_tensors(self._directory) as stored:
+            with open_tensors(self._directory) as stored, weights_progress(_untold, size=""):
                 tensors = self._share.experts_of(layer, experts, stored)
                 convert_and_load_state_dict_in_model(self._skeleton, tensors, self._config)
             read = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
@@ -56,3 +56,7 @@ class ExpertReader:
     def _say(self, layer: int, experts: Sequence[int]) -> str:
         numbers = ", ".join(map(str, experts))
         return f"model.path {str(self._directory)!r}: experts {numbers} of {self._share.names[layer]}"
+
+
+def _untold(_: str) -> None:
+    """Reading some experts takes moments; transformers would draw a bar in the log for each."""
