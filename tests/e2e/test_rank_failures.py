@@ -102,6 +102,7 @@ async def ranks(model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathF
         lease_seconds=2,
         frontend_flags=flags,
         data_parallel__size=RANKS,
+        expert_parallel__enabled="true",
         plugins=f'["{NAME}"]',
     )
     found = installed(directory / "plugin", NAME, "tests.fakes.engines.rank_faults")

@@ -19,12 +19,17 @@ Serving = Literal[
     "in an exchange",
     "agreed",
     "before the forward pass",
+    "before the first dispatch",
+    "before the first combine",
+    "before the last dispatch",
+    "before the last combine",
     "before sampling",
     "sampled",
     "before outputs",
 ]
 SERVING: tuple[Serving, ...] = get_args(Serving)
-"""Of each step. in an exchange: the others have this rank's row. agreed: they are about to compute. sampled: nobody knows it yet.
+"""Of each step. in an exchange: the others have this rank's row. agreed: they are about to compute. dispatch, combine: tokens
+go to experts, and what those made of them goes back; of the first and of the last layer. sampled: nobody knows it yet.
 before outputs: they have left the loop, and not the process.
 """
 Changing = Literal["preparing", "prepared", "switching", "opening"]
@@ -62,6 +67,7 @@ def _watch_steps(faults: Faults) -> None:
     wrap(Peer, "go_on", after=lambda *_: faults.at("in an exchange") if entered[0] else None)
     wrap(GroupDriver, "step", before=lambda *_: faults.at("agreed"))
     wrap(GenerationRunner, "execute", before=lambda *_: faults.at("before the forward pass"))
+    _watch_experts(faults)
     wrap(
         GenerationRunner,
         "sample",
@@ -69,6 +75,21 @@ def _watch_steps(faults: Faults) -> None:
         after=lambda *_: faults.at("sampled"),
     )
     wrap(BusyLoop, "_emit", before=lambda _, frames: faults.at("before outputs") if frames else None)
+
+
+def _watch_experts(faults: Faults) -> None:
+    from penstock_enginecore.experts.layer import DispatchedExperts
+
+    layers: set[int] = set()
+
+    def at(experts: DispatchedExperts, what: str) -> None:
+        for which, layer in (("first", min(layers)), ("last", max(layers))):
+            if experts.layer == layer:
+                faults.at(f"before the {which} {what}")
+
+    wrap(DispatchedExperts, "hold", after=lambda experts, _: layers.add(experts.layer))
+    wrap(DispatchedExperts, "_dispatch", before=lambda experts, *_: at(experts, "dispatch"))
+    wrap(DispatchedExperts, "_compute", after=lambda experts, *_: at(experts, "combine"))
 
 
 def _watch_changes(faults: Faults) -> None:
