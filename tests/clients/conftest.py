@@ -44,7 +44,5 @@ def client(request: pytest.FixtureRequest) -> Client:
 @pytest.fixture
 async def server() -> AsyncIterator[FakeInference]:
     """A public API without a model."""
-    fake = FakeInference()
-    await fake.start()
-    yield fake
-    await fake.stop()
+    async with FakeInference() as fake:
+        yield fake

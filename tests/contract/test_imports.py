@@ -102,6 +102,16 @@ def test_common_imports_no_service() -> None:
     assert offenders(modules("penstock_common"), *SERVICE_PACKAGES, "penstock_local", "torch", "transformers") == []
 
 
+def test_the_client_needs_nothing_else_of_the_project() -> None:
+    others = SERVICE_PACKAGES | {"penstock_common", "penstock_local"}
+    assert offenders(modules("penstock_client"), *others, "google.rpc") == []
+
+
+def test_the_clients_modules_do_not_import_the_package_that_gathers_them() -> None:
+    inside = (path for path in modules("penstock_client") if path.name != "__init__.py")
+    assert [str(path) for path in inside if "penstock_client" in imported(path)] == []
+
+
 @pytest.mark.parametrize("package", sorted(SERVICE_PACKAGES | {"penstock_common", "penstock_local"}))
 def test_kubernetes_is_imported_in_the_coordinators_one_module_alone(package: str) -> None:
     elsewhere = (path for path in modules(package) if not str(path).endswith("penstock_coordinator/kubernetes/api.py"))

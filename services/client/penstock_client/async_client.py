@@ -8,43 +8,51 @@ import grpc
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_client import requests, results
-from penstock_client.connection import Connection, Keepalive, Tls
+from penstock_client.base import BaseClient
+from penstock_client.connection import Connection
 from penstock_client.errors import of_call
-from penstock_client.requests import CallOptions, ChatOptions, GenerateOptions, Prompt
-from penstock_client.results import ChatOutput, Classes, Embeddings, Output, Scores
+from penstock_client.requests import (
+    CallOptions,
+    ChatOptions,
+    GenerateOptions,
+    Prompt,
+    chat_request,
+    classify_request,
+    embed_request,
+    generate_request,
+    score_request,
+    whole,
+)
+from penstock_client.results import (
+    ChatOutput,
+    Classes,
+    Embeddings,
+    Output,
+    Scores,
+    read_chat_output,
+    read_classes,
+    read_embeddings,
+    read_output,
+    read_scores,
+)
 from penstock_client.streams import AsyncStream
 
 if TYPE_CHECKING:  # the class is there for type checkers alone: at run time both kinds of channel take the same
     from penstock.inference.v1.service_pb2_grpc import InferenceServiceAsyncStub
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Client for asyncio: made inside the event loop that its calls run in. Use as an async context manager, or ``close`` it.
 
     Arguments, results and errors are Client's. Cancelling the task that waits for a call ends the work in the engine.
     """
 
-    def __init__(
-        self,
-        address: str = "localhost:50051",
-        *,
-        key: str = "",
-        tls: Tls | None = None,
-        timeout: float | None = None,
-        keepalive: Keepalive | None = None,
-        options: Sequence[tuple[str, str | int]] = (),
-    ) -> None:
-        """As those of Client. Raises ValueError and OSError."""
-        self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
-        self._channel = self._connection.aio_channel()
-        self.stub: InferenceServiceAsyncStub = service_pb2_grpc.InferenceServiceStub(self._channel)
-        """For what has no method here, such as GenerateSession; give it ``metadata``."""
+    stub: "InferenceServiceAsyncStub"
+    """For what has no method here, such as GenerateSession; give it ``metadata``."""
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What calls of ``stub`` need to show the key."""
-        return self._connection.metadata
+    def _open(self, connection: Connection) -> None:
+        self._channel = connection.aio_channel()
+        self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:
         """End the connections, and the calls that still run."""
@@ -65,7 +73,7 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
         """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
-        stream = self.stream(prompt, requests.whole(sampling), timeout=timeout, **options)
+        stream = self.stream(prompt, whole(sampling), timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
     def stream(
@@ -77,9 +85,9 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream[pb.GenerateResponse, Output]:
         """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
-        request = requests.generate(prompt, sampling, options)
+        request = generate_request(prompt, sampling, options)
         call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        return AsyncStream(call, results.output)
+        return AsyncStream(call, read_output)
 
     async def chat(
         self,
@@ -90,7 +98,7 @@ class AsyncClient:
         **options: Unpack[ChatOptions],
     ) -> list[ChatOutput]:
         """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
-        stream = self.stream_chat(messages, requests.whole(sampling), timeout=timeout, **options)
+        stream = self.stream_chat(messages, whole(sampling), timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
     def stream_chat(
@@ -102,9 +110,9 @@ class AsyncClient:
         **options: Unpack[ChatOptions],
     ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
         """The same, piece by piece. Leaving the iterator ends the work in the engine."""
-        request = requests.chat(messages, sampling, options)
+        request = chat_request(messages, sampling, options)
         call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        return AsyncStream(call, results.chat_output)
+        return AsyncStream(call, read_chat_output)
 
     async def embed(
         self,
@@ -116,8 +124,8 @@ class AsyncClient:
         **options: Unpack[CallOptions],
     ) -> Embeddings:
         """One vector for each text, or list of token ids."""
-        request = requests.embed(inputs, dimensions, normalize, options)
-        return results.embeddings(await self._call(self.stub.Embed, request, timeout))
+        request = embed_request(inputs, dimensions, normalize, options)
+        return read_embeddings(await self._call(self.stub.Embed, request, timeout))
 
     async def classify(
         self,
@@ -128,8 +136,8 @@ class AsyncClient:
         **options: Unpack[CallOptions],
     ) -> list[Classes]:
         """The classes of each input."""
-        request = requests.classify(inputs, use_activation, options)
-        return results.classes(await self._call(self.stub.Classify, request, timeout))
+        request = classify_request(inputs, use_activation, options)
+        return read_classes(await self._call(self.stub.Classify, request, timeout))
 
     async def score(
         self,
@@ -140,7 +148,7 @@ class AsyncClient:
         **options: Unpack[CallOptions],
     ) -> Scores:
         """How like the query each document is."""
-        return results.scores(await self._call(self.stub.Score, requests.score(query, documents, options), timeout))
+        return read_scores(await self._call(self.stub.Score, score_request(query, documents, options), timeout))
 
     async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
         """The token ids of a text, special tokens among them."""

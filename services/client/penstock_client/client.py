@@ -8,15 +8,37 @@ import grpc
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
-from penstock_client import requests, results
-from penstock_client.connection import Connection, Keepalive, Tls
+from penstock_client.base import BaseClient
+from penstock_client.connection import Connection
 from penstock_client.errors import of_call
-from penstock_client.requests import CallOptions, ChatOptions, GenerateOptions, Prompt
-from penstock_client.results import ChatOutput, Classes, Embeddings, Output, Scores
+from penstock_client.requests import (
+    CallOptions,
+    ChatOptions,
+    GenerateOptions,
+    Prompt,
+    chat_request,
+    classify_request,
+    embed_request,
+    generate_request,
+    score_request,
+    whole,
+)
+from penstock_client.results import (
+    ChatOutput,
+    Classes,
+    Embeddings,
+    Output,
+    Scores,
+    read_chat_output,
+    read_classes,
+    read_embeddings,
+    read_output,
+    read_scores,
+)
 from penstock_client.streams import Stream
 
 
-class Client:
+class Client(BaseClient):
     """Calls a Penstock server; made for many calls at once, from many threads. Use as a context manager, or ``close`` it.
 
     ``timeout`` of a call is its deadline, in seconds from its start: it covers the queue, every retry and the whole stream.
@@ -24,30 +46,12 @@ class Client:
     Every call raises PenstockError when it has failed, and ValueError for a timeout that is none.
     """
 
-    def __init__(
-        self,
-        address: str = "localhost:50051",
-        *,
-        key: str = "",
-        tls: Tls | None = None,
-        timeout: float | None = None,
-        keepalive: Keepalive | None = None,
-        options: Sequence[tuple[str, str | int]] = (),
-    ) -> None:
-        """``address``: host:port, or ``dns:///host:port`` for all addresses of the name in turn. ``key``: an API key or a token.
-        ``timeout``: of calls that name none; None waits as long as it takes. ``options``: gRPC's own, which win over ours.
+    stub: service_pb2_grpc.InferenceServiceStub
+    """For what has no method here, such as GenerateSession; give it ``metadata``."""
 
-        Raises ValueError, naming what is wrong, and OSError for a file of ``tls`` that cannot be read.
-        """
-        self._connection = Connection(address, key, tls, keepalive or Keepalive(), timeout, options)
-        self._channel = self._connection.channel()
+    def _open(self, connection: Connection) -> None:
+        self._channel = connection.channel()
         self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
-        """For what has no method here, such as GenerateSession; give it ``metadata``."""
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What calls of ``stub`` need to show the key."""
-        return self._connection.metadata
 
     def close(self) -> None:
         """End the connections, and the calls that still run."""
@@ -68,7 +72,7 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
         """Continue a text, or token ids. Returns the ``n`` sequences, each whole."""
-        stream = self.stream(prompt, requests.whole(sampling), timeout=timeout, **options)
+        stream = self.stream(prompt, whole(sampling), timeout=timeout, **options)
         return sorted(stream, key=lambda output: output.index)
 
     def stream(
@@ -80,9 +84,9 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Stream[pb.GenerateResponse, Output]:
         """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
-        request = requests.generate(prompt, sampling, options)
+        request = generate_request(prompt, sampling, options)
         call = self.stub.Generate(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        return Stream(call, results.output)
+        return Stream(call, read_output)
 
     def chat(
         self,
@@ -93,7 +97,7 @@ class Client:
         **options: Unpack[ChatOptions],
     ) -> list[ChatOutput]:
         """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
-        stream = self.stream_chat(messages, requests.whole(sampling), timeout=timeout, **options)
+        stream = self.stream_chat(messages, whole(sampling), timeout=timeout, **options)
         return sorted(stream, key=lambda output: output.index)
 
     def stream_chat(
@@ -105,9 +109,9 @@ class Client:
         **options: Unpack[ChatOptions],
     ) -> Stream[pb.ChatResponse, ChatOutput]:
         """The same, piece by piece. Leaving the iterator ends the work in the engine."""
-        request = requests.chat(messages, sampling, options)
+        request = chat_request(messages, sampling, options)
         call = self.stub.Chat(request, timeout=self._connection.deadline(timeout), metadata=self.metadata)
-        return Stream(call, results.chat_output)
+        return Stream(call, read_chat_output)
 
     def embed(
         self,
@@ -119,8 +123,8 @@ class Client:
         **options: Unpack[CallOptions],
     ) -> Embeddings:
         """One vector for each text, or list of token ids."""
-        request = requests.embed(inputs, dimensions, normalize, options)
-        return results.embeddings(self._call(self.stub.Embed, request, timeout))
+        request = embed_request(inputs, dimensions, normalize, options)
+        return read_embeddings(self._call(self.stub.Embed, request, timeout))
 
     def classify(
         self,
@@ -131,8 +135,8 @@ class Client:
         **options: Unpack[CallOptions],
     ) -> list[Classes]:
         """The classes of each input."""
-        request = requests.classify(inputs, use_activation, options)
-        return results.classes(self._call(self.stub.Classify, request, timeout))
+        request = classify_request(inputs, use_activation, options)
+        return read_classes(self._call(self.stub.Classify, request, timeout))
 
     def score(
         self,
@@ -143,7 +147,7 @@ class Client:
         **options: Unpack[CallOptions],
     ) -> Scores:
         """How like the query each document is."""
-        return results.scores(self._call(self.stub.Score, requests.score(query, documents, options), timeout))
+        return read_scores(self._call(self.stub.Score, score_request(query, documents, options), timeout))
 
     def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
         """The token ids of a text, special tokens among them."""

@@ -46,7 +46,7 @@ def whole(sampling: SamplingParams | None) -> SamplingParams:
     return final
 
 
-def generate(prompt: Prompt, sampling: SamplingParams | None, options: GenerateOptions) -> pb.GenerateRequest:
+def generate_request(prompt: Prompt, sampling: SamplingParams | None, options: GenerateOptions) -> pb.GenerateRequest:
     """A prompt to continue."""
     request = pb.GenerateRequest(sampling_params=sampling, **options)
     if isinstance(prompt, str):
@@ -57,12 +57,14 @@ def generate(prompt: Prompt, sampling: SamplingParams | None, options: GenerateO
     return request
 
 
-def chat(messages: Iterable[pb.ChatMessage], sampling: SamplingParams | None, options: ChatOptions) -> pb.ChatRequest:
+def chat_request(
+    messages: Iterable[pb.ChatMessage], sampling: SamplingParams | None, options: ChatOptions
+) -> pb.ChatRequest:
     """A conversation to answer."""
     return pb.ChatRequest(messages=messages, sampling_params=sampling, **options)
 
 
-def embed(
+def embed_request(
     inputs: Sequence[Prompt], dimensions: int | None, normalize: bool | None, options: CallOptions
 ) -> pb.EmbedRequest:
     """Inputs to embed."""
@@ -70,13 +72,13 @@ def embed(
     return pb.EmbedRequest(inputs=map(_input, inputs), pooling_params=params, **options)
 
 
-def classify(inputs: Sequence[Prompt], use_activation: bool | None, options: CallOptions) -> pb.ClassifyRequest:
+def classify_request(inputs: Sequence[Prompt], use_activation: bool | None, options: CallOptions) -> pb.ClassifyRequest:
     """Inputs to classify."""
     params = PoolingParams(use_activation=use_activation)
     return pb.ClassifyRequest(inputs=map(_input, inputs), pooling_params=params, **options)
 
 
-def score(query: Prompt, documents: Sequence[Prompt], options: CallOptions) -> pb.ScoreRequest:
+def score_request(query: Prompt, documents: Sequence[Prompt], options: CallOptions) -> pb.ScoreRequest:
     """A query and what it is compared with."""
     return pb.ScoreRequest(query=_input(query), documents=map(_input, documents), **options)
 

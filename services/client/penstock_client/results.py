@@ -95,7 +95,7 @@ class Scores:
     usage: Usage
 
 
-def output(message: pb.GenerateResponse) -> Output:
+def read_output(message: pb.GenerateResponse) -> Output:
     """A message of Generate."""
     return Output(
         request_id=message.request_id,
@@ -106,11 +106,11 @@ def output(message: pb.GenerateResponse) -> Output:
         stop_reason=_stop(message.stop_reason),
         logprobs=_logprobs(message.logprobs) if message.HasField("logprobs") else None,
         prompt_logprobs=_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None,
-        usage=usage(message.usage) if message.finish_reason else None,
+        usage=read_usage(message.usage) if message.finish_reason else None,
     )
 
 
-def chat_output(message: pb.ChatResponse) -> ChatOutput:
+def read_chat_output(message: pb.ChatResponse) -> ChatOutput:
     """A message of Chat."""
     return ChatOutput(
         request_id=message.request_id,
@@ -122,28 +122,28 @@ def chat_output(message: pb.ChatResponse) -> ChatOutput:
         finish_reason=_finish(message.finish_reason),
         stop_reason=_stop(message.stop_reason),
         logprobs=_logprobs(message.logprobs) if message.HasField("logprobs") else None,
-        usage=usage(message.usage) if message.finish_reason else None,
+        usage=read_usage(message.usage) if message.finish_reason else None,
     )
 
 
-def usage(message: UsageMessage) -> Usage:
+def read_usage(message: UsageMessage) -> Usage:
     """Token counts."""
     return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
 
 
-def embeddings(message: pb.EmbedResponse) -> Embeddings:
+def read_embeddings(message: pb.EmbedResponse) -> Embeddings:
     """Vectors of the inputs."""
-    return Embeddings([_floats(each) for each in message.embeddings], usage(message.usage))
+    return Embeddings([_floats(each) for each in message.embeddings], read_usage(message.usage))
 
 
-def classes(message: pb.ClassifyResponse) -> list[Classes]:
+def read_classes(message: pb.ClassifyResponse) -> list[Classes]:
     """Classes of the inputs."""
     return [Classes(list(each.probabilities), each.label) for each in message.scores]
 
 
-def scores(message: pb.ScoreResponse) -> Scores:
+def read_scores(message: pb.ScoreResponse) -> Scores:
     """Scores of the documents."""
-    return Scores(list(message.scores), usage(message.usage))
+    return Scores(list(message.scores), read_usage(message.usage))
 
 
 def _finish(reason: FinishReason.ValueType) -> str | None:

@@ -11,7 +11,7 @@ of the conversation; a word that is THINK puts those after it, up to the next TH
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -97,6 +97,13 @@ class FakeInference:
             "ListModels": list_models,
         }
         self._server.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def start(self) -> None:
         """Serve, and know the address."""

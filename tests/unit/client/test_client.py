@@ -27,10 +27,8 @@ from tests.fakes.patience import PATIENCE
 
 @pytest.fixture
 async def server() -> AsyncIterator[FakeInference]:
-    fake = FakeInference()
-    await fake.start()
-    yield fake
-    await fake.stop()
+    async with FakeInference() as fake:
+        yield fake
 
 
 @pytest.fixture
@@ -137,18 +135,14 @@ async def test_a_connection_that_ended_is_made_again(server: FakeInference) -> N
 
 async def test_a_connection_is_encrypted_and_shows_the_key(tmp_path: Path) -> None:
     identity = Authority().issue("localhost")
-    fake = FakeInference(tls=(identity.key, identity.certificate))
-    await fake.start()
     ca = identity.write(tmp_path / "right").ca
     other = Authority().issue("localhost").write(tmp_path / "wrong").ca
-    try:
+    async with FakeInference(tls=(identity.key, identity.certificate)) as fake:
         async with AsyncClient(fake.address, tls=Tls(ca=ca), key="sesame", timeout=PATIENCE) as client:
             assert (await client.generate("hello"))[0].finish_reason == "stop"
         async with AsyncClient(fake.address, tls=Tls(ca=other), timeout=PATIENCE) as stranger:
             with pytest.raises(Unavailable):
                 await stranger.generate("hello")
-    finally:
-        await fake.stop()
     assert fake.keys == ["Bearer sesame"]
 
 
