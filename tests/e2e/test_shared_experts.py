@@ -4,9 +4,7 @@ Runs with ``PENSTOCK_GROUP_KILLS=N`` (make group-kills), which kills N ranks.
 """
 
 import asyncio
-import os
 import random
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from penstock.admin.v1 import service_pb2_grpc as admin_rpc
 from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.rpc.channel import make_channel
+from tests.e2e.test_data_parallel import KILLS, Expected, metric
 from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
@@ -25,7 +24,6 @@ from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import Cluster, read
 
 COUNT, STREAMS, EXPERTS, FEWEST = 60, 6, 8, 2
-KILLS = int(os.environ.get("PENSTOCK_GROUP_KILLS", "0"))
 CHANGES = {"num_experts": EXPERTS}
 SHARED = {
     "data_parallel__min_size": FEWEST,
@@ -34,7 +32,6 @@ SHARED = {
     "expert_parallel__window": 20,
     "expert_parallel__move_bytes_per_step": 1,
 }
-Expected = list[list[int]]
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -82,25 +79,17 @@ async def ask(cluster: Cluster, index: int, rank: int | None = None) -> list[int
     return (await read(cluster.stub.Generate(request))).token_ids
 
 
-def metric(engine: Service, name: str) -> float:
-    """The engine's value of a metric that has one series; NaN of one that does not run."""
+def is_member(engine: Service, size: int) -> bool:
+    """Whether it is in a group of this size. One that has left a group knows its size and is suspended."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{engine.metrics_port}/metrics") as response:
-            lines = response.read().decode().splitlines()
+        return metric(engine, "penstock:group_ranks") == size and not metric(engine, "penstock:group_suspended")
     except OSError:
-        return float("nan")
-    return float(next(line for line in lines if line.startswith(f"{name}{{")).rpartition(" ")[2])
+        return False  # it does not listen yet, or any more
 
 
 def ranks(cluster: Cluster, size: int) -> list[Service]:
-    """The engines that are in a group of this size. One that has left it knows its size and is suspended."""
-    return [
-        engine
-        for engine in cluster.engines
-        if engine.alive
-        and metric(engine, "penstock:group_ranks") == size
-        and not metric(engine, "penstock:group_suspended")
-    ]
+    """The engines that are in a group of this size."""
+    return [engine for engine in cluster.engines if engine.alive and is_member(engine, size)]
 
 
 async def group_has(cluster: Cluster, size: int) -> None:

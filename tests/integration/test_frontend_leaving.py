@@ -26,7 +26,6 @@ from tests.fakes.network.tcp_proxy import TcpProxy
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import Service
 
-ROOT = Path(__file__).parents[2]
 VOCAB = byte_level().get_vocab_size()
 TOKENS = 24
 AGE = 0.5
