@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+from collections.abc import Collection
 
 from penstock_common.errors import ConfigError
 
@@ -11,8 +12,8 @@ LOOPBACK = "127.0.0.1"
 _INTERNAL_PORTS = range(20_000, 32_000)
 
 
-def free_ports(count: int) -> list[int]:
-    """``count`` different ports that nothing listens on, on the loopback interface.
+def free_ports(count: int, *, but: Collection[int] = ()) -> list[int]:
+    """``count`` different ports of the loopback interface that nothing listens on, none of them in ``but``.
 
     They come from below the range that Linux gives to outgoing connections (32768 and up), any of which could otherwise
     take one before the service it is meant for listens on it.
@@ -21,7 +22,7 @@ def free_ports(count: int) -> list[int]:
     for port in random.sample(_INTERNAL_PORTS, len(_INTERNAL_PORTS)):
         if len(ports) == count:
             break
-        if why_taken(LOOPBACK, port) is None:
+        if port not in but and why_taken(LOOPBACK, port) is None:
             ports.append(port)
     return ports
 

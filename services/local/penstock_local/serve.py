@@ -44,14 +44,16 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
     gpus = visible_gpus(os.environ)
     check(options, gpus=gpus, memory=host_memory())
     request = StopRequest()
-    specs = plan(options, internal_ports=free_ports(num_internal_ports(options)), cores=usable_cores(), gpus=gpus)
+    given = {port for _, port in options.all_ports}
+    internal_ports = free_ports(num_internal_ports(options), but=given)
+    specs = plan(options, internal_ports=internal_ports, cores=usable_cores(), gpus=gpus)
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
     coordinator = specs[0].address
     threads = options.threads_per_engine or max(1, usable_cores() // options.num_engines)
 
     def one_more(number: int) -> ProcessSpec:
-        return engine_spec(options, number, free_ports(1)[0], coordinator, threads=threads)
+        return engine_spec(options, number, free_ports(1, but=given)[0], coordinator, threads=threads)
 
     async def when_ready() -> None:
         async with InferenceClient(options.client_address) as client:

@@ -6,14 +6,21 @@ import socket
 import pytest
 
 from penstock_common.errors import ConfigError
+from penstock_local import ports
 from penstock_local.ports import check_free, free_ports
 
 
 def test_free_ports_differ_and_can_be_listened_on() -> None:
-    ports = free_ports(8)
-    assert len(set(ports)) == 8
-    for port in ports:
+    found = free_ports(8)
+    assert len(set(found)) == 8
+    for port in found:
         check_free("127.0.0.1", port, flag="--grpc-port")
+
+
+def test_ports_that_are_spoken_for_are_not_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_INTERNAL_PORTS", range(20_000, 20_004))
+    monkeypatch.setattr(ports, "why_taken", lambda host, port: None)
+    assert sorted(free_ports(9, but={20_001, 20_003})) == [20_000, 20_002]
 
 
 @pytest.mark.parametrize("held", ["127.0.0.1", "0.0.0.0"])
