@@ -31,8 +31,11 @@ class Peer:
         """Send and receive what can be now; whether that was all. Raises OSError where the connection failed, CollectiveBroken
         where it was closed, or the peer is in another collective.
         """
-        with contextlib.suppress(BlockingIOError):
-            self._send()
+        try:
+            with contextlib.suppress(BlockingIOError):
+                self._send()
+        except BrokenPipeError as e:  # as reading would find; which comes first is chance
+            raise self._closed() from e
         with contextlib.suppress(BlockingIOError):
             self._receive()
         return not self._outgoing and not self._missing_header and not self._incoming
@@ -70,8 +73,11 @@ class Peer:
     def _read(self, into: memoryview) -> int:
         count = self._connection.recv_into(into)
         if not count:
-            raise CollectiveBroken(f"rank {self.rank} has closed its connection")
+            raise self._closed()
         return count
+
+    def _closed(self) -> CollectiveBroken:
+        return CollectiveBroken(f"rank {self.rank} has closed its connection")
 
     def _check(self) -> None:
         found = _HEADER.unpack(self._header)

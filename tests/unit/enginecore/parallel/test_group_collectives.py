@@ -18,6 +18,7 @@ from penstock_common import addresses
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
+from penstock_enginecore.parallel.peer import EXCHANGE, Peer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 from tests.fakes.engines.thread_group import thread_group
 from tests.fakes.patience import PATIENCE
@@ -248,6 +249,15 @@ def test_a_killed_rank_breaks_the_collective(other: tuple[SocketCollectives, Any
     with pytest.raises(CollectiveBroken, match=r"of group processes broke off"):
         for _ in range(100):
             group.exchange(b"row")
+
+
+def test_a_closed_connection_is_named_where_writing_finds_it_as_well() -> None:
+    own, theirs = socket.socketpair()
+    theirs.close()
+    peer = Peer(1, own)
+    peer.begin(EXCHANGE, 1, memoryview(b"row"), memoryview(bytearray(3)))
+    with own, pytest.raises(CollectiveBroken, match="rank 1 has closed its connection"):
+        peer.go_on()
 
 
 def test_a_stopped_rank_is_waited_for_until_the_group_is_given_up(
