@@ -1,6 +1,7 @@
 """Sends requests over gRPC and HTTP, to whichever frontend takes them, and writes down what comes."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import uuid
@@ -194,7 +195,8 @@ async def _in_session(
     call = stub.GenerateSession(timeout=seconds)
     try:
         await call.write(pb.GenerateSessionRequest(generate=own))
-        await call.done_writing()
+        with contextlib.suppress(grpc.aio.InternalError):  # the call is over: reading says why
+            await call.done_writing()
         async for response in call:
             if response.HasField("error"):
                 outcome.error, outcome.message = response.error.error.code, response.error.error.message

@@ -173,7 +173,8 @@ class CoordinatorClient:
     async def _leave(self, call: Session, reader: asyncio.Task[None]) -> None:
         """Say goodbye, and wait for the coordinator to have read it."""
         await call.write(pb.EngineReport(notification=pb.NOTIFICATION_SHUTDOWN_COMPLETE))
-        await call.done_writing()
+        with contextlib.suppress(grpc.aio.InternalError):  # the stream is over: the reader knows why
+            await call.done_writing()
         await asyncio.wait({reader})
 
     async def _read(self, call: Session) -> None:
