@@ -45,7 +45,7 @@ console = Console()
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A load on a model: see ``Load``."""
+    """A load on a model: see ``Load``. ``shared``: of ``input_len``, the tokens that all prompts begin with."""
 
     model: str
     streams: int
@@ -53,12 +53,14 @@ class Row(msgspec.Struct, frozen=True):
     input_len: int
     output_len: int
     grpc: bool = False
+    shared: int = 0
 
     @property
     def name(self) -> str:
         """As the table says it."""
         way = "gRPC" if self.grpc else "HTTP"
-        return f"{self.model}, {way}, {self.streams} streams, {self.input_len} in, {self.output_len} out"
+        shared = f" ({self.shared} shared)" if self.shared else ""
+        return f"{self.model}, {way}, {self.streams} streams, {self.input_len} in{shared}, {self.output_len} out"
 
 
 ROWS = (
@@ -67,6 +69,11 @@ ROWS = (
     Row("100M", 16, 48, 128, 64),
     Row("100M", 32, 64, 64, 64),
     Row("100M", 1, 4, 1024, 8),
+    Row("100M", 1, 6, 96, 48),
+    Row("100M", 6, 18, 200, 40),
+    Row("100M", 24, 48, 80, 56),
+    Row("100M", 1, 4, 1500, 8),
+    Row("100M", 4, 16, 544, 16, shared=512),
     Row("13M", 1, 10, 64, 128),
     Row("13M", 16, 80, 128, 128),
     Row("13M", 64, 192, 128, 128),
@@ -139,11 +146,16 @@ class Server:
 
 
 class Bench:
-    """``peer``: the folder with vLLM's environment; ``work``: for models, logs and results."""
+    """``peer``: the folder with vLLM's environment; ``work``: for models, logs and results. ``dtype``: both servers'.
+    ``every_core``: vLLM computes on all processors and schedules asynchronously, as its users tune it; else as it comes, which
+    keeps a processor for its front end.
+    """
 
-    def __init__(self, peer: Path, work: Path) -> None:
+    def __init__(self, peer: Path, work: Path, dtype: str = "float32", *, every_core: bool = False) -> None:
         self._peer = peer
         self._work = work
+        self._dtype = dtype
+        self._every_core = every_core
 
     def model(self, size: str) -> Path:
         """The checkpoint, made if it is not there."""
@@ -154,18 +166,21 @@ class Bench:
         return directory
 
     def vllm(self, size: str, port: int, *, over_grpc: bool) -> Server:
-        """vLLM's CPU server as it comes, float32, 2 GiB of KV cache."""
+        """vLLM's CPU server, 2 GiB of KV cache."""
         command = [str(self._peer / "venv/bin/vllm"), "serve", str(self.model(size)), "--port", str(port)]
-        command += ["--dtype", "float32", "--max-model-len", "2048", "--served-model-name", "m"]
+        command += ["--dtype", self._dtype, "--max-model-len", "2048", "--served-model-name", "m"]
         command += ["--grpc"] if over_grpc else []
         env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        if self._every_core:
+            command += ["--async-scheduling"]
+            env["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
         return Server("vLLM", command, env, self._work / f"vllm-{size}-{port}.log")
 
     def penstock(self, size: str, http_port: int, grpc_port: int) -> Server:
         """Coordinator, one engine and a frontend as ``penstock serve`` starts them."""
         command = [sys.executable, "-m", "penstock_local", "serve", str(self.model(size)), "--served-model-name", "m"]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--admin-port", str(free_port())]
-        command += ["--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory", KV_CACHE]
+        command += ["--dtype", self._dtype, "--max-model-len", "2048", "--kv-cache-memory", KV_CACHE]
         return Server("Penstock", command, {}, self._work / f"penstock-{size}-{grpc_port}.log")
 
     def run(self, row: Row, port: int, seed: int) -> Measured:
@@ -190,8 +205,9 @@ class Bench:
         with tempfile.TemporaryDirectory(dir=self._work) as folder:
             command = [str(self._peer / "venv/bin/vllm"), "bench", "serve", "--backend", "openai", "--model", "m"]
             command += ["--base-url", f"http://127.0.0.1:{port}", "--tokenizer", str(self.model(row.model))]
-            command += ["--dataset-name", "random", "--random-input-len", str(row.input_len), "--ignore-eos"]
-            command += ["--random-output-len", str(row.output_len), "--num-prompts", str(row.requests)]
+            command += ["--dataset-name", "random", "--random-input-len", str(row.input_len - row.shared)]
+            command += ["--random-prefix-len", str(row.shared)] if row.shared else []
+            command += ["--ignore-eos", "--random-output-len", str(row.output_len), "--num-prompts", str(row.requests)]
             command += ["--max-concurrency", str(row.streams), "--seed", str(seed), "--disable-tqdm"]
             command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT, check=False)
@@ -303,12 +319,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="folder whose venv/ holds vLLM's CPU build")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="for models, logs and results")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="both servers'")
+    parser.add_argument(
+        "--peer-threads",
+        choices=("default", "all"),
+        default="default",
+        help="all: vLLM bound to every processor, with asynchronous scheduling; default: as it comes",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up")
     parser.add_argument("--only", default="", help="rows whose name contains this, e.g. '13M, gRPC'")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args.peer.resolve(), args.work.resolve())
+    bench = Bench(args.peer.resolve(), args.work.resolve(), args.dtype, every_core=args.peer_threads == "all")
     groups: dict[tuple[str, bool], list[Row]] = defaultdict(list)
     for row in ROWS:
         if args.only in row.name:

@@ -9,11 +9,14 @@ from penstock_common.config.command_line import from_command_line
 from penstock_common.config_file import ConfigFile
 from penstock_common.errors import ConfigError, RequestFailed
 from penstock_enginecore.app import run
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import DataParallelConfig, EngineCoreConfig
+from penstock_enginecore.core.data_parallel.links import Meets
 from penstock_enginecore.core.step_recovery import EngineDeadError
+from penstock_enginecore.executor.factory import make_executor
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.structured_output.children import Children
+from penstock_enginecore.structured_output.factory import make_grammar_backend
 
 WORKER = "worker"
 """The word with which a process is a node beside an engine."""
@@ -46,12 +49,14 @@ def _be_an_engine() -> None:
     children = Children(config_file.running.structured_output)
     use_few_arenas()
     children.start_early()  # they import what they need beside this process
-    # torch is imported here, after flags are checked
-    from penstock_enginecore.executor.factory import make_executor
-    from penstock_enginecore.parallel.group_link import SocketLinks
-    from penstock_enginecore.structured_output.factory import make_grammar_backend
+    run(config_file, make_executor, partial(make_grammar_backend, children=children), _make_meets)
 
-    run(config_file, make_executor, partial(make_grammar_backend, children=children), SocketLinks)
+
+def _make_meets(config: DataParallelConfig, rank: str) -> Meets:
+    """Imports torch, as the other factories do when they are called: the port answers by then."""
+    from penstock_enginecore.parallel.group_link import SocketLinks
+
+    return SocketLinks(config, rank)
 
 
 def _be_a_node() -> None:
