@@ -81,6 +81,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     body, more = b"", True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":  # the batch was killed while it sent this
+            return
         body, more = body + message.get("body", b""), message.get("more_body", False)
     answer = {"choices": [{"text": answer_of(json.loads(body)["prompt"])}]}
     headers = [(b"content-type", b"application/json")]
