@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from tests.fakes.network.ports import free_port
+
 
 class TcpProxy:
     """Passes bytes between those who connect to ``port`` and 127.0.0.1:``target``, or what ``target()`` says for each.
@@ -13,7 +15,7 @@ class TcpProxy:
     """
 
     def __init__(self, target: int | Callable[[], int]) -> None:
-        self.port = 0
+        self.port = free_port()
         self.delay = 0.0
         self._target = target
         self._plugged = asyncio.Event()
@@ -22,9 +24,8 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen, on a free port; again on the same one after ``refuse``."""
+        """Listen, also again after ``refuse``."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
         """Reset every connection."""

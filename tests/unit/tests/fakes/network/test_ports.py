@@ -1,15 +1,14 @@
 """Ports that tests give to services."""
 
-import itertools
 import socket
+import subprocess
+import sys
 
-from tests.fakes.network.ports import free_port, lane
+import pytest
 
+from tests.fakes.network.ports import free_port, take
 
-def test_processes_that_run_tests_at_once_share_no_port() -> None:
-    lanes = [set(lane(f"gw{number}")) for number in range(16)]
-    assert all(a.isdisjoint(b) for a, b in itertools.combinations(lanes, 2))
-    assert lane("") == lane("gw0")
+TAKES = "import sys; from tests.fakes.network.ports import take; print([take(int(port)) for port in sys.argv[1:]])"
 
 
 def test_a_port_is_free_is_none_of_those_of_connections_and_is_given_once() -> None:
@@ -21,10 +20,15 @@ def test_a_port_is_free_is_none_of_those_of_connections_and_is_given_once() -> N
             pass
 
 
-def test_a_port_that_somebody_listens_on_is_not_given() -> None:
-    given = set()
-    first = free_port()
-    with socket.create_server(("127.0.0.1", first)):
-        while (port := free_port()) not in given:
-            given.add(port)
-    assert first not in given
+def test_a_port_whose_service_is_down_is_no_other_processs() -> None:
+    port = free_port()
+    told = subprocess.run([sys.executable, "-c", TAKES, str(port), "1"], check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == "[False, True]"
+    assert take(port)
+
+
+def test_a_port_that_somebody_listens_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        used, free = listener.getsockname()[1], free_port()
+        monkeypatch.setattr("tests.fakes.network.ports._untried", iter([used, free]))
+        assert free_port() == free
