@@ -51,6 +51,7 @@ COMMANDS_NOT_RUN = {
     "penstock serve MODEL": "MODEL is the reader's",
     "penstock scale": "needs a cluster, which tests/integration/test_scale.py has",
     "penstock bench --rate 10 --duration 60": "takes a minute",
+    "penstock bench --dataset sharegpt": "the file is the reader's",
     "penstock bench --prompts prompts.jsonl": "the file is the reader's",
     "penstock batch requests.jsonl": "the file is the reader's, tests/integration/test_batch.py has one",
     "penstock serve examples/demo_model/penstock-tiny &": "has the ports that the page's other commands ask",

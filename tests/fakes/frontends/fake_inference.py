@@ -6,7 +6,8 @@ Some words are special: at HOLD the stream stands still until the call ends, at 
 prompt that is BUSY is refused with a delay after which to retry, and the first call with a prompt that has FLAKY in it is
 UNAVAILABLE. What a real frontend validates and a client may want to see is validated: the temperature.
 ``GenerateSession`` does the same for each of its requests, and ends one by its id. ``Chat`` does the same with the last message
-of the conversation; a word that is THINK puts those after it, up to the next THINK, into the reasoning.
+of the conversation; a word that is THINK puts those after it, up to the next THINK, into the reasoning. For ``Tokenize`` a
+word is a token.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeInference:
-    """Serves ``Generate``, ``Chat`` and ``ListModels`` for real, on a free loopback port, between ``start`` and ``stop``.
+    """Serves its calls for real, on a free loopback port, between ``start`` and ``stop``.
 
     ``address`` is its host:port. ``requests`` holds what was asked, oldest first, ``keys`` the ``authorization`` of each, and
     ``tls`` is the pair of private key and certificate (PEM) of a server that encrypts. ``abandoned`` is set when a stream
@@ -85,6 +86,11 @@ class FakeInference:
             request_deserializer=messages_pb2.ListModelsRequest.FromString,
             response_serializer=messages_pb2.ListModelsResponse.SerializeToString,
         )
+        tokenize = grpc.unary_unary_rpc_method_handler(
+            self._tokenize,
+            request_deserializer=messages_pb2.TokenizeRequest.FromString,
+            response_serializer=messages_pb2.TokenizeResponse.SerializeToString,
+        )
         session = grpc.stream_stream_rpc_method_handler(
             self._session,
             request_deserializer=messages_pb2.GenerateSessionRequest.FromString,
@@ -94,6 +100,7 @@ class FakeInference:
             "Generate": generate,
             "GenerateSession": session,
             "Chat": chat,
+            "Tokenize": tokenize,
             "ListModels": list_models,
         }
         self._server.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
@@ -230,6 +237,9 @@ class FakeInference:
         except (asyncio.CancelledError, GeneratorExit):  # while it waits, or while a message is being sent
             self.abandoned.set()
             raise
+
+    async def _tokenize(self, request: messages_pb2.TokenizeRequest, context: Context) -> messages_pb2.TokenizeResponse:
+        return messages_pb2.TokenizeResponse(token_ids=range(len(request.text.split())))
 
     async def _list_models(
         self, request: messages_pb2.ListModelsRequest, context: Context

@@ -21,7 +21,7 @@ def add_bench(commands: Any) -> None:
     parser.set_defaults(run=_run_bench)
     flags.add_server(parser)
     _add_load(parser)
-    _add_prompts(parser)
+    _add_dataset(parser)
     flags.add_choice(parser)
     _add_output(parser)
 
@@ -33,10 +33,13 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     flags.add_options(load, BenchOptions, requests="N", duration="SECONDS", warmup="N", timeout="SECONDS", channels="N")
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    prompts = parser.add_argument_group("prompts")
-    lengths = {"input_len": "N|LOW:HIGH", "output_len": "N|LOW:HIGH", "shared_prefix_len": "N"}
-    flags.add_options(prompts, BenchOptions, prompts="FILE", **lengths, end_at_eos="", bench_seed="S")
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts and outputs")
+    flags.add_options(group, BenchOptions, dataset="", dataset_path="FILE", prompts="FILE")
+    flags.add_options(group, BenchOptions, input_len="N|LOW:HIGH", output_len="N|LOW:HIGH", shared_prefix_len="N")
+    flags.add_options(group, BenchOptions, prefix_repetition_prefix_len="N", prefix_repetition_suffix_len="N")
+    flags.add_options(group, BenchOptions, prefix_repetition_num_prefixes="N", prefix_repetition_output_len="N")
+    flags.add_options(group, BenchOptions, num_schemas="N", end_at_eos="", bench_seed="S")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from penstock_common.errors import ConfigError, RequestFailed
 from penstock_local.bench import plot
+from penstock_local.bench.datasets.base import Dataset
+from penstock_local.bench.datasets.factory import make_dataset
+from penstock_local.bench.json_answers import check_answers
 from penstock_local.bench.load import UNFINISHED, Load
 from penstock_local.bench.options import BenchOptions
-from penstock_local.bench.prompts import prompts
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import Report, as_json, latency_table, make_report, summary_table
 from penstock_local.console import fail, say
@@ -37,12 +39,11 @@ async def bench(options: BenchOptions) -> int:
     if options.json != "-":
         _check_writable(options.json, flag="--json")
     try:
-        model = await _model(options)
-        source = prompts(options, model)
+        model, dataset = await _prepare(options)
         async with LoadClient(options.address, channels=options.channels) as client:
-            load = Load(options, client, source)
+            load = Load(options, client, dataset.prompts)
             engines = "1 engine" if model.num_engines == 1 else f"{model.num_engines} engines"
-            say(f"{model.name} at {options.address}, {engines}: {options.load}")
+            say(f"{model.name} at {options.address}, {engines}: {options.load}; {dataset.about}")
             await load.warm_up()
             interrupted = await _run(load, options)
     except ServerUnreachableError as e:
@@ -51,7 +52,8 @@ async def bench(options: BenchOptions) -> int:
     except RequestFailed as e:
         fail(f"{describe_failure(e)}\nNothing was measured.")
         return EXIT_FAILED
-    report = make_report(load.records, seconds=load.seconds, cpu_seconds=load.cpu_seconds)
+    answers = check_answers(load.records)
+    report = make_report(load.records, seconds=load.seconds, cpu_seconds=load.cpu_seconds, json_answers=answers)
     _show(report, load.records, options)
     if load.stopped and not interrupted:
         fail(f"{load.stopped}: nothing was sent any more after {len(load.records)} requests")
@@ -60,10 +62,20 @@ async def bench(options: BenchOptions) -> int:
     return EXIT_FAILED if report.failures else 0
 
 
-async def _model(options: BenchOptions) -> ModelInfo:
-    """The model to measure. Raises ConfigError when the server does not serve it, and what the server fails with."""
+async def _prepare(options: BenchOptions) -> tuple[ModelInfo, Dataset]:
+    """The model to measure, and what it is asked. Raises ConfigError, and what the server fails with."""
     async with InferenceClient(options.address) as client:
-        models = {model.name: model for model in await client.models()}
+        model = await _model(options, client)
+
+        async def count_tokens(text: str) -> int:
+            return await client.count_tokens(text, model=options.model)
+
+        return model, await make_dataset(options, model, count_tokens)
+
+
+async def _model(options: BenchOptions, client: InferenceClient) -> ModelInfo:
+    """The model to measure. Raises ConfigError when the server does not serve it, and what the server fails with."""
+    models = {model.name: model for model in await client.models()}
     if not models:
         raise ConfigError(f"{options.address} serves no model")
     name = options.model or next(iter(models))
@@ -141,6 +153,9 @@ def _show(report: Report, records: Sequence[Record], options: BenchOptions) -> N
         messages = dict.fromkeys(record.message for record in records if record.code == code)
         for message in list(messages)[:_SHOWN_FAILURES]:
             fail(f"{count} requests ended as {code}: {message}" if len(messages) == 1 else f"{code}: {message}")
+    problems = [record.problem for record in records if record.problem]
+    if problems:
+        say(f"{len(problems)} answers are not the JSON that was asked for; the first: {problems[0]}")
     if report.client_is_busy:
         say(f"this client took {report.cpu_share:.0%} of a core: it may be what was measured; run several at once")
     if options.json:

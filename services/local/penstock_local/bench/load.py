@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from penstock_common.errors import PenstockError, RequestFailed
+from penstock_local.bench.datasets.base import Prompt
 from penstock_local.bench.options import BenchOptions
-from penstock_local.bench.prompts import Prompt
 from penstock_local.bench.record import Record
 from penstock_local.rpc.load_client import LoadClient
 
@@ -119,7 +119,7 @@ class Load:
 
     async def _request(self, prompt: Prompt) -> None:
         """Send one request and record how it ended."""
-        record = Record(start=self.elapsed())
+        record = Record(start=self.elapsed(), schema=prompt.schema)
         self.records.append(record)
         try:
             await self._stream(prompt, record)
@@ -140,7 +140,9 @@ class Load:
             self.num_failed += not record.ok
 
     async def _stream(self, prompt: Prompt, record: Record) -> None:
-        sampling = {"temperature": 0.0, "ignore_eos": not self._options.end_at_eos, **self._options.sampling}
+        sampling = {"temperature": 0.0, "ignore_eos": not self._options.may_end, **self._options.sampling}
+        if prompt.schema:
+            sampling["structured_output"] = {"json_schema": prompt.schema}
         pieces = self._client.generate(
             prompt.text,
             model=self._options.model,
@@ -153,5 +155,7 @@ class Load:
                 record.times.append(clock() - began)
                 record.sizes.append(piece.num_tokens)
                 self.num_tokens += piece.num_tokens
+            if prompt.schema:
+                record.text += piece.text
             if piece.ended:
                 record.prompt_tokens, record.cached_tokens = piece.prompt_tokens, piece.cached_tokens

@@ -1,7 +1,7 @@
 """What a benchmark does."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -9,7 +9,20 @@ from msgspec import Meta
 from penstock_common.config.checks import check_flags, check_range
 from penstock_common.errors import ConfigError
 
-DEFAULT_CONCURRENCY, DEFAULT_REQUESTS, DEFAULT_INPUT_LEN = 8, 100, "128"
+DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 100
+DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_JSON_LEN = "128", "128", "512"
+_BELONGS_TO = {
+    "dataset_path": ("sharegpt", "json-schema"),
+    "input_len": ("random",),
+    "shared_prefix_len": ("random",),
+    "output_len": ("random", "sharegpt", "json-schema"),
+    "prefix_repetition_prefix_len": ("prefix-repetition",),
+    "prefix_repetition_suffix_len": ("prefix-repetition",),
+    "prefix_repetition_num_prefixes": ("prefix-repetition",),
+    "prefix_repetition_output_len": ("prefix-repetition",),
+    "num_schemas": ("json-schema",),
+}
+"""Options that only some datasets look at."""
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -17,6 +30,9 @@ class Range(msgspec.Struct, frozen=True):
 
     low: int
     high: int
+
+    def __str__(self) -> str:
+        return f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,15 +81,35 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0.001, description="Seconds that a request may take; unset: any time.")] | None
     ) = None
     channels: Annotated[int, Meta(ge=1, le=256, description="Connections to the server.")] = 1
+    dataset: Annotated[
+        Literal["random", "sharegpt", "prefix-repetition", "json-schema"],
+        Meta(
+            description="What prompts are: random token ids; conversations of a ShareGPT file; few prefixes that many prompts "
+            "share; or requests for JSON that follows a schema."
+        ),
+    ] = "random"
+    dataset_path: Annotated[
+        str,
+        Meta(
+            description="File of the dataset: of sharegpt a JSON list of conversations; of json-schema, which makes schemas "
+            "without one, lines of JSON objects with schema and, if wanted, prompt and max_tokens."
+        ),
+    ] = ""
     prompts: Annotated[
         str,
         Meta(
-            description="File of prompts to use over and over: a text per line, or JSON objects with prompt (text or token ids) "
-            "and, if wanted, max_tokens; a .json file is a list of conversations as ShareGPT has them."
+            description="File of prompts to use over and over instead of a dataset: a text per line, or in a .jsonl file JSON "
+            "objects with prompt (text or token ids) and, if wanted, max_tokens."
         ),
     ] = ""
     input_len: Annotated[str, Meta(description="Tokens of random prompts, N or LOW:HIGH; empty: 128.")] = ""
-    output_len: Annotated[str, Meta(description="New tokens of a request, N or LOW:HIGH.")] = "128"
+    output_len: Annotated[
+        str,
+        Meta(
+            description="New tokens of a request, N or LOW:HIGH; empty: 128, of sharegpt as many as the conversation's own "
+            "answer has, of json-schema up to 512."
+        ),
+    ] = ""
     shared_prefix_len: Annotated[
         int,
         Meta(
@@ -82,6 +118,17 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Tokens that random prompts begin with, the same for all, on top of --input-len.",
         ),
     ] = 0
+    prefix_repetition_prefix_len: Annotated[int, Meta(ge=0, le=2**31, description="Tokens of a prefix of prefix-repetition.")] = 256
+    prefix_repetition_suffix_len: Annotated[
+        int, Meta(ge=1, le=2**31, description="Tokens of its prompts behind their prefix.")
+    ] = 256
+    prefix_repetition_num_prefixes: Annotated[int, Meta(ge=1, le=1_000_000, description="How many prefixes it has.")] = 10
+    prefix_repetition_output_len: Annotated[
+        int, Meta(ge=1, le=2**31, description="New tokens of its requests.")
+    ] = 128
+    num_schemas: Annotated[
+        int, Meta(ge=1, le=100_000, description="Different schemas that json-schema makes and uses in turn.")
+    ] = 10
     end_at_eos: Annotated[bool, Meta(description="Outputs may end before their length.")] = False
     bench_seed: Annotated[int, Meta(description="Seed of random prompts, lengths and times.")] = 0
     json: Annotated[
@@ -96,11 +143,27 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_flags(self)
-        if self.prompts and (self.input_len or self.shared_prefix_len):
-            raise ConfigError("--input-len and --shared-prefix-len are for random prompts; --prompts brings its own")
+        self._check_dataset()
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
             raise ConfigError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")
         self.input_range, self.output_range  # noqa: B018 - raises ConfigError for a wrong length
+
+    def _check_dataset(self) -> None:
+        """Raise ConfigError for an option that says nothing to the dataset, or one that it misses."""
+        if self.prompts and self.dataset != "random":
+            raise ConfigError(
+                f"--prompts brings prompts of its own; --dataset {self.dataset} does, too: give one of them"
+            )
+        for field in msgspec.structs.fields(self):
+            datasets = _BELONGS_TO.get(field.name, (self.dataset,))
+            given = getattr(self, field.name) != field.default
+            flag = f"--{field.name.replace('_', '-')}"
+            if given and self.dataset not in datasets:
+                raise ConfigError(f"{flag} is for --dataset {' and '.join(datasets)}, not for {self.dataset}")
+            if given and self.prompts and field.name in ("input_len", "shared_prefix_len"):
+                raise ConfigError(f"{flag} is for random prompts; --prompts brings its own")
+        if self.dataset == "sharegpt" and not self.dataset_path:
+            raise ConfigError("--dataset sharegpt needs --dataset-path, a JSON file of conversations")
 
     @property
     def streams(self) -> int:
@@ -120,7 +183,13 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def output_range(self) -> Range:
         """Lengths of outputs."""
-        return parse_range(self.output_len, flag="--output-len")
+        default = DEFAULT_JSON_LEN if self.dataset == "json-schema" else DEFAULT_OUTPUT_LEN
+        return parse_range(self.output_len or default, flag="--output-len")
+
+    @property
+    def may_end(self) -> bool:
+        """Whether outputs may end before their length, as those that follow a schema must."""
+        return self.end_at_eos or self.dataset == "json-schema"
 
     @property
     def load(self) -> str:

@@ -17,6 +17,12 @@ class Record(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
+    schema: str = ""
+    """The JSON schema that the answer must follow; empty: none."""
+    text: str = ""
+    """The answer, which is kept where there is a schema."""
+    problem: str = ""
+    """Why the answer is not the JSON that was asked for; empty: it is, or was not looked at."""
     times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
     """When each message with tokens came."""
     sizes: "array[int]" = msgspec.field(default_factory=lambda: array("l"))

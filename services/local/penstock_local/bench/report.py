@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from penstock_local.bench.json_answers import JsonAnswers
 from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.record import Record
 
@@ -55,6 +56,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time per token of a request after its first message."""
     e2e_ms: Latencies | None
     """From the request to its end."""
+    json_answers: JsonAnswers | None = None
+    """Of requests with a JSON schema."""
 
     @property
     def client_is_busy(self) -> bool:
@@ -78,7 +81,9 @@ def latencies(seconds: Sequence[float]) -> Latencies | None:
     return Latencies(mean=math.fsum(ordered) / len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1])
 
 
-def make_report(records: Sequence[Record], *, seconds: float, cpu_seconds: float) -> Report:
+def make_report(
+    records: Sequence[Record], *, seconds: float, cpu_seconds: float, json_answers: JsonAnswers | None = None
+) -> Report:
     """The results of a run that took ``seconds``."""
     good = [record for record in records if record.ok]
     output = sum(record.num_tokens for record in records)
@@ -100,6 +105,7 @@ def make_report(records: Sequence[Record], *, seconds: float, cpu_seconds: float
         itl_ms=latencies([gap for record in good for gap in record.gaps()]),
         tpot_ms=latencies([record.tpot for record in good if record.tpot is not None]),
         e2e_ms=latencies([record.latency for record in good]),
+        json_answers=json_answers,
     )
 
 
@@ -118,6 +124,13 @@ def summary_table(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
+    for name, value in summary_rows(report).items():
+        table.add_row(name, value)
+    return table
+
+
+def summary_rows(report: Report) -> Mapping[str, str]:
+    """Throughput, as it is shown."""
     cached = f" ({report.cached_tokens:,} cached)" if report.cached_tokens else ""
     rows = {
         "requests": f"{report.succeeded} of {report.requests} in {report.seconds:.2f} s",
@@ -128,26 +141,34 @@ def summary_table(report: Report) -> Table:
         "most at once": str(report.peak_streams),
         "this client": f"{report.cpu_share:.0%} of a core",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    if (found := report.json_answers) is not None:
+        rows["JSON"] = f"{found.parse} of {found.answers} answers parse, {found.validate} follow their schema"
+    return rows
 
 
 def latency_table(report: Report) -> Table:
     """The table of latencies in milliseconds."""
     table = Table("ms", box=None, pad_edge=False, header_style="dim")
-    for column in ("mean", "p50", "p90", "p99", "max"):
+    for column in Latencies.__struct_fields__:
         table.add_column(column, justify="right")
-    rows: Mapping[str, Latencies | None] = {
+    for name, values in latency_rows(report).items():
+        table.add_row(name, *values)
+    return table
+
+
+def latency_rows(report: Report) -> Mapping[str, Sequence[str]]:
+    """Latencies in milliseconds, as they are shown: for each kind that there is the fields of Latencies."""
+    kinds: Mapping[str, Latencies | None] = {
         "time to first token": report.ttft_ms,
         "between tokens": report.itl_ms,
         "per token after the first": report.tpot_ms,
         "whole request": report.e2e_ms,
     }
-    for name, values in rows.items():
-        if values is not None:
-            table.add_row(name, *(f"{value:,.1f}" for value in msgspec.structs.astuple(values)))
-    return table
+    return {
+        name: [f"{value:,.1f}" for value in msgspec.structs.astuple(values)]
+        for name, values in kinds.items()
+        if values is not None
+    }
 
 
 def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) -> dict[str, Any]:
@@ -166,6 +187,7 @@ def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) ->
                 "output_tokens": record.num_tokens,
                 "code": record.code,
                 **({"message": record.message} if record.message else {}),
+                **({"problem": record.problem} if record.problem else {}),
             }
             for record in records
         ],

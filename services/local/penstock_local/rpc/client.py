@@ -151,6 +151,14 @@ class InferenceClient:
         finally:
             call.cancel()
 
+    async def count_tokens(self, text: str, *, model: str = "") -> int:
+        """How many tokens ``text`` has as a prompt, special ones included."""
+        try:
+            response = await self._stub.Tokenize(messages_pb2.TokenizeRequest(model=model, text=text))
+        except grpc.aio.AioRpcError as e:
+            raise await call_failure(e, self.address) from None
+        return len(response.token_ids)
+
     async def models(self) -> list[ModelInfo]:
         """The models that the server serves."""
         try:

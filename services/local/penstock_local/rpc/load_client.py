@@ -13,8 +13,9 @@ from penstock_local.rpc.connect import connect
 
 
 class Received(NamedTuple):
-    """What a message brought: the number of new tokens; on the last one the prompt's tokens and those of it cached."""
+    """What a message brought: new text and its number of tokens; on the last one the prompt's tokens and those of it cached."""
 
+    text: str
     num_tokens: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -49,10 +50,11 @@ class LoadClient:
         try:
             async for response in call:
                 if response.finish_reason == finish_pb2.FINISH_REASON_UNSPECIFIED:
-                    yield Received(len(response.token_ids))
+                    yield Received(response.text, len(response.token_ids))
                 else:
                     usage = response.usage
-                    yield Received(len(response.token_ids), usage.prompt_tokens, usage.cached_tokens, ended=True)
+                    counts = len(response.token_ids), usage.prompt_tokens, usage.cached_tokens
+                    yield Received(response.text, *counts, ended=True)
         except grpc.aio.AioRpcError as e:
             raise await call_failure(e, self._address) from None
         finally:

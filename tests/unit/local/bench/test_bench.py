@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import ConfigError
+from penstock_local.bench.datasets.random import random_dataset
 from penstock_local.bench.options import BenchOptions, Range, parse_range
-from penstock_local.bench.prompts import prompts
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import latencies, make_report, percentile
 from penstock_local.cli import main
@@ -97,6 +97,37 @@ async def test_the_prompts_of_a_jsonl_file_have_lengths_of_their_own(server: Fak
     assert (list(second.token_ids.ids), second.sampling_params.max_tokens) == ([11, 12], 5)
 
 
+async def test_conversations_are_asked_with_the_lengths_of_their_answers(
+    server: FakeInference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ShareGPT.json"
+    turns = [{"from": "human", "value": "one two three four"}, {"from": "gpt", "value": "5 6 7 8 9"}]
+    file.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+    flags = ("--dataset", "sharegpt", "--dataset-path", str(file), "--requests", "2", "--warmup", "0")
+    assert await bench(server, *flags) == 0
+    assert {(request.text, request.sampling_params.max_tokens) for request in server.requests} == {
+        ("one two three four", 5)
+    }
+    assert "1 of 2 conversations of ShareGPT.json" in capsys.readouterr().err
+
+
+async def test_answers_of_json_are_counted_by_their_schema(
+    server: FakeInference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema = {"type": "object", "required": ["n"]}
+    file = tmp_path / "schemas.jsonl"
+    file.write_text("".join(json.dumps({"schema": schema, "prompt": p}) + "\n" for p in ('{"n": 1}', "{}", '{"n')))
+    flags = ("--dataset", "json-schema", "--dataset-path", str(file), "--requests", "3", "--warmup", "0")
+    assert await bench(server, *flags, "--json", "-") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["results"]["json_answers"] == {"answers": 3, "parse": 2, "validate": 1}
+    assert "2 of 3 answers parse, 1 follow their schema" in err
+    assert "2 answers are not the JSON that was asked for; the first: $: 'n' is a required property" in err
+    params = server.requests[0].sampling_params
+    assert json.loads(params.structured_output.json_schema) == schema
+    assert not params.ignore_eos
+
+
 async def test_failures_are_counted_by_their_code_and_make_the_exit_code_1(
     server: FakeInference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +192,10 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
         (["--output-len", "many"], "--output-len many: expected a number"),
         (["--output-len", "0"], "--output-len"),
         (["--prompts", "x", "--input-len", "3"], "--prompts brings its own"),
+        (["--prompts", "x", "--dataset", "sharegpt"], "--prompts brings prompts of its own"),
+        (["--dataset", "sharegpt"], "--dataset sharegpt needs --dataset-path"),
+        (["--dataset-path", "x"], "--dataset-path is for --dataset sharegpt and json-schema, not for random"),
+        (["--dataset", "json-schema", "--input-len", "3"], "--input-len is for --dataset random, not for json-schema"),
         (["--plot", "x.gif"], "must end in .png"),
         (["--json", "/nowhere/x.json"], "--json: cannot write"),
     ],
@@ -184,31 +219,15 @@ async def test_a_model_that_is_not_served_is_named(server: FakeInference, capsys
 def test_lengths_that_the_model_cannot_take_are_refused() -> None:
     options = BenchOptions(address="x", input_len="400:500", output_len="13")
     with pytest.raises(ConfigError, match="up to 513 tokens together; m takes 512"):
-        prompts(options, MODEL)
+        random_dataset(options, MODEL)
 
 
 def test_random_prompts_share_the_prefix_that_is_asked_for() -> None:
-    source = prompts(BenchOptions(address="x", input_len="3", shared_prefix_len=4), MODEL)
+    source = random_dataset(BenchOptions(address="x", input_len="3", shared_prefix_len=4), MODEL).prompts
     first, second = list(next(source).text), list(next(source).text)
     assert first[:4] == second[:4]
     assert first[4:] != second[4:]
     assert len(first) == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt": 3}', "line 1: Expected"),
-        ("not json", "line 1: JSON is malformed"),
-        ('{"prompt": ""}', "line 1: the prompt is empty"),
-        ("\n", "there is no prompt in it"),
-    ],
-)
-def test_a_wrong_line_of_a_jsonl_file_is_named(text: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        prompts(BenchOptions(address="x", prompts=str(file)), MODEL)
 
 
 def test_ranges() -> None:
