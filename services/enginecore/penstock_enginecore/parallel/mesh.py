@@ -48,6 +48,7 @@ class Mesh:
         """
         deadline = time.monotonic() + timeout_s
         try:
+            _knock(meeting, timeout_s)
             store = PrefixStore(self._name, meeting.store())
             with _listener(meeting.address) as listener:
                 self._meet(store, listener, deadline)
@@ -122,6 +123,14 @@ class Mesh:
             who = ", ".join(map(str, missing))
             raise CollectiveBroken(f"rank {self._rank} of group {self._name} waited in vain for rank {who}")
         return left
+
+
+def _knock(meeting: Meeting, seconds: float) -> None:
+    """Raises OSError where nobody listens at the store's address, which is so once its rank has died: torch's store would be
+    tried for a minute.
+    """
+    if isinstance(meeting.at, str):
+        socket.create_connection(addresses.split(meeting.at), seconds).close()
 
 
 def _shut_down(connection: socket.socket) -> None:

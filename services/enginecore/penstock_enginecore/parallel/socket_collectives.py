@@ -29,6 +29,8 @@ class SocketCollectives:
         self._events = select.epoll()
         self._peers: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
+        self._silent: set[Peer] = set()
+        """Of which no more will come than has."""
         self._broken = False
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
@@ -99,21 +101,25 @@ class SocketCollectives:
         try:
             unfinished = [peer for peer in self._peers.values() if not peer.go_on()]
             while unfinished:
+                self._look_for_dead()
                 self._wait()
                 unfinished = [peer for peer in unfinished if not peer.go_on()]
         except (OSError, CollectiveBroken) as e:
             self._broken = True
             raise CollectiveBroken(f"{NAMES[kind]} {self.entered} of group {self._name} broke off: {e}") from e
 
+    def _look_for_dead(self) -> None:
+        """Raises CollectiveBroken where a peer has died, also behind a message that was complete: the others end with it."""
+        for peer in self._silent:
+            if peer.died():
+                raise CollectiveBroken(f"rank {peer.rank} has closed its connection")
+
     def _wait(self) -> None:
-        """Until a connection has changed. Those that failed while something is to come of them are told of by their peer."""
+        """Until a connection has changed."""
         changes = self._events.poll()
         if self._mesh.given_up:
             raise CollectiveBroken("this rank gave it up")
-        for descriptor, change in changes:
-            peer = self._by_descriptor[descriptor]
-            if change & _GONE and peer.died():
-                raise CollectiveBroken(f"rank {peer.rank} has closed its connection")
+        self._silent |= {self._by_descriptor[descriptor] for descriptor, change in changes if change & _GONE}
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,12 +2,13 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,12 @@ from tests.fakes.patience import PATIENCE
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield Meeting(f"127.0.0.1:{store.port}")
+    listening = socket.create_server(
+        ("127.0.0.1", 0)
+    )  # of IPv4 alone: torch's own asks a name server for its clients' names
+    port = listening.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    yield Meeting(f"127.0.0.1:{port}")
     del store  # until now it served
 
 
@@ -130,6 +135,29 @@ def test_a_rank_that_has_left_after_a_collective_breaks_none_that_it_was_in(
                 future.result(PATIENCE)
 
 
+def test_a_rank_that_dies_behind_its_row_ends_the_wait_for_the_others(meeting: Meeting) -> None:
+    first, second, last = connected(meeting, 3)
+    events, row = second._events, second._mesh.connections[0]
+
+    def poll() -> list[tuple[int, int]]:  # the row and the end of the connection are seen at once
+        select.select([row], [], [], PATIENCE)
+        first.abort()
+        ended = select.poll()
+        ended.register(row, select.POLLRDHUP)
+        ended.poll(PATIENCE * 1000)
+        second._events = events
+        return events.poll()
+
+    second._events = SimpleNamespace(poll=poll)  # type: ignore[assignment]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(group.exchange, b"row") for group in (second, first)]
+        for future in waiting:
+            with pytest.raises(CollectiveBroken):
+                future.result(PATIENCE)
+    for group in (first, second, last):
+        group.close()
+
+
 def test_ranks_in_different_collectives_are_told(make: Callable[[int], list[GroupCollectives]]) -> None:
     works: list[Callable[[GroupCollectives], object]] = [
         lambda group: group.exchange(b"row"),
@@ -174,10 +202,8 @@ def test_a_store_that_is_gone_breaks_the_group() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     group = SocketCollectives("group-1", 1, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock_enginecore.parallel.gloo._REACHED", timedelta(seconds=1))
-        with pytest.raises(CollectiveBroken, match="rank 1 of group group-1 does not reach all others"):
-            group.connect(Meeting(f"127.0.0.1:{port}"), PATIENCE)
+    with pytest.raises(CollectiveBroken, match="rank 1 of group group-1 does not reach all others.*refused"):
+        group.connect(Meeting(f"127.0.0.1:{port}"), PATIENCE)
     group.close()
 
 
