@@ -185,9 +185,12 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return after, after._outstanding()
 
     def prepare_failed(self, message: PrepareFailed) -> tuple[Self, Sent]:
-        """A rank cannot be in the group that is prepared. Where the others have switched already, they go on without it."""
+        """A rank cannot be in the group that is prepared. Where the others have switched already, they go on without it.
+
+        Where a collective broke off as well, a rank may have died of which nobody knows yet: a group named now would have it.
+        """
         if message.epoch == self.standby.epoch:
-            return self._decide(anew=True)
+            return self._decide(anew=not self.reporters)
         if message.epoch != self.group.epoch or message.engine in self.opened or self.recovering:
             return self, ()
         return self._name(tuple(m for m in self._living() if m != message.engine))

@@ -96,6 +96,15 @@ def test_who_cannot_be_in_a_group_to_which_others_have_switched_is_left_out():
     assert machine.group == RankGroup(7, ("a", "b"))
 
 
+def test_a_preparation_that_fails_because_a_member_died_names_a_group_without_it():
+    machine, _ = SERVING.scale(3)
+    machine, _ = machine.peer_lost(PeerLost("b", 5))
+    waiting, sent = machine.prepare_failed(PrepareFailed("c", 6))
+    assert sent == ()
+    assert waiting.stream_broken("a")[0].group == RankGroup(7, ("b",))
+    assert waiting.peer_lost(PeerLost("b", 5))[0].group == RankGroup(7, ("a", "b"))
+
+
 def test_a_broken_collective_and_a_broken_stream_are_a_death():
     machine, sent = SERVING.peer_lost(PeerLost("a", 5))
     assert sent == ()
