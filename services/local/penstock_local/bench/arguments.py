@@ -44,7 +44,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("results")
-    flags.add_options(output, BenchOptions, json="FILE", plot="FILE.png")
+    flags.add_options(output, BenchOptions, json="FILE", plot="FILE.png", report="FILE.html")
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,12 @@
 """``penstock bench`` from its options to its exit code."""
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +16,7 @@ from penstock_common.errors import ConfigError, RequestFailed
 from penstock_local.bench import plot
 from penstock_local.bench.datasets.base import Dataset
 from penstock_local.bench.datasets.factory import make_dataset
+from penstock_local.bench.html_report import Run, html_report
 from penstock_local.bench.json_answers import check_answers
 from penstock_local.bench.load import UNFINISHED, Load
 from penstock_local.bench.options import BenchOptions
@@ -36,14 +39,15 @@ async def bench(options: BenchOptions) -> int:
     """
     plot.check(options.plot)
     _check_writable(options.plot, flag="--plot")
+    _check_writable(options.report, flag="--report")
     if options.json != "-":
         _check_writable(options.json, flag="--json")
     try:
         model, dataset = await _prepare(options)
         async with LoadClient(options.address, channels=options.channels) as client:
             load = Load(options, client, dataset.prompts)
-            engines = "1 engine" if model.num_engines == 1 else f"{model.num_engines} engines"
-            say(f"{model.name} at {options.address}, {engines}: {options.load}; {dataset.about}")
+            run = _describe(options, model, dataset)
+            say(f"{run.model} at {options.address}, {run.engines}: {options.load}; {run.about}")
             await load.warm_up()
             interrupted = await _run(load, options)
     except ServerUnreachableError as e:
@@ -54,7 +58,7 @@ async def bench(options: BenchOptions) -> int:
         return EXIT_FAILED
     answers = check_answers(load.records)
     report = make_report(load.records, seconds=load.seconds, cpu_seconds=load.cpu_seconds, json_answers=answers)
-    _show(report, load.records, options)
+    _show(report, load.records, run)
     if load.stopped and not interrupted:
         fail(f"{load.stopped}: nothing was sent any more after {len(load.records)} requests")
     if interrupted:
@@ -87,6 +91,17 @@ async def _model(options: BenchOptions, client: InferenceClient) -> ModelInfo:
             f"{name} at {options.address} does not generate text, which is what is measured; it serves {serves}"
         )
     return models[name]
+
+
+def _describe(options: BenchOptions, model: ModelInfo, dataset: Dataset) -> Run:
+    return Run(
+        options=options,
+        model=model.name,
+        engines="1 engine" if model.num_engines == 1 else f"{model.num_engines} engines",
+        about=dataset.about,
+        began=datetime.now(UTC),
+        version=importlib.metadata.version("penstock"),
+    )
 
 
 async def _run(load: Load, options: BenchOptions) -> bool:
@@ -141,8 +156,9 @@ def _update(progress: Progress, task: TaskID, load: Load, options: BenchOptions)
     )
 
 
-def _show(report: Report, records: Sequence[Record], options: BenchOptions) -> None:
+def _show(report: Report, records: Sequence[Record], run: Run) -> None:
     """Everything that comes out: tables, remarks, files."""
+    options = run.options
     to_stdout = options.json == "-"
     console = Console(highlight=False, stderr=to_stdout)
     console.print(summary_table(report), "", latency_table(report), sep="\n")
@@ -164,6 +180,9 @@ def _show(report: Report, records: Sequence[Record], options: BenchOptions) -> N
     if options.plot:
         plot.draw(options.plot, records, report, title=options.load)
         say(f"plotted in {options.plot}")
+    if options.report:
+        Path(options.report).write_text(html_report(run, report, records), encoding="utf-8")
+        say(f"the page is {options.report}")
 
 
 def _check_writable(name: str, *, flag: str) -> None:

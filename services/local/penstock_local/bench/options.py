@@ -118,14 +118,16 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Tokens that random prompts begin with, the same for all, on top of --input-len.",
         ),
     ] = 0
-    prefix_repetition_prefix_len: Annotated[int, Meta(ge=0, le=2**31, description="Tokens of a prefix of prefix-repetition.")] = 256
+    prefix_repetition_prefix_len: Annotated[
+        int, Meta(ge=0, le=2**31, description="Tokens of a prefix of prefix-repetition.")
+    ] = 256
     prefix_repetition_suffix_len: Annotated[
         int, Meta(ge=1, le=2**31, description="Tokens of its prompts behind their prefix.")
     ] = 256
-    prefix_repetition_num_prefixes: Annotated[int, Meta(ge=1, le=1_000_000, description="How many prefixes it has.")] = 10
-    prefix_repetition_output_len: Annotated[
-        int, Meta(ge=1, le=2**31, description="New tokens of its requests.")
-    ] = 128
+    prefix_repetition_num_prefixes: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="How many prefixes it has.")
+    ] = 10
+    prefix_repetition_output_len: Annotated[int, Meta(ge=1, le=2**31, description="New tokens of its requests.")] = 128
     num_schemas: Annotated[
         int, Meta(ge=1, le=100_000, description="Different schemas that json-schema makes and uses in turn.")
     ] = 10
@@ -138,6 +140,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="File (.png, .svg, .pdf) that also gets the results drawn; needs matplotlib: penstock[plot]."),
     ] = ""
+    report: Annotated[
+        str, Meta(description="File (.html) that also gets the results as a page: settings, tables and charts.")
+    ] = ""
     sampling: Mapping[str, Any] = {}
     """Fields of SamplingParams."""
 
@@ -146,6 +151,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         self._check_dataset()
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
             raise ConfigError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")
+        if self.report and not self.report.endswith(".html"):
+            raise ConfigError(f"--report {self.report}: the name must end in .html")
         self.input_range, self.output_range  # noqa: B018 - raises ConfigError for a wrong length
 
     def _check_dataset(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from penstock_common.errors import ConfigError
 from penstock_local.bench.record import Record
 from penstock_local.bench.report import Latencies, Report
+from penstock_local.bench.slices import cut
 
 _BINS = 60
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb3", "#d9822b", "#3a8f5c", "#c23b3b", "#8a8f98"
@@ -52,23 +53,17 @@ def draw(file: str, records: Sequence[Record], report: Report, *, title: str) ->
 
 def _throughput(axes: Any, records: Sequence[Record], seconds: float) -> None:
     """Tokens per second in slices of the run, and requests that run at the middle of each."""
-    width = seconds / _BINS
-    tokens = [0] * _BINS
-    for record in records:
-        for time, size in zip(record.times, record.sizes, strict=True):
-            tokens[min(int(time / width), _BINS - 1)] += size
-    middles = [(index + 0.5) * width for index in range(_BINS)]
-    running = [sum(record.start <= middle < record.end for record in records) for middle in middles]
+    slices = cut(records, seconds, _BINS)
     axes.set_title("Throughput")
-    axes.fill_between(middles, [count / width for count in tokens], step="mid", color=_BLUE, alpha=0.25, linewidth=0)
-    axes.step(middles, [count / width for count in tokens], where="mid", color=_BLUE)
+    axes.fill_between(slices.middles, slices.tokens_per_s, step="mid", color=_BLUE, alpha=0.25, linewidth=0)
+    axes.step(slices.middles, slices.tokens_per_s, where="mid", color=_BLUE)
     axes.set(xlabel="seconds", ylabel="output tokens/s", xlim=(0, seconds))
     axes.set_ylim(bottom=0)
     axes.yaxis.label.set_color(_BLUE)
     right = axes.twinx()
-    right.step(middles, running, where="mid", color=_ORANGE, linewidth=1)
+    right.step(slices.middles, slices.running, where="mid", color=_ORANGE, linewidth=1)
     right.set_ylabel("requests running", color=_ORANGE)
-    right.set_ylim(0, max(running, default=0) * 1.15 + 1)
+    right.set_ylim(0, max(slices.running) * 1.15 + 1)
     right.grid(visible=False)
 
 
