@@ -1,8 +1,10 @@
 """The page at ``/`` in a real browser, as a person uses it: what is clicked and typed, and what can be read then."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -231,6 +233,96 @@ async def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(tab: Tab, 
     assert await tab.text(".thought") == "A sum of two."
     assert await tab.text(".thought + .text") == "42"
     assert [message["content"] for message in server.requests[1][1]["messages"]] == ["12 + 30?", "42", "Sure?"]
+
+
+def call(index: int, **fields: Any) -> dict[str, Any]:
+    """A piece of a call of a tool."""
+    name, arguments = fields.pop("name", None), fields.pop("arguments", "")
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return {"tool_calls": [{"index": index, **fields, "function": function}]}
+
+
+TOOL = {"name": "get_weather", "parameters": {"type": "object"}}
+CALLS = [
+    call(0, id="a", type="function", name="get_weather", arguments='{"city": '),
+    call(0, arguments='"Rome"}'),
+    call(1, id="b", type="function", name="get_time"),
+]
+
+
+async def test_tools_are_called_given_results_and_the_conversation_goes_on(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    await tab.write("#tools", json.dumps([TOOL]))
+    server.pieces = CALLS
+    await ask(tab, "Weather?")
+    await tab.until("document.querySelectorAll('.call textarea').length === 2")
+    assert await tab.text(".call .name") == "get_weather"
+    assert await tab.text(".call pre") == '{\n  "city": "Rome"\n}'
+    await tab.write(".call textarea", "21 degrees")
+    await tab.press("Enter", ctrl=True)
+    assert "A result is missing." in await error(tab)
+    assert await tab.text(".call + .call .problem") == "There is no result yet."
+    await tab.write(".call + .call textarea", "noon")
+    server.pieces = ["Warm."]
+    await tab.click(".call + .actions button")
+    await tab.until(output_has("Warm."))
+    await tab.until(IDLE)
+    first, second = (body for _, body in server.requests)
+    assert first["tools"] == [{"type": "function", "function": TOOL}]
+    functions = [{"name": "get_weather", "arguments": '{"city": "Rome"}'}, {"name": "get_time", "arguments": "{}"}]
+    assert second["messages"] == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": key, "type": "function", "function": function}
+                for key, function in zip("ab", functions, strict=True)
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "21 degrees"},
+        {"role": "tool", "tool_call_id": "b", "content": "noon"},
+    ]
+    assert await tab.text(".call pre + .label + pre") == "21 degrees"
+
+
+async def test_results_that_were_refused_can_be_sent_again(tab: Tab, server: PageServer) -> None:
+    await tab.click("[value=chat]")
+    server.pieces = CALLS[:2]
+    await ask(tab, "Weather?")
+    await tab.until("document.querySelector('.call textarea')")
+    await tab.write(".call textarea", "21 degrees")
+    server.refusal = (429, {"type": "rate_limit_error", "message": "the queue is full"}, {})
+    await tab.press("Enter", ctrl=True)
+    assert "The server is busy." in await error(tab)
+    await tab.until(IDLE)
+    server.refusal, server.pieces = None, ["Warm."]
+    assert not await tab.value("document.querySelector('.call textarea').readOnly")
+    await tab.click(".call + .actions button")
+    await tab.until(output_has("Warm."))
+    assert server.requests[1][1]["messages"] == server.requests[2][1]["messages"]
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "problem"),
+    [
+        ("tools", '[{"name": "a"', "This is no JSON."),
+        ("tools", '[{"name": "a"}, {"description": "b"}]', "Tool 2 has no name."),
+        ("schema", "[1]", "The schema is no JSON object."),
+    ],
+)
+async def test_json_that_cannot_be_meant_is_told_at_its_field(
+    tab: Tab, server: PageServer, field: str, text: str, problem: str
+) -> None:
+    await tab.click("[value=chat]")
+    await tab.write(f"#{field}", text)
+    await ask(tab, "Hi")
+    assert problem in await error(tab)
+    assert problem in await tab.text(f"#{field}Problem")
+    assert await tab.value("document.activeElement.id") == field
+    assert server.requests == []
+    await tab.write(f"#{field}", "")
+    assert await tab.text(f"#{field}Problem") == ""
 
 
 async def test_a_message_that_was_refused_is_given_back(tab: Tab, server: PageServer) -> None:

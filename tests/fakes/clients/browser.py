@@ -147,8 +147,9 @@ class Tab:
         return str(await self.value(f"document.querySelector({selector!r})?.innerText ?? ''"))
 
     async def click(self, selector: str) -> None:
-        """Click in the middle of an element."""
+        """Click in the middle of an element, once it is in view."""
         box = f"document.querySelector({selector!r})"
+        await self.value(f"{box}.scrollIntoView({{block: 'nearest'}})")
         x, y = await self.value(
             f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({box}.getBoundingClientRect())"
         )

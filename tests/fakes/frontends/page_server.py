@@ -26,14 +26,14 @@ CUT = "<cut>"
 class PageServer:
     """``async with PageServer()``: it serves at ``url``.
 
-    ``pieces`` are the texts of the next answers (one that begins with THOUGHT is reasoning), ``refusal`` a status and an
-    error instead of one, ``broken`` an error in the stream behind the pieces, ``vectors`` the next embeddings. ``requests``
-    are the bodies that came, ``abandoned`` is set when a client left a stream.
+    ``pieces`` are the texts of the next answers (one that begins with THOUGHT is reasoning, a mapping is a chat's delta),
+    ``refusal`` a status and an error instead of one, ``broken`` an error in the stream behind the pieces, ``vectors`` the next
+    embeddings. ``requests`` are the bodies that came, ``abandoned`` is set when a client left a stream.
     ``engines``, ``serving``, ``capabilities``, ``limits`` are what the cluster is.
     """
 
     def __init__(self, *, chat: bool = True, port: int = 0) -> None:
-        self.pieces: Sequence[str] = (" a", " b", " c")
+        self.pieces: Sequence[str | dict[str, Any]] = (" a", " b", " c")
         self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
         self.broken: dict[str, Any] | None = None
         self.vectors: Sequence[Sequence[float]] = ()
@@ -127,8 +127,10 @@ class PageServer:
             raise
 
 
-def content(text: str, *, chat: bool) -> dict[str, Any]:
-    """A piece of text as a choice of either API holds it."""
+def content(text: str | dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    """A piece as a choice of either API holds it."""
+    if isinstance(text, dict):
+        return {"delta": text}
     if text.startswith(THOUGHT):
         return {"delta": {"reasoning_content": text.removeprefix(THOUGHT)}}
     return {"delta": {"content": text}} if chat else {"text": text}
