@@ -126,6 +126,20 @@ async def test_dimensions_and_normalization_are_the_clients_choice(
     assert_close([read(e) for e in response.embeddings], list(expected / expected.norm(dim=1, keepdim=True)))
 
 
+async def test_a_long_text_is_cut_where_that_is_asked_for(
+    embedding: FrontendServer, minilm: SentenceTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "A cat sits on the mat, " * 60
+    body = {"input": text, "use_activation": True}
+    all_there_is_room_for = await post(embedding, "/v1/embeddings", {**body, "truncate_prompt_tokens": -1})
+    eight = await post(embedding, "/v1/embeddings", {**body, "truncate_prompt_tokens": 8})
+    vectors = [torch.tensor(answer["data"][0]["embedding"]) for answer in (all_there_is_room_for, eight)]
+    expected = [torch.from_numpy(minilm.encode(text))]
+    monkeypatch.setattr(minilm, "max_seq_length", 8)
+    assert_close(vectors, [*expected, torch.from_numpy(minilm.encode(text))])
+    assert eight["usage"]["prompt_tokens"] == 8
+
+
 async def test_a_token_task_gives_a_vector_per_token(embedding: FrontendServer, minilm: SentenceTransformer) -> None:
     params = pooling_pb2.PoolingParams(task=pooling_pb2.POOLING_TASK_TOKEN_EMBED, normalize=False)
     response = await embedding.stub.Embed(pb.EmbedRequest(inputs=texts(*TEXTS[:2]), pooling_params=params))
@@ -251,19 +265,25 @@ async def test_a_cross_encoder_reads_both_texts_at_once(tmp_path: Path) -> None:
     path = make_classifier(tmp_path, "ForSequenceClassification", num_labels=1)
     (query,) = texts("A cat.")
     documents = ["A dog lies on the rug.", "hello", "A cat sits on the mat."]
-    expected = CrossEncoder(str(path), device="cpu").predict([("A cat.", document) for document in documents])
+    pairs = [("A cat.", document) for document in documents]
+    expected = CrossEncoder(str(path), device="cpu").predict(pairs)
+    of_eight = CrossEncoder(str(path), device="cpu", max_length=8).predict(pairs)
     with serving(path) as address:
         async with frontend_of(path, address) as server:
             response = await server.stub.Score(pb.ScoreRequest(query=query, documents=texts(*documents)))
             ranking = await post(server, "/v1/rerank", {"query": "A cat.", "documents": documents, "top_n": 2})
             scored = await post(server, "/v1/score", {"text_1": ["A cat."] * 3, "text_2": documents})
             bare = await post(server, "/score", {"data_1": "A cat.", "data_2": documents, "use_activation": False})
+            cut = await post(
+                server, "/score", {"queries": "A cat.", "documents": documents, "truncate_prompt_tokens": 8}
+            )
             refused = await failure(
                 server.stub.Score(
                     pb.ScoreRequest(query=pb.PoolingInput(token_ids=pb.TokenIds(ids=[1])), documents=texts("x"))
                 )
             )
     assert list(response.scores) == pytest.approx(expected.tolist(), abs=1e-5)
+    assert [each["score"] for each in cut["data"]] == pytest.approx(of_eight.tolist(), abs=1e-5)
     assert len(set(response.scores)) == 3
     best = sorted(range(3), key=lambda index: -response.scores[index])[:2]
     assert [(r["index"], r["document"]["text"]) for r in ranking["results"]] == [(i, documents[i]) for i in best]

@@ -314,7 +314,7 @@ async def test_a_key_is_asked_for_in_the_protocols_own_header(engine: FakeEngine
         ({"thinking": {"type": "deep"}}, "thinking.type is 'deep'"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-        ({"mcp_servers": []}, "mcp_servers is not served"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not served"),
         ({"container": "c"}, "container is not served"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"temperature": -1}, "temperature"),

@@ -154,7 +154,7 @@ async def test_reasoning_is_told_apart_under_both_names(api: OpenAIServer, engin
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Where?"
     assert "".join(delta.content or "" for delta in deltas) == "There."
     [choice] = (await chat(api, extra={"include_reasoning": False})).choices
-    assert not hasattr(choice.message, "reasoning")
+    assert (choice.message.reasoning, hasattr(choice.message, "reasoning_content")) == (None, False)
 
 
 async def test_a_tool_that_must_be_called_is_a_constraint(api: OpenAIServer, engine: FakeEngine) -> None:
@@ -252,6 +252,19 @@ async def test_limits_and_template_arguments_reach_their_places(api: OpenAIServe
     assert TOKENIZER.decode(seen.prompt_token_ids).endswith("<think>\n\n</think>\n\n")
 
 
+async def test_what_is_not_served_may_be_not_asked_for(api: OpenAIServer, engine: FakeEngine) -> None:
+    says(engine, "No.")
+    nothing = {
+        "echo": False,
+        "functions": [],
+        "documents": [],
+        "chat_template": "",
+        "top_logprobs": 0,
+        "logprobs": False,
+    }
+    assert (await chat(api, extra=nothing)).choices[0].message.content == "No."
+
+
 async def test_a_conversation_is_tokenized_with_its_template(api: OpenAIServer) -> None:
     answer = (await api.http.post("/tokenize", json={"messages": [HI]})).json()
     assert answer["tokens"] == ids_of(PROMPT)
@@ -269,8 +282,8 @@ async def test_a_conversation_is_tokenized_with_its_template(api: OpenAIServer) 
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
-        ({"functions": []}, "functions"),
-        ({"audio": {}}, "audio"),
+        ({"functions": [{}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"chat_template": "x"}, "chat_template"),
         ({"tools": [{"type": "mcp", "function": {}}]}, "tools[0].type"),

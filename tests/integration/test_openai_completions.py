@@ -199,6 +199,18 @@ async def test_every_sampling_parameter_reaches_the_engine(api: OpenAIServer, en
     assert [list(each.token_ids) for each in params.bad_word_token_ids] == [ids_of("fox"), ids_of(" fox")]
 
 
+async def test_a_long_prompt_is_cut_to_leave_room_for_the_output(api: OpenAIServer, engine: FakeEngine) -> None:
+    extra = {"truncate_prompt_tokens": -1}
+    await complete(api, [5] * 200, extra=extra, max_tokens=28)
+    [seen] = engine.requests
+    assert len(seen.prompt_token_ids) == engine.ready.max_model_len - 28
+
+
+async def test_what_is_not_served_may_be_not_asked_for(api: OpenAIServer) -> None:
+    nothing = {"use_beam_search": False, "logits_processors": [], "kv_transfer_params": {}, "lora_request": None}
+    assert (await complete(api, extra=nothing)).choices
+
+
 @pytest.mark.parametrize(
     ("extra", "name", "value"),
     [

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
 
@@ -138,16 +139,26 @@ async def test_pooling_gives_rows_per_token_unless_asked_for_something_else(mode
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", None),
         ("/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 2}, "max_chunks_per_doc", None),
         ("/rerank", {"query": "a", "documents": ["b"], "return_embeddings": True}, "return_embeddings", None),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", None),
+        ("/score", {"queries": "a", "documents": "b", "instruction": "Be kind."}, "instruction", None),
+        ("/classify", {"input": "a", "softmax": False}, "softmax", "softmax is not served; use use_activation"),
+        ("/classify", {"input": "a", "truncation_side": "left"}, "truncation_side", None),
         ("/classify", {"input": "a"}, "model", "the model does not serve classify; it serves embed"),
         ("/classify", {"messages": []}, "input", "input is not set"),
-        ("/classify", {"input": "a", "messages": []}, "messages", "messages is not served; use input"),
-        ("/classify", {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", None),
+        ("/classify", {"input": "a", "messages": [{}]}, "messages", "messages is not served; use input"),
+        (
+            "/classify",
+            {"input": "a", "truncate_prompt_tokens": 1},
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens is 1; it must be above 1, the tokens that are put around a text",
+        ),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
+        ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "normalize", None),
         ("/pooling", {"input": "a", "task": "token_embed"}, "model", None),
         ("/pooling", {"input": "a", "task": "plugin"}, "task", None),
         ("/pooling", {"input": "a", "task": "classify", "dimensions": 2}, "dimensions", None),
-        ("/pooling", {"input": "a", "use_activation": True}, "use_activation", None),
         ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format", None),
-        ("/pooling", {"input": "a", "data": {}}, "data", "data is not served; use input"),
+        ("/pooling", {"input": "a", "data": {"a": 1}}, "data", "data is not served; use input"),
     ],
     ids=str,
 )
@@ -159,6 +170,30 @@ async def test_a_wrong_field_is_named(
     assert (response.status_code, error["param"]) == (404 if body.get("model") == "other" else 400, param)
     assert message in (None, error["message"])
     assert shared.num_live == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"queries": "a", "documents": "b"}, "queries"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}, "query"),
+        ("/pooling", {"input": "a"}, "input"),
+        ("/tokenize", {"prompt": "a"}, "prompt"),
+    ],
+)
+async def test_the_client_reaches_routes_that_are_not_openais(
+    shared: OpenAIServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    client = shared.client.with_options(base_url=f"http://127.0.0.1:{shared.port}")
+    answer: Any = await client.post(path, body={"model": "model", **body}, cast_to=object)
+    assert {"data", "results", "tokens"} & answer.keys()
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.post(path, body={"model": "other", **body}, cast_to=object)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await client.post(path, body={**body, param: 5}, cast_to=object)
+    assert wrong.value.param == param
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -193,6 +193,10 @@ class AsyncLLM:
         finally:
             self.release(live)
 
+    async def prompt_room(self, max_tokens: int, deadline: float | None) -> int:
+        """The longest prompt that so many tokens may follow, in tokens. Waits for engines as ``reads_pairs`` does."""
+        return max((await self.engines.wait_until_usable(deadline)).max_model_len - max_tokens, 1)
+
     async def reads_pairs(self, deadline: float | None) -> bool:
         """Whether the model scores pairs itself. Waits for an engine that can tell, until ``deadline`` (Unix seconds) at most."""
         await self.engines.wait_until_usable(deadline)

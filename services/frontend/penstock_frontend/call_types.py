@@ -141,6 +141,8 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: PoolingParams
     seconds: Sequence[str] = ()
     """The second text of every pair, for a model that reads pairs."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens that longer inputs are cut to, at their ends; -1: as many as the model reads. None: no input is cut."""
     context: RequestContext = RequestContext()
 
 
@@ -166,6 +168,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     document_fields: Sequence[str]
     use_activation: bool = True
     """False: the model's bare scores. Only for models that read pairs."""
+    truncate_prompt_tokens: int | None = None
+    """As of a PoolingRequest: of every pair where the model reads pairs, else of every text."""
     context: RequestContext = RequestContext()
 
 

@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from penstock_common.errors import DeadlineExceeded
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_common.types.outputs import EngineCoreOutput
@@ -13,6 +15,8 @@ from penstock_frontend.pace import SEQUENCES_PER_TURN, Pace
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.pooling.inputs import PoolingInputs, answer_bytes
 from penstock_frontend.processing.pooling.outputs import PooledOutputs, PooledState
+
+_AS_MANY_AS_FIT = -1
 
 
 class PoolingCalls:
@@ -33,6 +37,9 @@ class PoolingCalls:
 
         Raises RequestFailed: the first failure is that of the call.
         """
+        if request.truncate_prompt_tokens == _AS_MANY_AS_FIT:
+            known = await self._engines.wait_until_usable(request.context.deadline)
+            request = msgspec.structs.replace(request, truncate_prompt_tokens=known.max_model_len)
         core_requests = await self.inputs.process(request, request_id, self._engines.view.limits)
         limits = await self._engines.wait_until_usable(request.context.deadline)
         self.inputs.check(request, core_requests, limits, self._engines.view.capabilities)

@@ -56,6 +56,7 @@ def _pairs(request: ScoreRequest) -> PoolingRequest:
         seconds=documents,
         fields=request.document_fields,
         params=PoolingParams(task=PoolingTask.SCORE, use_activation=request.use_activation),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         context=request.context,
     )
 
@@ -65,6 +66,7 @@ def _similarity(request: ScoreRequest) -> PoolingRequest:
         inputs=[*request.queries, *request.documents],
         fields=[*request.query_fields, *request.document_fields],
         params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         context=request.context,
     )
 

@@ -22,9 +22,11 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def refuse_fields(body: msgspec.Struct, names: Mapping[str, str]) -> None:
-    """Raise Unimplemented for the first of ``names`` that is set. They map to what a client may use instead, or ``""``."""
+    """Raise Unimplemented for the first of ``names`` that asks for something: null, false, 0 and what is empty do not, which
+    some clients send for whatever they know. They map to what a client may use instead, or ``""``.
+    """
     for name, instead in names.items():
-        if getattr(body, name) is not None:
+        if getattr(body, name):
             raise Unimplemented(f"{name} is not served{instead and f'; use {instead}'}", field=name)
 
 

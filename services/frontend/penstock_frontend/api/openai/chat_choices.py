@@ -27,13 +27,13 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What the assistant says. Reasoning has two names, as clients read one or the other."""
+    """What the assistant says. Reasoning has two names, as clients read one or the other; vLLM's is there without it, too."""
 
     role: str = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | None
     tool_calls: Sequence[ToolCallPart] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -91,10 +91,10 @@ class ChatChoiceWriter:
     def whole(self, output: ChatOutput) -> ChatChoice:
         """The choice for all of the output, in which each call is one piece."""
         calls = self._calls(output)
-        reasoning = output.reasoning if self._style.reasoning and output.reasoning else msgspec.UNSET
+        reasoning = (output.reasoning or None) if self._style.reasoning else None
         message = Message(
             content=output.content if output.content or not calls else None,
-            reasoning_content=reasoning,
+            reasoning_content=reasoning or msgspec.UNSET,
             reasoning=reasoning,
             tool_calls=[_part(call, index=msgspec.UNSET) for call in calls] or msgspec.UNSET,
         )

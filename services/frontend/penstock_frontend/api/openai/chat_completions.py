@@ -28,6 +28,7 @@ from penstock_frontend.api.openai.conversation import (
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Generation, Source
+from penstock_frontend.api.openai.prompts import AS_MANY_AS_FIT
 from penstock_frontend.api.openai.sampling_fields import SamplingFields, StreamOptions
 from penstock_frontend.api.openai.sse import EventStream
 from penstock_frontend.api.openai.usage import UsageCount, UsageInfo, usage_info
@@ -113,6 +114,9 @@ class ChatCompletions:
         body = await given.decode(ChatCompletionRequest)
         self._llm.inputs.check_model(body.model or "")
         _check(body)
+        if body.truncate_prompt_tokens == AS_MANY_AS_FIT:
+            most = body.max_completion_tokens or body.max_tokens or 1
+            body.truncate_prompt_tokens = await self._llm.prompt_room(most, call.context.deadline)
         request = _request(body, call)
         demand = demand_of(request)
         self._llm.check_room([demand])
@@ -230,7 +234,7 @@ def _check(body: ChatCompletionRequest) -> None:
         raise Unimplemented(f"modalities is {body.modalities}; only ['text'] is served", field="modalities")
     check_range("max_completion_tokens", body.max_completion_tokens, 1, _INT32_MAX)
     check_range("top_logprobs", body.top_logprobs, -1, _INT32_MAX)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
 
 

@@ -15,7 +15,7 @@ from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.api.openai.endpoint import Answer, Call
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.api.openai.pooling.input_fields import Input, inputs_of
+from penstock_frontend.api.openai.pooling.input_fields import Input, check_longest, inputs_of, normalize_of
 from penstock_frontend.async_llm import AsyncLLM
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.pace import NUMBERS_PER_TURN, Pace
@@ -27,12 +27,16 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class EmbeddingRequest(ContextFields, kw_only=True):
-    """The body. ``input``: a text, texts, token ids, or lists of them. ``normalize``, null: as the model says, is vLLM's."""
+    """The body. ``input``: a text, texts, token ids, or lists of them. The rest is vLLM's: ``normalize``, also called
+    ``use_activation``, null: as the model says; ``truncate_prompt_tokens``: see PoolingFields.
+    """
 
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,14 +76,17 @@ class Embeddings:
         """Embed the inputs. Raises RequestFailed."""
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
+        check_longest(body.truncate_prompt_tokens)
+        normalize = normalize_of(body.normalize, body.use_activation)
         context = context_of(call, "embd", body)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         request = PoolingRequest(
             inputs=inputs,
             fields=fields,
-            params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=body.normalize),
+            params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=normalize),
             context=context,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
         try:
             given.close()  # admission is the first thing that happens

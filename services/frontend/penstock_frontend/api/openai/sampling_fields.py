@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "top_k": (-1, _INT32 - 1),
     "seed": (MIN_SEED, MAX_SEED),
     "prompt_logprobs": (-1, _INT32 - 1),
-    "truncate_prompt_tokens": (1, _INT32 - 1),
+    "truncate_prompt_tokens": (-1, _INT32 - 1),
     "repetition_penalty": (0.0, 1e38),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
@@ -116,7 +116,9 @@ class RepetitionFields(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(GenerationContextFields, kw_only=True):
-    """The common fields of both bodies, OpenAI's and vLLM's. Null is unset."""
+    """The common fields of both bodies, OpenAI's and vLLM's. Null is unset. ``truncate_prompt_tokens``: the last so many of the
+    prompt, -1 as many as leave room for the output.
+    """
 
     temperature: float | None = None
     top_p: float | None = None

@@ -70,8 +70,8 @@ class VllmEngineServicer:
         """Continues a prompt: chunks as they come, or everything at the end."""
         converted = requests.generate_request(request, **requests.call_details(context))
         if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
-            limits = await self._llm.engines.wait_until_usable(converted.context.deadline)
-            converted.sampling["truncate_prompt_tokens"] = limits.max_model_len - 1
+            room = await self._llm.prompt_room(1, converted.context.deadline)
+            converted.sampling["truncate_prompt_tokens"] = room
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
         # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol

@@ -47,6 +47,7 @@ class PoolingInputs:
         context = self._inputs.checked_context(request.context, request_id)
         for index in range(len(request.inputs)):
             self._check_input(request, index, limits)
+        self._check_longest(request)
         tokenized = await (self._pairs(request) if request.seconds else self._singles(request))
         return [
             EngineCoreRequest(
@@ -91,11 +92,21 @@ class PoolingInputs:
                 raise InvalidArgument(f"{field}: a pair is read as texts, not as token ids", field=field)
             self._inputs.check_length(request.seconds[index], field=field)
 
+    def _check_longest(self, request: PoolingRequest) -> None:
+        longest, added = request.truncate_prompt_tokens, self._tokenizer.num_added(pair=bool(request.seconds))
+        if longest is not None and longest <= added:
+            raise InvalidArgument(
+                f"truncate_prompt_tokens is {longest}; it must be above {added}, the tokens that are put around a text",
+                field="truncate_prompt_tokens",
+            )
+
     async def _singles(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
         """Token ids of the inputs. All texts go to one thread at once: a task for each would hold the loop up."""
         texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
-        of_texts = iter(await self._tokenizer.encode_all(texts, add_special_tokens=True) if texts else ())
-        ids = [next(of_texts) if isinstance(prompt, str) else list(prompt) for prompt in request.inputs]
+        longest = request.truncate_prompt_tokens
+        encoded = await self._tokenizer.encode_all(texts, add_special_tokens=True, longest=longest) if texts else []
+        of_texts = iter(encoded)
+        ids = [next(of_texts) if isinstance(prompt, str) else list(prompt[:longest]) for prompt in request.inputs]
         for each, field in zip(ids, request.fields, strict=True):
             if not each:
                 raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
@@ -104,7 +115,9 @@ class PoolingInputs:
     async def _pairs(self, request: PoolingRequest) -> list[tuple[list[int], int | None]]:
         """Token ids of the pairs, and where the second text of each begins."""
         pairs = zip(request.inputs, request.seconds, strict=True)
-        encoded = await self._tokenizer.encode_pairs([(str(first), second) for first, second in pairs])
+        encoded = await self._tokenizer.encode_pairs(
+            [(str(first), second) for first, second in pairs], longest=request.truncate_prompt_tokens
+        )
         return [(pair.ids, pair.second_text_start) for pair in encoded]
 
 

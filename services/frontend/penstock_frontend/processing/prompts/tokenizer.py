@@ -14,6 +14,7 @@ import tokenizers
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.byte_level import ByteLevelDecoder, OddTokenError, is_byte_level
+from penstock_frontend.processing.prompts.truncation import encode_cut, encode_pair_cut
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,11 +84,13 @@ class Tokenizer:
             self._threads_for(len(text)), self._encode, text, add_special_tokens, with_tokens
         )
 
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[EncodedPair]:
-        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair."""
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int | None = None) -> list[EncodedPair]:
+        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair. ``longest``: see
+        ``encode_all``.
+        """
 
         def encode() -> list[EncodedPair]:
-            return [self._encode_pair(text, second) for text, second in pairs]
+            return [self._encode_pair(text, second, longest) for text, second in pairs]
 
         threads = self._threads_for(sum(len(text) + len(second) for text, second in pairs))
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
@@ -108,6 +111,10 @@ class Tokenizer:
             raise
         except BaseException as e:
             raise _without_panic(e) from e
+
+    def num_added(self, *, pair: bool) -> int:
+        """How many tokens are put around a text, or around both of a pair."""
+        return int(self._backend.num_special_tokens_to_add(pair))
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is this text; None where there is none."""
@@ -130,12 +137,20 @@ class Tokenizer:
             self._texts[token_id] = text
         return text
 
-    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-        """Token ids of each text, ``add_special_tokens`` around it."""
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False, longest: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of each text, ``add_special_tokens`` around it. ``longest``: tokens of a prompt with those that are added,
+        more than ``num_added``; the end of a text is cut off for that.
+        """
 
         def encode() -> list[list[int]]:
             with _no_panic():
-                return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+                if add_special_tokens and longest is not None:
+                    return [encode_cut(self._backend, text, longest).ids for text in texts]
+                return [
+                    self._backend.encode(text, add_special_tokens=add_special_tokens).ids[:longest] for text in texts
+                ]
 
         threads = self._threads_for(sum(map(len, texts)))
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
@@ -178,9 +193,12 @@ class Tokenizer:
         # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
-    def _encode_pair(self, text: str, second: str) -> EncodedPair:
+    def _encode_pair(self, text: str, second: str, longest: int | None) -> EncodedPair:
         with _no_panic():
-            encoding = self._backend.encode(text, second)
+            if longest is None:
+                encoding = self._backend.encode(text, second)
+            else:
+                encoding = encode_pair_cut(self._backend, text, second, longest)
         types = encoding.type_ids
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:

@@ -73,7 +73,13 @@ class Classifications:
         given.close()  # admission is the first thing that happens
         try:
             result, request_id = await self._llm.run_pooling(
-                PoolingRequest(inputs=inputs, fields=fields, params=params, context=context)
+                PoolingRequest(
+                    inputs=inputs,
+                    fields=fields,
+                    params=params,
+                    context=context,
+                    truncate_prompt_tokens=body.truncate_prompt_tokens,
+                )
             )
         except RequestFailed as e:
             raise renamed(e, {"pooling_params.": ""}) from e

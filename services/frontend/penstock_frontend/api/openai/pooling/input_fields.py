@@ -5,8 +5,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument
-from penstock_frontend.api.openai.body_fields import refuse_fields
+from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_frontend.api.openai.body_fields import check_range, refuse_fields
 from penstock_frontend.api.openai.context import ContextFields
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.prompts import Given, split
@@ -16,26 +16,35 @@ Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 """A text, texts, token ids, or lists of them."""
 _MANY = 2**31
 _REFUSED = {
-    "truncate_prompt_tokens": "",
     "mm_processor_kwargs": "",
     "messages": "input",
     "chat_template": "",
-    "softmax": "use_activation",
-    "activation": "use_activation",
+    "max_tokens_per_doc": "truncate_prompt_tokens",
+    "max_tokens_per_query": "truncate_prompt_tokens",
+    "instruction": "",
+    "chat_template_kwargs": "",
 }
-_OF_INPUT = {"pooling_params.": ""}
+_OLDER = ("softmax", "activation")
+"""What ``use_activation`` was called."""
 
 
 class PoolingFields(ContextFields, kw_only=True):
-    """The common fields of bodies of vLLM's protocol. ``use_activation`` false: the model's bare scores."""
+    """The common fields of bodies of vLLM's protocol. ``use_activation`` false: the model's bare scores.
+    ``truncate_prompt_tokens``: inputs are cut to so many, -1 to as many as the model reads; null cuts none.
+    """
 
     use_activation: bool | None = None
-    truncate_prompt_tokens: Any = None
+    truncate_prompt_tokens: int | None = None
     mm_processor_kwargs: Any = None
     messages: Any = None
     chat_template: Any = None
-    softmax: Any = None
-    activation: Any = None
+    chat_template_kwargs: Any = None
+    instruction: Any = None
+    max_tokens_per_doc: Any = None
+    max_tokens_per_query: Any = None
+    truncation_side: Any = None
+    softmax: bool | None = None
+    activation: bool | None = None
 
 
 class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +56,31 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(body: PoolingFields) -> None:
-    """Raise Unimplemented for a field that is known and not served."""
+    """Raise Unimplemented for a field that is known and not served, InvalidArgument for one that is out of range."""
     refuse_fields(body, _REFUSED)
+    for name in _OLDER:
+        if getattr(body, name) is not None:
+            raise Unimplemented(f"{name} is not served; use use_activation", field=name)
+    if body.truncation_side not in (None, "right"):
+        raise Unimplemented(
+            f"truncation_side is {body.truncation_side!r}; only 'right' is served", field="truncation_side"
+        )
+    check_longest(body.truncate_prompt_tokens)
+
+
+def check_longest(tokens: int | None) -> None:
+    """Raise InvalidArgument for a length to cut inputs to that is none."""
+    check_range("truncate_prompt_tokens", tokens, -1, _MANY - 1)
+
+
+def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:
+    """Whether vectors get length one; None as the model says. vLLM has had both names. Raises InvalidArgument."""
+    if None not in (normalize, use_activation) and normalize != use_activation:
+        raise InvalidArgument(
+            f"normalize is {normalize} and use_activation is {use_activation}; of vectors they are the same",
+            field="normalize",
+        )
+    return use_activation if normalize is None else normalize
 
 
 def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], Sequence[str]]:

@@ -22,6 +22,7 @@ from penstock_frontend.api.openai.pooling.input_fields import (
     PoolingUsage,
     check,
     inputs_of,
+    normalize_of,
     usage_of,
 )
 from penstock_frontend.async_llm import AsyncLLM
@@ -34,18 +35,13 @@ _NUMBER_BYTES = 4
 _ENCODER = msgspec.json.Encoder()
 _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMBED, PoolingTask.CLASSIFY)
 """What is done where the body names no task: the first of these that the model serves."""
-_OF_VECTORS, _OF_CLASSES = ("dimensions", "normalize"), ("use_activation",)
-_MEANINGLESS = {
-    PoolingTask.EMBED: _OF_CLASSES,
-    PoolingTask.TOKEN_EMBED: _OF_CLASSES,
-    PoolingTask.CLASSIFY: _OF_VECTORS,
-    PoolingTask.TOKEN_CLASSIFY: _OF_VECTORS,
-}
+_VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+_OF_VECTORS = ("dimensions", "normalize")
 
 
 class PoolingBody(PoolingFields, kw_only=True):
-    """The body. ``task``, null: one vector per token where the model can. ``dimensions`` and ``normalize`` are for vectors,
-    ``use_activation`` is for classes.
+    """The body. ``task``, null: one vector per token where the model can. ``dimensions`` and ``normalize`` are for vectors, for
+    which ``use_activation`` is another name of ``normalize``.
     """
 
     input: Input
@@ -95,7 +91,13 @@ class Pooling:
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
         await self._llm.engines.wait_until_usable(context.deadline)  # which know what the model can do
-        request = PoolingRequest(inputs=inputs, fields=fields, params=self._params(body), context=context)
+        request = PoolingRequest(
+            inputs=inputs,
+            fields=fields,
+            params=self._params(body),
+            context=context,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
         given.close()  # admission is the first thing that happens
         try:
             result, request_id = await self._llm.run_pooling(request)
@@ -115,15 +117,13 @@ class Pooling:
         served = self._llm.engines.view.capabilities
         unasked = next((task for task in _UNASKED if task.name.lower() in served), PoolingTask.TOKEN_EMBED)
         task = PoolingTask[body.task.upper()] if body.task else unasked
-        for name in _MEANINGLESS[task]:
+        if task in _VECTORS:
+            normalize = normalize_of(body.normalize, body.use_activation)
+            return PoolingParams(task=task, dimensions=body.dimensions, normalize=normalize)
+        for name in _OF_VECTORS:
             if (value := getattr(body, name)) is not None:
                 raise InvalidArgument(f"{name} is {value}; it means nothing to {task.name.lower()}", field=name)
-        return PoolingParams(
-            task=task,
-            dimensions=body.dimensions,
-            normalize=body.normalize,
-            use_activation=body.use_activation is not False,
-        )
+        return PoolingParams(task=task, use_activation=body.use_activation is not False)
 
     async def _written(self, outputs: Sequence[EngineCoreOutput], *, as_text: bool) -> list[msgspec.Raw]:
         """The JSON of every Pooled, made over as many turns of the event loop as it takes: numbers are slow to write."""

@@ -17,7 +17,6 @@ from penstock_frontend.scoring_calls import ScoringCalls
 _INT32_MAX = 2**31 - 1
 _REFUSED = {
     "rank_fields": "documents",
-    "max_tokens_per_doc": "",
     "max_chunks_per_doc": "",
     "return_embeddings": "/v1/embeddings",
 }
@@ -39,7 +38,6 @@ class RerankBody(PoolingFields, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     rank_fields: Any = None
-    max_tokens_per_doc: Any = None
     max_chunks_per_doc: Any = None
     return_embeddings: bool | None = None
 
@@ -79,7 +77,7 @@ class Reranking:
         """Rank the documents. Raises RequestFailed."""
         body = await given.decode(RerankBody)
         check(body)
-        refuse_fields(body, {name: use for name, use in _REFUSED.items() if getattr(body, name) is not False})
+        refuse_fields(body, _REFUSED)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
         context = context_of(call, "rerank", body)
         texts = [_text(document) for document in body.documents]
@@ -90,6 +88,7 @@ class Reranking:
             documents=texts,
             document_fields=[f"documents[{index}]" for index in range(len(texts))],
             use_activation=body.use_activation is not False,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
             context=context,
         )
         given.close()  # admission is the first thing that happens

@@ -89,6 +89,7 @@ class Scores:
             documents=documents,
             document_fields=document_fields,
             use_activation=body.use_activation is not False,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
             context=context,
         )
         given.close()  # admission is the first thing that happens
