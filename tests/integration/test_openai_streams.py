@@ -15,6 +15,7 @@ from penstock.common.v1 import finish_pb2
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -72,13 +73,25 @@ async def test_an_error_in_the_middle_is_an_event_and_done_follows(stepped: Open
     assert stepped.num_live == 0
 
 
-async def test_the_client_raises_an_error_of_the_middle(stepped: OpenAIServer, manual: FakeEngine) -> None:
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+async def test_the_client_raises_an_error_of_the_middle(tmp_path: Path, manual: FakeEngine, chat: bool) -> None:
     manual.script = lambda _: ids_of("abcdef")
-    starting = asyncio.create_task(stepped.client.completions.create(model="model", prompt="x", stream=True))
+    async with openai_server(save_chat_model(tmp_path), engines=[manual.address]) as stepped:
+        await _raise_in_the_middle(stepped, manual, chat=chat)
+
+
+async def _raise_in_the_middle(stepped: OpenAIServer, manual: FakeEngine, *, chat: bool) -> None:
+    client = stepped.client
+    starting: asyncio.Task[Any] = asyncio.create_task(
+        client.chat.completions.create(model="model", messages=[{"role": "user", "content": "x"}], stream=True)
+        if chat
+        else client.completions.create(model="model", prompt="x", stream=True)
+    )
     await manual.until(lambda e: e.running)
     manual.step()
     stream = await starting
-    assert (await anext(aiter(stream))).choices[0].text == "a"
+    [choice] = (await anext(aiter(stream))).choices
+    assert (choice.delta.content if chat else choice.text) == "a"
     manual.finish_all(finish_pb2.FINISH_REASON_ERROR, TOO_SMALL)
     with pytest.raises(openai.APIError, match="needs more than there is"):
         [chunk async for chunk in stream]
