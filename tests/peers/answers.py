@@ -1,0 +1,194 @@
+"""Two servers' answers to the same requests, field by field: what only one of them has, and what differs in kind.
+
+Serve one model under the name ``m`` with both, and ask::
+
+    vllm serve examples/demo_model/penstock-tiny --served-model-name m --port 8100 --max-model-len 2048
+    penstock serve examples/demo_model/penstock-tiny --served-model-name m --http-port 8000
+    python -m tests.peers.answers --there http://127.0.0.1:8100 --here http://127.0.0.1:8000
+
+``--does`` embed, classify or score asks what models of that kind answer; ``python -m tests.peers.checkpoints`` writes some.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tests.peers.cases import Case, Does, cases
+from tests.peers.shapes import Difference, Event, differences, events_of, kinds, kinds_of_events, sequence
+
+TIMEOUT = 120.0
+_STATUS = "(status)"
+_LONGEST = 200
+"""Characters of a message that are shown."""
+_MOST_NAMES = 3
+console = Console(width=200)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What one server answered. ``body``: JSON, or text that is none; ``events``: of a stream."""
+
+    status: int
+    content_type: str
+    body: Any
+    events: list[Event]
+
+    @property
+    def fields(self) -> Mapping[str, set[str]]:
+        """What it looks like, status and order of events included."""
+        found = kinds_of_events(self.events) if self.events else kinds(self.body)
+        named = {_STATUS: {str(self.status)}, "(content type)": {self.content_type}}
+        if self.events:
+            named["(events)"] = {", ".join(sequence(self.events))}
+        return found | named
+
+    @property
+    def message(self) -> str:
+        """Why it refuses, else empty."""
+        error = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
+        return str(error.get("message", error) if isinstance(error, dict) else error) if self.status >= 400 else ""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """A request and how its answers differ."""
+
+    path: str
+    name: str
+    statuses: tuple[int, int]
+    differences: list[Difference]
+    messages: tuple[str, str]
+
+
+def ask(client: httpx.Client, case: Case) -> Answer:
+    """One request's answer."""
+    if case.body is None:
+        response = client.get(case.path)
+    else:
+        body = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
+        response = client.post(case.path, content=body, headers={"content-type": "application/json"})
+    content_type = response.headers.get("content-type", "").partition(";")[0]
+    streamed = content_type == "text/event-stream"
+    events = [Event(each.name, _json(each.data)) for each in events_of(response.text.splitlines())] if streamed else []
+    return Answer(response.status_code, content_type, None if streamed else _json(response.text), events)
+
+
+def compare(case: Case, there: Answer, here: Answer) -> Compared:
+    """How two answers differ. Where one refuses what the other does, that is all."""
+    fields = [there.fields, here.fields]
+    if (there.status < 400) != (here.status < 400):
+        fields = [{_STATUS: each[_STATUS]} for each in fields]
+    return Compared(
+        path=case.path,
+        name=case.name,
+        statuses=(there.status, here.status),
+        differences=differences(*fields),
+        messages=(there.message, here.message),
+    )
+
+
+def documents(there: Any, here: Any) -> list[Difference]:
+    """How two OpenAPI documents differ: routes, and the fields of the bodies of those that both have."""
+    found = differences({path: {"route"} for path in there["paths"]}, {path: {"route"} for path in here["paths"]})
+    for path in sorted(there["paths"].keys() & here["paths"].keys()):
+        fields = [{f"{path} {name}": {"field"} for name in _body_fields(each, path)} for each in (there, here)]
+        found += differences(*fields)
+    return found
+
+
+def _body_fields(document: Any, path: str) -> set[str]:
+    body = document["paths"][path].get("post", {}).get("requestBody", {})
+    return _properties(document, body.get("content", {}).get("application/json", {}).get("schema", {}))
+
+
+def _properties(document: Any, schema: Any) -> set[str]:
+    """The names of a schema and of all that it may be instead."""
+    if "$ref" in schema:
+        return _properties(document, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+    below = [each for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word, [])]
+    return set(schema.get("properties", {})).union(*(_properties(document, each) for each in below))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def table(found: list[Compared]) -> Table:
+    """A line for every difference of a route, with the requests whose answers have it."""
+    of_routes: dict[str, dict[Difference, list[str]]] = {}
+    for each in found:
+        rows = of_routes.setdefault(each.path, {})
+        for row in each.differences:
+            rows.setdefault(row, []).append(each.name)
+    made = Table("field", "there", "here", "requests", title=summary(found))
+    for path, rows in of_routes.items():
+        made.add_section()
+        made.add_row(f"[bold]{path}")
+        for row, names in sorted(rows.items()):
+            made.add_row(*row, _shown(names))
+    return made
+
+
+def messages(found: list[Compared]) -> Table:
+    """The errors of both, and their statuses."""
+    made = Table("request", "there", "here", title="errors")
+    for each in found:
+        if any(each.messages):
+            sides = zip(each.statuses, each.messages, strict=True)
+            made.add_row(f"{each.path}: {each.name}", *(f"{status} {message[:_LONGEST]}" for status, message in sides))
+    return made
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+
+
+def summary(found: list[Compared]) -> str:
+    """How much was compared, and how much differs."""
+    routes = len({each.path for each in found})
+    other = sum(each.statuses[0] != each.statuses[1] for each in found)
+    rows = len({(each.path, *row) for each in found for row in each.differences})
+    return f"{len(found)} requests to {routes} routes: {rows} differences; {other} answers differ in the status"
+
+
+def main() -> int:
+    """Ask both, and print how they differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--there", required=True, help="base URL of the other server, http://host:port")
+    parser.add_argument("--here", required=True, help="base URL of this one")
+    parser.add_argument("--does", choices=get_args(Does), default="generate", help="what the model does")
+    parser.add_argument("--only", default="", help="requests whose path and name contain this")
+    parser.add_argument("--routes", action="store_true", help="compare /openapi.json, too")
+    parser.add_argument("--json", type=Path, help="write all answers there, too")
+    args = parser.parse_args()
+    answers: dict[str, tuple[Answer, Answer]] = {}
+    found = []
+    with (
+        httpx.Client(base_url=args.there, timeout=TIMEOUT) as there,
+        httpx.Client(base_url=args.here, timeout=TIMEOUT) as here,
+    ):
+        for case in cases(args.does):
+            if args.only in (name := f"{case.path}: {case.name}"):
+                answers[name] = ask(there, case), ask(here, case)
+                found.append(compare(case, *answers[name]))
+        if args.routes:
+            rows = documents(there.get("/openapi.json").json(), here.get("/openapi.json").json())
+            for row in rows:
+                console.print(f"{row.field}: {'only there' if row.here == '-' else 'only here'}", highlight=False)
+    console.print(table(found), messages(found))
+    if args.json:
+        args.json.write_bytes(msgspec.json.encode(answers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
