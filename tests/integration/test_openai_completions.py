@@ -73,6 +73,12 @@ async def test_a_stream_ends_with_the_usage_when_asked(api: OpenAIServer) -> Non
     assert (chunks[-1].usage.completion_tokens, chunks[0].usage) == (5, None)
 
 
+async def test_chunks_have_as_many_tokens_as_are_asked_for(api: OpenAIServer) -> None:
+    chunks = await streamed(api, max_tokens=9, extra={"stream_interval": 4, "return_token_ids": True})
+    assert sum(len(chunk.choices[0].token_ids) for chunk in chunks) == 9
+    assert min(len(chunk.choices[0].token_ids) for chunk in chunks[1:-1]) >= 4
+
+
 async def test_usage_comes_with_every_chunk_when_asked(api: OpenAIServer) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     chunks = await streamed(api, stream_options=options, max_tokens=5)

@@ -46,6 +46,7 @@ _REFUSED = {
     "documents": "chat_template_kwargs",
     "chat_template": "the model's own",
     "echo": "",
+    "return_prompt_text": "return_token_ids",
 }
 _INT32_MAX = 2**31 - 1
 
@@ -74,6 +75,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     documents: Any = None
     chat_template: Any = None
     echo: bool | None = None
+    return_prompt_text: Any = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.sampling import (
     CONSTRAINTS,
     MAX_SEED,
@@ -31,6 +31,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (-1, _INT32 - 1),
     "truncate_prompt_tokens": (-1, _INT32 - 1),
     "repetition_penalty": (0.0, 1e38),
+    "stream_interval": (1, _INT32 - 1),
 }
 """What the engine's contract can carry; the domain's own limits are narrower."""
 _PLAIN = (
@@ -52,6 +53,7 @@ _PLAIN = (
     "prompt_logprobs",
     "logit_bias",
     "truncate_prompt_tokens",
+    "stream_interval",
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
@@ -62,6 +64,10 @@ REFUSED = {
     "mm_processor_kwargs": "",
     "kv_transfer_params": "",
     "logits_processors": "",
+    "logprob_token_ids": "",
+    "return_tokens_as_token_ids": "return_token_ids",
+    "thinking_token_budget": "",
+    "watermarking": "",
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
     "guided_choice": "structured_outputs",
@@ -146,6 +152,8 @@ class SamplingFields(GenerationContextFields, kw_only=True):
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    stream_interval: int | None = None
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionFields | None = None
     return_token_ids: bool | None = None
@@ -155,6 +163,10 @@ class SamplingFields(GenerationContextFields, kw_only=True):
     mm_processor_kwargs: Any = None
     kv_transfer_params: Any = None
     logits_processors: Any = None
+    logprob_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -166,6 +178,10 @@ def check(body: SamplingFields) -> None:
     refuse_fields(body, REFUSED)
     for name, (low, high) in _RANGES.items():
         check_range(name, getattr(body, name), low, high)
+    if body.truncation_side not in (None, "left"):
+        raise Unimplemented(
+            f"truncation_side is {body.truncation_side!r}; only 'left' is served", field="truncation_side"
+        )
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("stream_options is set; it needs stream", field="stream_options")
     if body.stream and body.prompt_logprobs is not None:
