@@ -4,6 +4,7 @@ Every value is validated when the struct is built; unknown keys are refused by `
 means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart.
 """
 
+import itertools
 from collections.abc import Mapping, Set
 from typing import Annotated, ClassVar
 
@@ -71,6 +72,17 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             description="By pool of engines of several pods each, the LeaderWorkerSet whose number of groups Scale may change."
         ),
     ] = {}
+    stateful_sets: Annotated[
+        dict[str, str],
+        Meta(
+            description="By pool of a data-parallel group, the StatefulSet whose number of pods follows the number of ranks that "
+            "Scale asks for."
+        ),
+    ] = {}
+    ranks_per_pod: Annotated[
+        dict[str, Annotated[int, Meta(ge=1, le=64)]],
+        Meta(description="By pool of stateful_sets, ranks of the group in each pod; 1 for those it does not name."),
+    ] = {}
     owners: Annotated[
         dict[str, str],
         Meta(description="By pool, what the number of its engines belongs to, so that Scale is refused."),
@@ -85,13 +97,14 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_fields("kubernetes", self)
-        if twice := self.deployments.keys() & self.leader_worker_sets.keys():
-            raise ConfigError(
-                f"kubernetes.deployments and kubernetes.leader_worker_sets both have pool {min(twice)!r}; an engine is one "
-                "pod or several"
-            )
+        workloads = [(name, getattr(self, name)) for name in ("deployments", "leader_worker_sets", "stateful_sets")]
+        for (name, pools), (other, others) in itertools.combinations(workloads, 2):
+            if twice := pools.keys() & others.keys():
+                raise ConfigError(f"kubernetes.{name} and kubernetes.{other} both have pool {min(twice)!r}; it has one")
+        if unknown := self.ranks_per_pod.keys() - self.stateful_sets.keys():
+            raise ConfigError(f"kubernetes.ranks_per_pod has pool {min(unknown)!r}, which stateful_sets does not have")
         for pool, fewest in self.min_replicas.items():
-            if (self.deployments or self.leader_worker_sets) and pool not in self.pools:
+            if any(pools for _, pools in workloads) and pool not in self.pools:
                 known = ", ".join(sorted(self.pools))
                 raise ConfigError(
                     f"kubernetes.min_replicas has pool {pool!r}; pools: {known}{nearest(pool, self.pools)}"
@@ -104,12 +117,13 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def enabled(self) -> bool:
         """Whether there is anything to change."""
-        return self.deletion_costs or bool(self.deployments) or bool(self.leader_worker_sets)
+        return self.deletion_costs or bool(self.deployments or self.leader_worker_sets or self.stateful_sets)
 
     @property
     def pools(self) -> Set[str]:
         """Those whose number of engines belongs to anybody."""
-        return self.deployments.keys() | self.leader_worker_sets.keys() | self.owners.keys()
+        owned = self.deployments, self.leader_worker_sets, self.stateful_sets, self.owners
+        return {pool for pools in owned for pool in pools}
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """Who is in a data-parallel group, epoch by epoch, as a state machine."""
 
+import re
 from typing import Self
 
 import msgspec
@@ -89,7 +90,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     @property
     def spares(self) -> tuple[str, ...]:
         """Ranks that are in no group and could be."""
-        return tuple(sorted(self.known - self.broken - set(self.group.members)))
+        return tuple(sorted(self.known - self.broken - set(self.group.members), key=_in_order))
 
     @property
     def view(self) -> GroupView:
@@ -172,10 +173,13 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     # Changes.
 
     def scale(self, size: int) -> tuple[Self, tuple[StartDpWave | Reconfigure | ScaleRefused, ...]]:
-        """An operator wants this many ranks. Those with the highest ranks leave; newcomers come in order of their names."""
+        """An operator wants this many ranks. They leave and come in order of their names, as pods of a StatefulSet do: the last
+        ones leave, also where one of the first was lost and is back at the end of the group.
+        """
         if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
             return self, (ScaleRefused("the group is changing"),)
-        members = (self.group.members + self.spares)[:size]
+        staying = sorted(self.group.members, key=_in_order)[:size]
+        members = tuple(m for m in self.group.members if m in staying) + self.spares[: size - len(staying)]
         if len(members) != size or size < self.min_size:
             return self, (ScaleRefused(f"size is {size}; it must be from {self.min_size} to {len(members)}"),)
         if members == self.group.members:
@@ -270,3 +274,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
     def _reconfigure(self, engine: str, group: RankGroup, *, base: int = 0) -> Reconfigure:
         return Reconfigure(engine, group, self.waves.wave, self.waves.pauses, base)
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """By which names with numbers are sorted as people count: "engine-10" behind "engine-9"."""
+    return [(int(number or 0), text) for number, text in re.findall(r"(\d+)|(\D+)", name)]

@@ -125,7 +125,8 @@ class GroupOfPool:
     def scale(self, size: int, now: float) -> int:
         """Have so many ranks from now on. Returns how many there were to be before.
 
-        Raises InvalidArgument below ``min_size``, and FailedPrecondition while the group changes.
+        Raises InvalidArgument below ``min_size``, and FailedPrecondition while the group changes. One that waits for ranks that
+        do not come does not: another size takes it out of that.
         """
         machine = self._machine
         if size < machine.min_size:
@@ -134,12 +135,7 @@ class GroupOfPool:
                 field="replicas",
                 reason="BELOW_MIN_SIZE",
             )
-        if (
-            machine.recovering
-            or machine.standby.epoch
-            or not machine.finished
-            or len(machine.group.members) != self.target_size
-        ):
+        if machine.recovering or machine.standby.epoch or not machine.finished:
             raise FailedPrecondition("the group is changing its ranks; try again when it has", reason="RECONFIGURING")
         before, self.target_size = self.target_size, size
         self._steer_at = 0.0

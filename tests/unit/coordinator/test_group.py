@@ -62,6 +62,14 @@ def test_a_rank_that_is_to_leave_gets_no_requests_any_more():
     assert SERVING.scale(1)[0].view.routed == ("a",)
 
 
+def test_ranks_leave_and_come_in_order_of_their_names_wherever_they_stand():
+    group = RankGroup(5, ("e-2#a", "e-10#b", "e-1#c"))
+    known = frozenset({*group.members, "e-11#d", "e-9#e"})
+    machine = msgspec.structs.replace(SERVING, waves=Waves(group), known=known, opened=frozenset(group.members))
+    assert machine.scale(2)[0].standby.members == ("e-2#a", "e-1#c")
+    assert machine.scale(4)[0].standby.members == (*group.members, "e-9#e")
+
+
 @pytest.mark.parametrize("size", [0, 4])
 def test_a_size_that_cannot_be_had_is_refused(size):
     machine, (refused,) = SERVING.scale(size)

@@ -143,6 +143,16 @@ def test_a_group_goes_to_its_size_as_ranks_come():
     assert bench.members == ("a#1", "b#1", "c#1")
 
 
+def test_a_size_for_which_no_ranks_come_can_be_taken_back():
+    bench = Bench()
+    bench.register("a#1", "b#1")
+    bench.switch()
+    assert bench.group.scale(4, 0.0) == 2
+    assert bench.group.scale(2, 0.0) == 4
+    bench.register("c#1")
+    assert not bench.group.machine.standby.epoch
+
+
 def test_a_size_is_refused_below_the_least_and_during_a_change():
     bench = Bench(min_size=2)
     bench.register("a#1", "b#1")

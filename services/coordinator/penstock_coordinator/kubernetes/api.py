@@ -12,7 +12,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.core.exceptions import ApiError
 from lightkube.core.exceptions import ConfigError as LightkubeConfigError
 from lightkube.generic_resource import GenericNamespacedScale, create_namespaced_resource
-from lightkube.resources.apps_v1 import Deployment, DeploymentScale
+from lightkube.resources.apps_v1 import Deployment, DeploymentScale, StatefulSet, StatefulSetScale
 from lightkube.resources.core_v1 import Pod
 from lightkube.types import PatchType
 
@@ -25,11 +25,12 @@ TIMEOUT = 5.0
 """Seconds for an answer."""
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 """Lower ones go first when a ReplicaSet gets smaller."""
-_SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale]] = {
+_SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale | StatefulSetScale]] = {
     WorkloadKind.DEPLOYMENT: Deployment.Scale,
     WorkloadKind.LEADER_WORKER_SET: create_namespaced_resource(
         "leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets"
     ).Scale,
+    WorkloadKind.STATEFUL_SET: StatefulSet.Scale,
 }
 
 
@@ -64,7 +65,7 @@ class KubernetesApi:
             await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)
 
     async def replicas(self, workload: Workload) -> int:
-        """The number of engines that ``workload`` is to have. Raises KubernetesError."""
+        """The number of engines, or of pods with ranks, that ``workload`` is to have. Raises KubernetesError."""
         async with _failures(SCALING[workload.kind].get):
             scale = await self._client.get(_SCALES[workload.kind], workload.name)
         return (scale.spec.replicas if scale.spec else None) or 0

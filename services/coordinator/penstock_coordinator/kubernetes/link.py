@@ -11,6 +11,7 @@ from penstock_coordinator.cluster import Clock
 from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes.cost_writer import CostWriter
 from penstock_coordinator.kubernetes.failures import Failures
+from penstock_coordinator.kubernetes.group_pods import GroupPods
 from penstock_coordinator.kubernetes.replicas import Replicas
 
 
@@ -22,7 +23,7 @@ class KubernetesLink:
         self._config = config
         self._now = clock
         self._api = None
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: list[asyncio.Task[None]] = []
         if config.enabled:
             from penstock_coordinator.kubernetes.api import KubernetesApi  # takes seconds and 30 MiB
 
@@ -31,23 +32,26 @@ class KubernetesLink:
         self.replicas = Replicas(config, self._api, self._failures)
 
     def start(self, view: Callable[[], ClusterView | None], *, slots: int) -> None:
-        """Write what pods cost to remove from now on. ``view``: the engines, None while they are not known. ``slots``: requests
-        that an engine runs at once which does not say.
+        """Write what pods cost to remove, and how many pods groups have, from now on. ``view``: the engines, None while they are
+        not known. ``slots``: requests that an engine runs at once which does not say.
         """
         if self._api is not None and self._config.deletion_costs:
             writer = CostWriter(self._api, self._failures, slots=slots, view=view, clock=self._now)
-            self._writing = asyncio.create_task(writer.run(), name="deletion costs")
+            self._writing.append(asyncio.create_task(writer.run(), name="deletion costs"))
+        if self._api is not None and self._config.stateful_sets:
+            pods = GroupPods(self._config, self._api, self._failures, view=view)
+            self._writing.append(asyncio.create_task(pods.run(), name="pods of groups"))
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What runs until ``stop``."""
-        return [] if self._writing is None else [self._writing]
+        return self._writing
 
     async def stop(self) -> None:
         """Write nothing more, and close the connections."""
-        if self._writing is not None:
-            self._writing.cancel()
+        for task in self._writing:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._writing
+                await task
         if self._api is not None:
             await self._api.close()

@@ -51,6 +51,12 @@ class Replicas:
                 field="pool",
                 reason="REPLICAS_OWNED",
             )
+        if pool in self._config.stateful_sets:
+            raise FailedPrecondition(
+                f"pool {pool!r} has no rank yet; ask again when its engines have registered",
+                field="pool",
+                reason="NO_GROUP",
+            )
         workload = self._workload(pool)
         if self._api is None or workload is None:
             raise FailedPrecondition(
@@ -64,6 +70,18 @@ class Replicas:
         changed = {workload.kind.value: workload.name}
         get_logger().info("scaled", pool=pool, replicas=replicas, previous=previous, **changed)
         return previous
+
+    def check_ranks(self, pool: str, ranks: int) -> None:
+        """Raise InvalidArgument where the pods of a group are not to have so many ranks."""
+        if pool not in self._config.stateful_sets:
+            return
+        self._check_number(pool, ranks)
+        each = self._config.ranks_per_pod.get(pool, 1)
+        if ranks % each:
+            raise InvalidArgument(
+                f"replicas is {ranks}; each pod of pool {pool!r} has {each} ranks, so it must be a multiple of {each}",
+                field="replicas",
+            )
 
     def _workload(self, pool: str) -> Workload | None:
         if name := self._config.deployments.get(pool):

@@ -20,6 +20,8 @@ class Right(enum.Enum):
     PATCH_SCALE = "patch deployments/scale"
     GET_GROUPS_SCALE = "get leaderworkersets/scale"
     PATCH_GROUPS_SCALE = "patch leaderworkersets/scale"
+    GET_SETS_SCALE = "get statefulsets/scale"
+    PATCH_SETS_SCALE = "patch statefulsets/scale"
 
 
 class ScalingRights(NamedTuple):
@@ -32,6 +34,7 @@ class ScalingRights(NamedTuple):
 SCALING = {
     WorkloadKind.DEPLOYMENT: ScalingRights(Right.GET_SCALE, Right.PATCH_SCALE),
     WorkloadKind.LEADER_WORKER_SET: ScalingRights(Right.GET_GROUPS_SCALE, Right.PATCH_GROUPS_SCALE),
+    WorkloadKind.STATEFUL_SET: ScalingRights(Right.GET_SETS_SCALE, Right.PATCH_SETS_SCALE),
 }
 
 

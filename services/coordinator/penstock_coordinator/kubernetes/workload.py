@@ -11,6 +11,8 @@ class WorkloadKind(enum.Enum):
     DEPLOYMENT = "deployment"
     LEADER_WORKER_SET = "leader_worker_set"
     """Of engines of several pods, which it counts and not the pods."""
+    STATEFUL_SET = "stateful_set"
+    """Of the ranks of a data-parallel group, of which a pod may have several."""
 
 
 class Workload(msgspec.Struct, frozen=True):

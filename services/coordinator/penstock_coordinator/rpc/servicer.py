@@ -115,9 +115,13 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Change the number of engines of a pool. Raises as ``Replicas.scale``, of a group's ranks as ``GroupOfPool.scale``."""
+        """Change the number of engines of a pool. Raises as ``Replicas.scale``, of a group's ranks as ``Replicas.check_ranks``
+        and ``GroupOfPool.scale``.
+        """
         replicas = request.replicas if request.HasField("replicas") else None
         pool = request.pool or DEFAULT_POOL
+        if replicas is not None:
+            self._replicas.check_ranks(pool, replicas)
         if replicas is not None and (previous := self._cluster.groups.scale(pool, replicas, self._cluster.now())):
             return pb.ScaleResponse(previous_replicas=previous)
         return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, replicas))
