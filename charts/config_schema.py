@@ -46,6 +46,7 @@ SET_BY_CHART = (
     | _below("engine_tls", ClientTlsConfig)
     | {f"executor.nodes.{name}" for name in ("size", "port", "leader", "index", "address")}
     | _below("executor.nodes.tls", ClientTlsConfig)
+    | {f"data_parallel.{name}" for name in ("size", "min_size", "on_rank_loss", "move_after", "address")}
 )
 """What the chart alone knows, or has a value of its own for."""
 

@@ -21,10 +21,17 @@ CLAIMED = "claimed-gpu"
 OCI = "oci"
 FETCHED = "fetched"
 MULTINODE = "multinode"
+GROUPS = "groups"
 WORKER = "/worker"
 """Behind a pool's name: the pods of an engine that are none themselves."""
-LWS = {"LWS_LEADER_ADDRESS": "engine-0.engine.serving", "LWS_WORKER_INDEX": "1"}
-"""What the controller of LeaderWorkerSets adds to the environment of the second pod of a group."""
+POD_IP = "10.0.0.7"
+IN_CLUSTER = {
+    "LWS_LEADER_ADDRESS": "engine-0.engine.serving",
+    "LWS_WORKER_INDEX": "1",
+    "POD_IP": POD_IP,
+    "POD_NAME": "pod-3",
+}
+"""What the environment of a pod has from the cluster; the first two from the controller of LeaderWorkerSets, of a second pod."""
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 
@@ -49,7 +56,7 @@ class Release:
         an engine is several pods, the others are one more, ``enginecore-NAME/worker``.
         """
         found = []
-        for workload in (*self.all("Deployment"), *self.all("LeaderWorkerSet")):
+        for workload in (*self.all("Deployment"), *self.all("LeaderWorkerSet"), *self.all("StatefulSet")):
             labels = workload["metadata"]["labels"]
             component, pool = labels["app.kubernetes.io/component"], labels.get("penstock.io/pool", "default")
             found.append(component if pool == "default" else f"{component}-{pool}")
@@ -59,16 +66,16 @@ class Release:
 
     def workload(self, component: str) -> dict[str, Any]:
         """What makes the pods."""
-        groups = [
+        others = [
             m
-            for m in self.all("LeaderWorkerSet")
+            for m in (*self.all("LeaderWorkerSet"), *self.all("StatefulSet"))
             if m["metadata"]["name"].endswith(f"-{component.removesuffix(WORKER)}")
         ]
-        return groups[0] if groups else self.one("Deployment", component)
+        return others[0] if others else self.one("Deployment", component)
 
     def pod(self, component: str) -> dict[str, Any]:
         workload = self.workload(component)
-        if workload["kind"] == "Deployment":
+        if workload["kind"] != "LeaderWorkerSet":
             return workload["spec"]["template"]
         return workload["spec"]["leaderWorkerTemplate"][
             "workerTemplate" if component.endswith(WORKER) else "leaderTemplate"
@@ -77,16 +84,16 @@ class Release:
     def pod_spec(self, component: str) -> dict[str, Any]:
         return self.pod(component)["spec"]
 
-    def container(self, component: str) -> dict[str, Any]:
-        (container,) = self.pod_spec(component)["containers"]
-        return container
+    def container(self, component: str, rank: int = 0) -> dict[str, Any]:
+        """``rank``: which of several in a pod."""
+        return self.pod_spec(component)["containers"][rank]
 
     def before(self, component: str) -> dict[str, dict[str, Any]]:
         """The containers that start before the service's own."""
         return {container["name"]: container for container in self.pod_spec(component).get("initContainers", [])}
 
-    def env(self, component: str) -> dict[str, dict[str, Any]]:
-        return {entry["name"]: entry for entry in self.container(component)["env"]}
+    def env(self, component: str, rank: int = 0) -> dict[str, dict[str, Any]]:
+        return {entry["name"]: entry for entry in self.container(component, rank)["env"]}
 
     def volumes(self, component: str) -> dict[str, dict[str, Any]]:
         return {volume["name"]: volume for volume in self.pod_spec(component)["volumes"]}
@@ -108,12 +115,14 @@ def release(name: str = HUB, *settings: str, kube_version: str = "") -> Release:
     return Release(lint.render(VALUE_SETS[name], settings=settings, kube_version=version))
 
 
-def load(rendered: Release, component: str, folder: Path) -> msgspec.Struct:
-    """What the service, or a pool of engines, makes of its config file and its environment."""
+def load(rendered: Release, component: str, folder: Path, rank: int = 0) -> msgspec.Struct:
+    """What the service, or a pool of engines, makes of its config file and its environment. ``rank``: which of several in a
+    pod.
+    """
     file = folder / "config.yaml"
     file.write_text(rendered.config_text(component), encoding="utf-8")
-    environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component).items()}
-    for name, value in LWS.items():
+    environ = {name: entry.get("value", "from-the-cluster") for name, entry in rendered.env(component, rank).items()}
+    for name, value in IN_CLUSTER.items():
         environ = {own: text.replace(f"$({name})", value) for own, text in environ.items()}
     return loader.load(STRUCTS[service_of(component)], file=file, environ=environ)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.inference.v1 import messages_pb2, service_pb2
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, MULTINODE, POOLS, notes, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, GROUPS, HUB, MULTINODE, POOLS, notes, release
 
 
 def test_the_notes_show_a_first_call(tmp_path: Path):
@@ -37,6 +37,13 @@ def test_engines_of_several_pods_are_waited_for_by_their_groups(tmp_path: Path):
         ["rollout", "status", "deployment/demo-penstock-enginecore-one"],
         ["wait", "leaderworkerset/demo-penstock-enginecore-wide", *condition],
     ]
+
+
+def test_groups_are_waited_for_by_their_ranks(tmp_path: Path):
+    text = notes(tmp_path, GROUPS)
+    assert "  a group of 4 ranks in 4 pod(s) on the CPU in the pool default\n" in text
+    assert "  a group of 8 ranks in 4 pod(s) on the CPU in the pool wide\n" in text
+    assert "rollout status statefulset/demo-penstock-enginecore-wide\n" in text
 
 
 def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):

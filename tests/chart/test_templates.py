@@ -12,6 +12,7 @@ RENDERED_BY = {
     "_config.tpl": "configmap.yaml",
     "_kubernetes.tpl": "rbac.yaml",
     "network/_rules.tpl": "networkpolicies.yaml",
+    "enginecore/_container.tpl": "_pod.tpl",
 }
 """Partial templates that are tested with the manifest they are for."""
 

@@ -64,12 +64,12 @@ def test_services_select_the_pods_of_their_component_or_pool_alone(name: str):
 
 
 @every_value_set
-def test_deployments_select_the_pods_that_they_make(name: str):
+def test_workloads_select_the_pods_that_they_make(name: str):
     rendered = release(name)
     for component in rendered.components():
         if rendered.workload(component)["kind"] == "LeaderWorkerSet":
             continue  # whose controller selects by labels of its own
-        selector = rendered.one("Deployment", component)["spec"]["selector"]["matchLabels"]
+        selector = rendered.workload(component)["spec"]["selector"]["matchLabels"]
         assert selector.items() <= rendered.pod(component)["metadata"]["labels"].items()
 
 
@@ -79,7 +79,8 @@ def test_service_ports_lead_to_ports_of_the_container(name: str):
     pods = {component: rendered.pod(component)["metadata"]["labels"] for component in rendered.components()}
     for service in rendered.all("Service"):
         (component,) = [c for c in pods if service["spec"]["selector"].items() <= pods[c].items()]
-        ports = {port["name"]: port["containerPort"] for port in rendered.container(component)["ports"]}
+        containers = rendered.pod_spec(component)["containers"]
+        ports = {port["name"]: port["containerPort"] for container in containers for port in container["ports"]}
         for port in service["spec"]["ports"]:
             assert port["targetPort"] in ports
             if service["spec"].get("clusterIP") == "None":

@@ -11,7 +11,7 @@ import yaml
 
 from charts import lint
 from charts.lint import ChartError
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, MULTINODE, POOLS, VALUE_SETS, Release, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, GROUPS, HUB, MULTINODE, POOLS, VALUE_SETS, Release, release
 
 RUNNING = {
     "demo-penstock-frontend": (7, "somebody"),
@@ -44,7 +44,16 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/apis/apps/v1": {
         "kind": "APIResourceList",
         "groupVersion": "apps/v1",
-        "resources": [{"name": "deployments", "kind": "Deployment", "namespaced": True, "verbs": ["get"]}],
+        "resources": [
+            {"name": f"{kind.lower()}s", "kind": kind, "namespaced": True, "verbs": ["get"]}
+            for kind in ("Deployment", "StatefulSet")
+        ],
+    },
+    "/apis/apps/v1/namespaces/serving/statefulsets/demo-penstock-enginecore": {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": "demo-penstock-enginecore"},
+        "spec": {"replicas": 6},
     },
 } | {
     f"/apis/apps/v1/namespaces/serving/deployments/{name}": {
@@ -122,6 +131,12 @@ def test_a_number_that_was_an_autoscalers_from_the_start_is_left_to_it(api_serve
 
 def test_an_autoscaler_keeps_the_number_of_groups_that_there_is(api_server: str):
     assert in_cluster(api_server, MULTINODE).workload("enginecore")["spec"]["replicas"] == 3
+
+
+def test_an_upgrade_keeps_the_pods_of_a_group_that_operators_have_asked_for(api_server: str):
+    asked = in_cluster(api_server, GROUPS)
+    assert asked.workload("enginecore")["spec"]["replicas"] == 6
+    assert asked.workload("enginecore-wide")["spec"]["replicas"] == 4  # which is not there yet
 
 
 def test_without_a_cluster_to_look_at_an_autoscaled_deployment_has_no_number():

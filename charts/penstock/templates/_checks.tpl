@@ -33,6 +33,7 @@
 {{- include "penstock.check.grace" (dict "key" $key "values" .values) -}}
 {{- include "penstock.check.rollingUpdate" (dict "key" $key "values" .values) -}}
 {{- include "penstock.check.group" (merge (dict "key" $key) .) -}}
+{{- include "penstock.check.ranks" (merge (dict "key" $key) .) -}}
 {{- include "penstock.check.gpu" (merge (dict "key" $key) .) -}}
 {{- $name := printf "%s-headless" (include "penstock.name" .) -}}
 {{- if gt (len $name) 63 -}}

@@ -45,6 +45,7 @@ initContainers:
 {{- define "penstock.extraEnv" -}}
 {{- $key := include "penstock.key" . -}}
 {{- $own := list "HOME" "POD_IP" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" "XDG_CACHE_HOME" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR" "CUDA_CACHE_PATH" -}}
+{{- if gt (include "penstock.ranks.perPod" . | int) 1 }}{{ $own = append $own "POD_NAME" }}{{ end }}
 {{- range .values.extraEnv }}
 {{- if hasPrefix "PENSTOCK_" .name }}
 {{- fail (printf "%s.extraEnv: %s: settings of the service belong in %s.config" $key .name $key) }}

@@ -90,6 +90,8 @@ coordinator: [log]
 {{- range index (include "penstock.reread" . | fromYaml) .component -}}
 {{- $_ := unset $config . -}}
 {{- end -}}
+{{- /* Of a group that is there, Scale says how many ranks it is to have. */}}
+{{- with $config.data_parallel }}{{ $_ := unset . "size" }}{{ end -}}
 {{- toYaml $config | sha256sum -}}
 {{- end -}}
 
@@ -156,6 +158,14 @@ affinity:
 {{- if .Values.serviceAccount.create -}}{{ include "penstock.fullname" . }}{{- else -}}{{ .Values.serviceAccountName }}{{- end -}}
 {{- end -}}
 
+{{/* By which the pods of one revision are known. */}}
+{{- define "penstock.revisionLabel" -}}
+{{- if include "penstock.grouped" . -}}leaderworkerset.sigs.k8s.io/template-revision-hash
+{{- else if include "penstock.ranked" . -}}controller-revision-hash
+{{- else -}}pod-template-hash
+{{- end -}}
+{{- end -}}
+
 {{- define "penstock.topologySpread" -}}
 {{- $spread := .values.topologySpread -}}
 {{- if $spread.enabled -}}
@@ -167,13 +177,13 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "penstock.podSelector" . | nindent 8 }}
     matchLabelKeys:
-      - {{ ternary "leaderworkerset.sigs.k8s.io/template-revision-hash" "pod-template-hash" (not (empty (include "penstock.grouped" .))) }}
+      - {{ include "penstock.revisionLabel" . }}
 {{- end }}
 {{- end -}}
 
 {{/* The parts of a container that all services share. */}}
 {{- define "penstock.container" -}}
-name: {{ .component }}
+name: {{ .component }}{{ with int .rank }}-{{ . }}{{ end }}
 image: {{ include "penstock.image" . | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 # Why a container ended is the end of its log: kubectl describe shows it.

@@ -65,9 +65,10 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* Where kubelet asks for health: it speaks no TLS. Takes root, component, values and port. */}}
+{{/* Where kubelet asks for health: it speaks no TLS. Takes root, component, values and port, and of one of several ranks in a pod its
+     number. */}}
 {{- define "penstock.probePort" -}}
-{{- ternary 50049 .port (not (empty (include "penstock.grpcSecret" .))) -}}
+{{- ternary (sub 50049 (int .rank)) (add .port (int .rank)) (not (empty (include "penstock.grpcSecret" .))) -}}
 {{- end -}}
 
 {{/* The Secret of a component's gRPC port. Takes root, component and values. */}}

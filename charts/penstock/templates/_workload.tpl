@@ -2,9 +2,13 @@
 
 {{/* What makes the pods. */}}
 {{- define "penstock.workload" -}}
-{{- $grouped := include "penstock.grouped" . -}}
-apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (not (empty $grouped)) }}
-kind: {{ ternary "LeaderWorkerSet" "Deployment" (not (empty $grouped)) }}
+{{- if include "penstock.grouped" . -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+{{- else -}}
+apiVersion: apps/v1
+kind: {{ ternary "StatefulSet" "Deployment" (not (empty (include "penstock.ranked" .))) }}
+{{- end -}}
 {{- end -}}
 
 {{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". What an autoscaler has owned from the start
@@ -12,8 +16,10 @@ kind: {{ ternary "LeaderWorkerSet" "Deployment" (not (empty $grouped)) }}
      workload remembers by an annotation that there was none: a rollback then finds the same. Operators go on from the chart's number,
      where $self has "begins". */}}
 {{- define "penstock.replicas" -}}
+{{- $given := .values.replicas -}}
+{{- if include "penstock.ranked" . }}{{ $given = include "penstock.ranks.pods" . }}{{ end -}}
 {{- if not .autoscaled -}}
-replicas: {{ .values.replicas }}
+replicas: {{ $given }}
 {{- else -}}
 {{- $workload := include "penstock.workload" . | fromYaml -}}
 {{- with lookup $workload.apiVersion $workload.kind .root.Release.Namespace (include "penstock.name" .) -}}
@@ -22,7 +28,7 @@ replicas: {{ .spec.replicas }}
 {{- end -}}
 {{- else -}}
 {{- if .begins -}}
-replicas: {{ .values.replicas }}
+replicas: {{ $given }}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,6 +1,6 @@
 """coordinator/rbac.yaml: rights where something is changed, and no others."""
 
-from tests.chart.rendering import AUTOSCALED, HUB, MULTINODE, POOLS, release
+from tests.chart.rendering import AUTOSCALED, GROUPS, HUB, MULTINODE, POOLS, release
 
 KINDS = ("ServiceAccount", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 SCALE = "coordinator.kubernetes.scale=true"
@@ -57,6 +57,28 @@ def test_operators_scale_engines_of_several_pods_by_their_groups():
         "resourceNames": sorted(groups.values()),
         "verbs": ["get", "patch"],
     }
+
+
+def test_pods_of_groups_follow_their_ranks():
+    config = release(GROUPS).config("coordinator")["kubernetes"]
+    sets = {"default": "demo-penstock-enginecore", "wide": "demo-penstock-enginecore-wide"}
+    assert config == {
+        "deletion_costs": False,
+        "deployments": {},
+        "owners": {},
+        "stateful_sets": sets,
+        "ranks_per_pod": {"default": 1, "wide": 2},
+    }
+    assert rules(release(GROUPS)) == [
+        {
+            "apiGroups": ["apps"],
+            "resources": ["statefulsets/scale"],
+            "resourceNames": sorted(sets.values()),
+            "verbs": ["get", "patch"],
+        }
+    ]
+    left_to_the_chart = release(GROUPS, "coordinator.kubernetes.scale=false")
+    assert left_to_the_chart.all("Role") == []
 
 
 def test_what_engines_of_several_pods_cost_to_remove_is_nothing_to_anybody():

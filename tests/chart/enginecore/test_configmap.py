@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock_enginecore.config import EngineCoreConfig
-from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POOLS, load, release
+from tests.chart.rendering import AUTOSCALED, BARE, DEMO, HUB, POD_IP, POOLS, load, release
 
 
 def test_values_reach_the_engine(tmp_path: Path):
@@ -16,7 +16,7 @@ def test_values_reach_the_engine(tmp_path: Path):
     assert (config.server.port, config.metrics.port) == (50052, 9100)
     assert config.drain_timeout == 300
     assert config.engine_id == "from-the-cluster"
-    assert config.coordinator.advertise == "$(POD_IP)"  # the port is the server's
+    assert config.coordinator.advertise == POD_IP  # the port is the server's
     assert config.log.format == "json"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from charts.lint import ChartError
 from penstock_enginecore.config import EngineCoreConfig
-from tests.chart.rendering import HUB, MULTINODE, WORKER, load, release
+from tests.chart.rendering import HUB, MULTINODE, POD_IP, WORKER, load, release
 
 TWO = ("enginecore.multiNode.size=2", "enginecore.pipelineParallelSize=2")
 
@@ -21,7 +21,7 @@ def test_the_pods_of_an_engine_read_one_file_and_each_knows_who_it_is(tmp_path: 
     leader, worker = (nodes(f"enginecore-wide{end}", tmp_path) for end in ("", WORKER))
     assert (leader.size, leader.port, leader.leader, leader.index) == (4, 50061, "", 0)
     assert (worker.size, worker.port, worker.leader, worker.index) == (4, 50061, "engine-0.engine.serving:50061", 1)
-    assert leader.address == worker.address == "$(POD_IP)"
+    assert leader.address == worker.address == POD_IP
     for component in ("enginecore-wide", f"enginecore-wide{WORKER}"):
         assert release(MULTINODE).env(component)["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
 

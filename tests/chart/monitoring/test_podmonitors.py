@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chart.rendering import HUB, POOLS, SERVICES, release
+from tests.chart.rendering import GROUPS, HUB, POOLS, SERVICES, release
 
 ON = "metrics.podMonitor.enabled=true"
 EDGE = "frontend.edge.tlsSecretName=edge"
@@ -88,3 +88,14 @@ def test_one_monitor_finds_the_engines_of_all_pools():
     selected = {component for component, labels in pods.items() if selector.items() <= labels.items()}
     assert selected == {component for component in pods if component.startswith("enginecore")}
     assert all("penstock.io/pool" in pods[component] for component in selected)
+
+
+def test_all_ranks_of_a_pod_are_scraped():
+    endpoints = release(GROUPS).one("PodMonitor", "enginecore")["spec"]["podMetricsEndpoints"]
+    for rank, found in enumerate(endpoints):
+        container = release(GROUPS).container("enginecore-wide", rank)
+        assert found["port"] in [port["name"] for port in container["ports"]]
+        keep = next(rule for rule in found["relabelings"] if rule.get("action") == "keep")
+        assert keep["regex"] == container["name"]
+    assert len(endpoints) == 2
+    assert len(release(GROUPS).one("PodMonitor", "frontend")["spec"]["podMetricsEndpoints"]) == 1

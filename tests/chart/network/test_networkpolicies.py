@@ -7,7 +7,7 @@ import yaml
 
 from charts import lint
 from charts.lint import ChartError
-from tests.chart.rendering import BARE, DEMO, EXPOSED, HUB, MULTINODE, POOLS, SERVICES, WORKER, Release, release
+from tests.chart.rendering import BARE, DEMO, EXPOSED, GROUPS, HUB, MULTINODE, POOLS, SERVICES, WORKER, Release, release
 
 ON = "networkPolicy.enabled=true"
 RELEASE = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": "demo"}
@@ -234,3 +234,26 @@ def test_engines_of_one_pod_have_no_policy_for_groups():
     names = [policy["metadata"]["name"] for policy in release(MULTINODE).all("NetworkPolicy")]
     assert len(names) == len(set(names)) == 6
     assert not release(MULTINODE, "networkPolicy.enabled=false").all("NetworkPolicy")
+
+
+def test_all_ranks_of_a_pod_are_reached_at_their_ports():
+    rendered = release(GROUPS)
+    assert rules(rendered, "enginecore", "ingress") == {
+        (50052, 50053): [pods("frontend")],
+        (9100, 9101): [namespace("monitoring")],
+    }
+    assert rules(rendered, "frontend", "egress")[50052, 50053] == [pods("enginecore")]
+    assert (9100,) in rules(rendered, "coordinator", "ingress")
+
+
+def test_the_ranks_of_a_group_reach_each_other_on_any_port_and_those_of_no_other():
+    rendered = release(GROUPS)
+    for pool in ("enginecore", "enginecore-wide"):
+        policy = rendered.one("NetworkPolicy", pool, suffix="-ranks")["spec"]
+        own = {"podSelector": policy["podSelector"]}
+        assert policy["ingress"] == [{"from": [own]}]
+        assert policy["egress"][0] == {"to": [own]}
+        wanted = policy["podSelector"]["matchLabels"]
+        engines = [c for c in rendered.components() if c.startswith("enginecore")]
+        assert [c for c in engines if wanted.items() <= rendered.pod(c)["metadata"]["labels"].items()] == [pool]
+    assert not [p for p in release(POOLS, ON).all("NetworkPolicy") if p["metadata"]["name"].endswith("-ranks")]

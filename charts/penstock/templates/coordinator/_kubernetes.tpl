@@ -1,29 +1,36 @@
 {{/* What the coordinator changes in Kubernetes, as the section of its config file. What pods cost to remove means something to Deployments
-     alone: of a LeaderWorkerSet the newest engines go first. */}}
+     alone: of a LeaderWorkerSet the newest engines go first, and of a StatefulSet the last ranks. */}}
 {{- define "penstock.coordinator.kubernetes" -}}
 {{- $owners := dict -}}
 {{- $deployments := dict -}}
 {{- $groups := dict -}}
+{{- $sets := dict -}}
+{{- $perPod := dict -}}
 {{- $scaled := false -}}
 {{- range $pool, $values := include "penstock.pools" . | fromYaml -}}
 {{- $self := dict "root" $ "component" "enginecore" "pool" $pool "values" $values -}}
 {{- $name := include "penstock.name" $self -}}
 {{- $by := include "penstock.enginecore.scaledBy" $self -}}
+{{- $ranked := include "penstock.ranked" $self -}}
 {{- $grouped := include "penstock.grouped" $self -}}
-{{- $scaled = or $scaled (and (ne $by "chart") (not $grouped)) -}}
-{{- if eq $by "operators" -}}{{- $_ := set (ternary $deployments $groups (empty $grouped)) $pool $name -}}
+{{- $scaled = or $scaled (and (ne $by "chart") (not (or $grouped $ranked))) -}}
+{{- if and $ranked (eq $by "operators") -}}
+{{- $_ := set $sets $pool $name -}}
+{{- $_ := set $perPod $pool $values.dataParallel.ranksPerPod -}}
+{{- else if eq $by "operators" -}}{{- $_ := set (ternary $deployments $groups (empty $grouped)) $pool $name -}}
 {{- else if eq $by "hpa" -}}{{- $_ := set $owners $pool (printf "HorizontalPodAutoscaler %s" $name) -}}
 {{- else if eq $by "keda" -}}{{- $_ := set $owners $pool (printf "ScaledObject %s" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- $changes := dict "deletion_costs" (and $scaled .Values.coordinator.kubernetes.deletionCosts) "deployments" $deployments "owners" $owners -}}
 {{- if $groups }}{{ $_ := set $changes "leader_worker_sets" $groups }}{{ end -}}
+{{- if $sets }}{{ $_ := mergeOverwrite $changes (dict "stateful_sets" $sets "ranks_per_pod" $perPod) }}{{ end -}}
 {{- toYaml $changes -}}
 {{- end -}}
 
 {{/* "true" where the coordinator needs an account with rights. */}}
 {{- define "penstock.coordinator.hasRights" -}}
 {{- with include "penstock.coordinator.kubernetes" . | fromYaml -}}
-{{- if or .deletion_costs .deployments .leader_worker_sets -}}true{{- end -}}
+{{- if or .deletion_costs .deployments .leader_worker_sets .stateful_sets -}}true{{- end -}}
 {{- end -}}
 {{- end -}}

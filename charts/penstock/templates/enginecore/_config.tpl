@@ -26,6 +26,7 @@
 {{- if gt (int $size) 1 }}{{ $_ := set $executor $key (int $size) }}{{ end -}}
 {{- end -}}
 {{- with include "penstock.group.config" $ | fromYaml }}{{ $_ := set $executor "nodes" . }}{{ end -}}
+{{- with include "penstock.ranks.config" $ | fromYaml }}{{ $_ := set $own "data_parallel" . }}{{ end -}}
 {{- if $executor }}{{ $_ := set $own "executor" $executor }}{{ end -}}
 {{- mustMergeOverwrite (deepCopy (default dict $values.config)) $own | toYaml -}}
 {{- end -}}

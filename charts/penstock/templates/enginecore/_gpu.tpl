@@ -40,6 +40,11 @@ devices:
 -{{ include "penstock.gpu.claim" . | sha256sum | trunc 8 }}
 {{- end -}}
 
+{{/* In a pod of several ranks each claims its own. */}}
+{{- define "penstock.gpu.claimName" -}}
+gpu{{ with int .rank }}-{{ . }}{{ end }}
+{{- end -}}
+
 {{/* Nodes with GPUs are tainted by the resource's name, slices of a GPU (MIG) with that of whole ones. A toleration of the values' own of
      the same taint stands instead. */}}
 {{- define "penstock.gpu.tolerations" -}}

@@ -14,72 +14,18 @@ spec:
   {{- end }}
   {{- if include "penstock.gpu.claimed" . }}
   resourceClaims:
-    - name: gpu
-      resourceClaimTemplateName: {{ include "penstock.name" . }}{{ include "penstock.gpu.claimSuffix" . }}
+    {{- range $rank := include "penstock.ranks.perPod" . | int | until }}
+    - name: {{ include "penstock.gpu.claimName" (dict "rank" $rank) }}
+      resourceClaimTemplateName: {{ include "penstock.name" $ }}{{ include "penstock.gpu.claimSuffix" $ }}
+    {{- end }}
   {{- end }}
   {{- with include "penstock.initContainers" . }}
   {{- . | nindent 2 }}
   {{- end }}
   containers:
-    - {{ include "penstock.container" . | indent 6 | trim }}
-      env:
-        - name: POD_IP
-          valueFrom:
-            fieldRef:
-              fieldPath: status.podIP
-        {{- if not .role }}
-        # How this pod registers with the coordinator, which tells the frontends.
-        - name: PENSTOCK_COORDINATOR__ADVERTISE
-          value: $(POD_IP)
-        {{- end }}
-        - name: PENSTOCK_ENGINE_ID
-          valueFrom:
-            fieldRef:
-              fieldPath: metadata.name
-        {{- with include "penstock.group.env" . }}
-        {{- . | nindent 8 }}
-        {{- end }}
-        {{- include "penstock.model.env" . | nindent 8 }}
-        {{- with include "penstock.extraEnv" . }}
-        {{- . | nindent 8 }}
-        {{- end }}
-      {{- if not .role }}
-      ports:
-        - name: grpc
-          containerPort: 50052
-        {{- if .root.Values.metrics.enabled }}
-        - name: metrics
-          containerPort: 9100
-        {{- end }}
-        {{- if include "penstock.grouped" . }}
-        - name: nodes
-          containerPort: {{ include "penstock.group.port" . }}
-        {{- end }}
-      {{- include "penstock.probes" (merge (dict
-            "startup" "startup"
-            "readiness" "penstock.enginecore.v1.EngineCoreService"
-            "liveness" "liveness") .) | nindent 6 }}
-      {{- with include "penstock.preStop" . }}
-      {{- . | nindent 6 }}
-      {{- end }}
-      {{- end }}
-      resources:
-        {{- include "penstock.enginecore.resources" . | nindent 8 }}
-      volumeMounts:
-        - name: config
-          mountPath: /etc/penstock
-          readOnly: true
-        {{- with include "penstock.secrets.volumeMounts" . }}
-        {{- . | trim | nindent 8 }}
-        {{- end }}
-        {{- include "penstock.model.volumeMounts" .root | nindent 8 }}
-        {{- if include "penstock.enginecore.shmSize" . }}
-        - name: shm
-          mountPath: /dev/shm
-        {{- end }}
-        {{- with include "penstock.extraVolumeMounts" . }}
-        {{- . | nindent 8 }}
-        {{- end }}
+    {{- range $rank := include "penstock.ranks.perPod" . | int | until }}
+    - {{ include "penstock.enginecore.container" (merge (dict "rank" $rank) $) | indent 6 | trim }}
+    {{- end }}
   volumes:
     - name: config
       configMap:

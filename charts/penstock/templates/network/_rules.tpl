@@ -7,7 +7,7 @@ podSelector:
     {{- include "penstock.selectorLabels" . | nindent 4 }}
 {{- end -}}
 
-{{/* All pods of the engines of a pool, as a peer. Takes $self. */}}
+{{/* All pods of the engines of a pool, which reach each other, as a peer. Takes $self. */}}
 {{- define "penstock.network.group" -}}
 {{- $labels := include "penstock.selectorLabels" . | fromYaml -}}
 podSelector:
@@ -76,12 +76,12 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* What reads the metrics of engines and coordinator. */}}
+{{/* What reads the metrics of engines and coordinator. Takes root and ports. */}}
 {{- define "penstock.network.metrics" -}}
-{{- if .Values.metrics.enabled -}}
-{{- with .Values.networkPolicy.metrics -}}
+{{- if .root.Values.metrics.enabled -}}
+{{- with .root.Values.networkPolicy.metrics -}}
 - ports:
-    {{- include "penstock.network.ports" (list 9100) | nindent 4 }}
+    {{- include "penstock.network.ports" $.ports | nindent 4 }}
   from:
     {{- toYaml . | nindent 4 }}
 {{- end }}
