@@ -1,0 +1,24 @@
+// The emulated instructions for tests, one at a time.
+
+#include <immintrin.h>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// c += a b. `config`: shapes of tile 0, which is c, 1, which is a, and 2. Rows are 64 bytes apart.
+EXPORT void multiply(const void* config, void* c, const void* a, const void* b) {
+  _tile_loadconfig(config);
+  _tile_loadd(0, c, 64);
+  _tile_loadd(1, a, 64);
+  _tile_loadd(2, b, 64);
+  _tile_dpbf16ps(0, 1, 2);
+  _tile_stored(0, c, 64);
+  _tile_release();
+}
+
+EXPORT void clear(const void* config, void* c) {
+  _tile_loadconfig(config);
+  _tile_loadd(0, c, 64);
+  _tile_zero(0);
+  _tile_stored(0, c, 64);
+  _tile_release();
+}
