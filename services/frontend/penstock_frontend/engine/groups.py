@@ -34,7 +34,7 @@ class EngineGroups:
         self._waves[key] = waves
         group = waves.view.group
         if group.epoch == told.view.group.epoch:
-            self._routed[key] = frozenset(told.view.routed)
+            self._routed[key] = frozenset() if told.suspended else frozenset(told.view.routed)
         self._pool_of = {rank: pool for rank, pool in self._pool_of.items() if pool != key}
         self._pool_of.update((rank, key) for rank in group.members)
 
@@ -43,7 +43,9 @@ class EngineGroups:
         self._waves = {key: waves.disconnected()[0] for key, waves in self._waves.items()}
 
     def accepts(self, rank: str) -> bool:
-        """Whether requests may go to a rank: it is in its group, and does not leave. Before anybody has told of groups it may."""
+        """Whether requests may go to a rank: it is in its group, does not leave, and the group does not stand still for want of
+        others. Before anybody has told of groups it may.
+        """
         if not self._waves:
             return True
         key = self._pool_of.get(rank)

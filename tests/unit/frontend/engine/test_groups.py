@@ -12,9 +12,9 @@ from penstock_frontend.engine.groups import EngineGroups
 from tests.fakes.engines.engine_harness import make_request
 
 
-def view(*members, epoch=1, wave=0, running=False, routed=None, pool="p"):
+def view(*members, epoch=1, wave=0, running=False, routed=None, pool="p", suspended=False):
     group = GroupView(RankGroup(epoch, members), wave, running, Pauses(), members if routed is None else routed)
-    return ClusterView(groups=(PoolGroup(model="m", pool=pool, view=group),))
+    return ClusterView(groups=(PoolGroup(model="m", pool=pool, view=group, suspended=suspended),))
 
 
 class Bench:
@@ -36,6 +36,14 @@ def test_requests_go_to_members_that_stay():
     bench = Bench()
     bench.groups.follow_view(view("a#1", "b#1", routed=("a#1",)))
     assert [bench.groups.accepts(rank) for rank in ("a#1", "b#1", "c#1")] == [True, False, False]
+
+
+def test_no_requests_go_to_a_group_that_stands_still_until_it_goes_on():
+    bench = Bench()
+    bench.groups.follow_view(view("a#1", "b#1", suspended=True))
+    assert not bench.groups.accepts("a#1")
+    bench.groups.follow_view(view("a#1", "c#1", epoch=2))
+    assert bench.groups.accepts("a#1")
 
 
 def test_a_request_carries_the_wave_and_starts_an_idle_group_with_and_without_a_coordinator():
