@@ -117,10 +117,12 @@ async def test_a_broken_collective_and_stream_are_a_death() -> None:
 async def test_a_group_grows_by_a_rank_that_comes_and_refuses_another_change_meanwhile() -> None:
     async with a_group() as (stub, ranks, named):
         assert (await stub.Scale(pb.ScaleRequest(replicas=3))).previous_replicas == 2
+        for rank in ranks:
+            assert (await rank.named("a", "b")).target_size == 3
         ranks.append(await Rank(stub, "c").join())
         for rank in ranks:
             grown = await rank.named("a", "b", "c")
-            assert grown.base_epoch == named.group.epoch
+            assert (grown.base_epoch, grown.target_size) == (named.group.epoch, 3)
         with pytest.raises(grpc.aio.AioRpcError) as e:
             await stub.Scale(pb.ScaleRequest(replicas=2))
         assert from_rpc_error(e.value).reason == "RECONFIGURING"
@@ -129,6 +131,18 @@ async def test_a_group_grows_by_a_rank_that_comes_and_refuses_another_change_mea
         with pytest.raises(grpc.aio.AioRpcError) as e:
             await stub.Scale(pb.ScaleRequest(replicas=0))
         assert from_rpc_error(e.value).reason == "BELOW_MIN_SIZE"
+
+
+async def test_a_coordinator_that_knows_nothing_is_told_how_many_ranks_there_are_to_be() -> None:
+    async with running() as coordinator, connected(address_of(coordinator)) as stub:
+        ranks = [Rank(stub, name) for name in ("a", "b", "c")]
+        group = common.RankGroup(epoch=7, members=[rank.member for rank in ranks])
+        for rank in ranks:
+            rank.register.group.report.group.CopyFrom(group)
+            rank.register.group.target_size = 5
+            await rank.join()
+        view = (await stub.GetCluster(pb.GetClusterRequest())).view
+        assert [(group.target_size, len(group.group.members)) for group in view.groups] == [(5, 3)]
 
 
 async def test_what_only_ranks_say_is_refused_from_others() -> None:

@@ -30,12 +30,15 @@ Send = Callable[[StartDpWave | Reconfigure], None]
 class GroupOfPool:
     """Gives the machine of a group its events. Names are of ranks.
 
-    ``target_size`` is where the group goes by itself: a rank that was lost is replaced as soon as there is another one.
+    ``target_size`` is where the group goes by itself: a rank that was lost is replaced as soon as there is another one. Ranks are
+    told of it, and tell a coordinator that has started again.
     """
 
     def __init__(self, first: GroupRegistration, *, floor: int, send: Send) -> None:
         self.config = first.parallel_config
         self.target_size = first.size
+        self._remembered_in: int | None = None
+        """The epoch of the rank whose word an earlier coordinator's target is."""
         self._machine = GroupMachine(first.size, first.min_size, waits=first.waits, floor=floor)
         self._send = send
         self._steer_at = 0.0
@@ -77,6 +80,9 @@ class GroupOfPool:
                 self._machine = msgspec.structs.replace(
                     self._machine, size=registration.size, min_size=registration.min_size, waits=registration.waits
                 )
+        epoch, remembered = registration.report.group.epoch, registration.target_size
+        if self._machine.recovering and remembered and epoch >= (self._remembered_in or 0):
+            self._remembered_in, self.target_size = epoch, remembered
         self.take(registration.report, now)
         machine = self._machine
         if machine.recovering and not machine.highest and len(machine.known) >= machine.size:
@@ -85,8 +91,8 @@ class GroupOfPool:
     def recovered(self, now: float) -> None:
         """One lease went by since the coordinator started."""
         if self._machine.recovering:
-            # A size that an operator has asked an earlier coordinator for is known by the ranks alone.
-            self.target_size = max(self.target_size, len(self._machine.group.members))
+            if self._remembered_in is None:  # ranks of releases that are told no target
+                self.target_size = max(self.target_size, len(self._machine.group.members))
             self._then(self._machine.recovered(), now)
 
     def take(self, message: FromRank | FirstRequest, now: float) -> None:
@@ -139,8 +145,20 @@ class GroupOfPool:
             raise FailedPrecondition("the group is changing its ranks; try again when it has", reason="RECONFIGURING")
         before, self.target_size = self.target_size, size
         self._steer_at = 0.0
+        self._tell_target()
         self._steer(now)
         return before
+
+    def _tell_target(self) -> None:
+        """Ranks are told at once, since those who would be named with it may come much later, or not at all."""
+        machine = self._machine
+        for member in machine.group.members:
+            self._tell(Reconfigure(member, machine.group, machine.waves.wave, machine.waves.pauses))
+
+    def _tell(self, message: StartDpWave | Reconfigure) -> None:
+        if isinstance(message, Reconfigure):
+            message = msgspec.structs.replace(message, target_size=self.target_size)
+        self._send(message)
 
     def _steer(self, now: float) -> None:
         """Go towards the target, as far as there are ranks for it."""
@@ -154,7 +172,7 @@ class GroupOfPool:
             if isinstance(message, ScaleRefused):
                 get_logger().info("the group keeps its size for now", reason=message.reason)
             else:
-                self._send(message)
+                self._tell(message)
 
     def _then(self, step: tuple[GroupMachine, Sent], now: float) -> None:
         epoch, finished = self._machine.group.epoch, self._machine.finished
@@ -165,7 +183,7 @@ class GroupOfPool:
         elif self._machine.finished and not finished:
             get_logger().info("all ranks are in the group", epoch=group.epoch, ranks=len(group.members))
         for message in sent:
-            self._send(message)
+            self._tell(message)
         self._steer(now)
 
 

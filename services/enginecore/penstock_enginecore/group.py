@@ -25,6 +25,7 @@ class EngineRank:
         self._config = config.data_parallel
         meets = make_meets(config.data_parallel, self.name)
         self._meeting_address = meets.meeting_address
+        self._target_size = 0
         self._agreed = {
             **ready.config,
             "block_size": str(ready.block_size),
@@ -48,6 +49,7 @@ class EngineRank:
     def take(self, event: StartDpWave | Named) -> None:
         """What the coordinator wants. Any thread may call it."""
         if isinstance(event, Named):
+            self._target_size = event.message.target_size or self._target_size
             self.driver.named(event)
         else:
             self.driver.links.post(event)
@@ -62,4 +64,5 @@ class EngineRank:
             meeting_address=self._meeting_address,
             parallel_config=self._agreed,
             report=self.driver.report,
+            target_size=self._target_size,
         )

@@ -17,7 +17,7 @@ from penstock_coordinator.pool_group import RETRY_AFTER, GroupOfPool
 NOBODY = RankGroup()
 
 
-def registration(rank, *, group=NOBODY, size=2, min_size=1, waits=False, opening=False, **config):
+def registration(rank, *, group=NOBODY, size=2, min_size=1, waits=False, opening=False, target=0, **config):
     report = RankReport(rank, group, Place(epoch=group.epoch), Pauses(), False, opening)
     return GroupRegistration(
         size=size,
@@ -26,6 +26,7 @@ def registration(rank, *, group=NOBODY, size=2, min_size=1, waits=False, opening
         meeting_address="h:1",
         parallel_config={"dtype": "float32"} | config,
         report=report,
+        target_size=target,
     )
 
 
@@ -72,6 +73,43 @@ def test_a_coordinator_that_has_started_again_waits_for_the_ranks_of_the_group()
     bench.group.recovered(5.0)
     assert bench.group.machine.group == group
     assert not [m for m in bench.sent if isinstance(m, Reconfigure) and m.group != group]
+
+
+def test_a_coordinator_that_has_started_again_learns_the_target_of_the_newest_epoch():
+    bench = Bench(size=3)
+    group = RankGroup(7, ("a#1", "b#1"))
+    bench.register("b#1", group=group, target=2)
+    bench.register(
+        "c#1", group=RankGroup(6, ("a#1", "b#1", "c#1")), target=3
+    )  # which has left, and heard nothing since
+    bench.register("a#1", group=group, target=2)
+    bench.group.recovered(5.0)
+    assert bench.group.view("m", "p").target_size == 2
+    bench.register("d#1")
+    assert bench.members == ("a#1", "b#1")
+    assert not bench.group.machine.standby.epoch
+
+
+def test_without_a_target_of_its_ranks_a_group_goes_to_the_larger_of_two_sizes():
+    bench = Bench(size=3)
+    bench.register("a#1", "b#1", group=RankGroup(7, ("a#1", "b#1")))
+    bench.group.recovered(5.0)
+    assert bench.group.target_size == 3
+
+
+def test_ranks_are_told_of_a_target_with_their_group_and_when_it_changes():
+    bench = Bench()
+    bench.register("a#1", "b#1")
+    assert [(m.engine, m.target_size) for m in bench.sent] == [("a#1", 2), ("b#1", 2)]
+    bench.switch()
+    bench.sent.clear()
+    bench.group.scale(4, 0.0)  # for which there are no ranks yet
+    assert [(m.engine, m.group, m.target_size) for m in bench.sent] == [
+        (rank, bench.group.machine.group, 4) for rank in ("a#1", "b#1")
+    ]
+    bench.sent.clear()
+    bench.register("c#1")
+    assert {m.target_size for m in bench.sent} == {4}
 
 
 def test_a_rank_that_computes_something_else_is_told_in_which_keys():

@@ -133,6 +133,8 @@ class Reconfigure(msgspec.Struct, frozen=True, cache_hash=True):
     """The newest that the coordinator has heard of."""
     base: int = 0
     """The epoch that serves while the group is prepared, whose ranks switch together; 0: leave whatever there is, at once."""
+    target_size: int = 0
+    """How many ranks the group shall have, which ranks keep for a coordinator that has forgotten it; 0: unknown."""
 
 
 class PrepareFailed(msgspec.Struct, frozen=True, cache_hash=True):
@@ -195,3 +197,5 @@ class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):
     parallel_config: dict[str, str]
     """What must be the same on all ranks, by name."""
     report: RankReport
+    target_size: int = 0
+    """How many ranks the group shall have, as it was told last; 0: it was told none."""

@@ -81,6 +81,7 @@ def _group(register: pb.Register) -> GroupRegistration:
         meeting_address=group.meeting_address,
         parallel_config=dict(group.parallel_config),
         report=data_parallel.report_from_proto(group.report, rank_name(register.engine_id, register.incarnation)),
+        target_size=group.target_size,
     )
 
 
@@ -121,6 +122,7 @@ def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> 
             wave=message.wave,
             pauses=pauses,
             base_epoch=message.base,
+            target_size=message.target_size,
         )
     )
 

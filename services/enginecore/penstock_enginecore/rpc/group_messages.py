@@ -39,6 +39,7 @@ def registration_to_proto(group: GroupRegistration) -> pb.GroupRegistration:
         meeting_address=group.meeting_address,
         parallel_config=group.parallel_config,
         report=data_parallel.report_to_proto(group.report),
+        target_size=group.target_size,
     )
 
 
@@ -55,5 +56,6 @@ def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
         wave=message.wave,
         pauses=data_parallel.pauses_from_proto(message.pauses),
         base=message.base_epoch,
+        target_size=message.target_size,
     )
     return Named(command, data_parallel.meetings_from_proto(message.group))
