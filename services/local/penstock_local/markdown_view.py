@@ -12,13 +12,18 @@ from rich.text import Text
 _FENCES = ("```", "~~~")
 
 
+def rendered(text: str) -> RenderableType:
+    """Markdown. The addresses of links are written out: not every terminal opens those it hides, or copies them."""
+    return Markdown(text, hyperlinks=False)
+
+
 class MarkdownView:
     """Blocks of Markdown on a terminal. Blocks that are complete stay; the last one is drawn anew with every piece.
 
     Redrawing one block, not the whole answer, is what a terminal can take back: lines that have scrolled away cannot be changed.
     """
 
-    def __init__(self, stream: TextIO, *, render: Callable[[str], RenderableType] = Markdown) -> None:
+    def __init__(self, stream: TextIO, *, render: Callable[[str], RenderableType] = rendered) -> None:
         self._console = Console(file=stream)
         self._render = render
         self._block = ""

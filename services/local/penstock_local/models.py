@@ -1,21 +1,24 @@
 """``penstock models`` and ``penstock pull``: the models in this machine's cache of the Hugging Face hub."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock_common import checkpoint
 from penstock_common.errors import ConfigError, PenstockError
 from penstock_local.hub import check_hub
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 EXIT_FAILED = 1
+_SERVED = "can be served"
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Files of a model that engines and frontends read."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
-"""Files of which at least one is there: the frontend reads the first, and makes it of the others where it can."""
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +42,29 @@ def models(*, as_json: bool) -> int:
     if not found:
         sys.stderr.write("no models are cached; penstock pull MODEL downloads one\n")
         return 0
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False).print(models_table(found))
+        return 0
     width = max(len(model.name) for model in found)
     for model in found:
-        sys.stdout.write(f"{model.name:<{width}}  {size_text(model.size):>9}  {model.reason or 'can be served'}\n")
+        sys.stdout.write(f"{model.name:<{width}}  {size_text(model.size):>9}  {model.reason or _SERVED}\n")
     return 0
+
+
+def models_table(found: Sequence[CachedModel]) -> "Table":
+    """The models as a terminal shows them: wrapped at words, sizes in one line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for model in found:
+        table.add_row(Text(model.name), size_text(model.size), Text(model.reason or _SERVED))
+    return table
 
 
 def cached_models() -> Sequence[CachedModel]:
@@ -68,21 +90,11 @@ def cached_models() -> Sequence[CachedModel]:
 def why_not(folder: Path) -> str:
     """Why the files of a directory do not make a model that can be served; empty: they do, as far as they show.
 
-    Whether an engine knows the architecture, and has the memory, is known when it loads it.
+    It is what ``penstock serve`` says of them. Whether an engine knows the architecture, and has the memory, is known when it
+    loads it.
     """
-    if not (folder / "config.json").is_file():
-        return "it has no config.json"
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        return "it has no tokenizer"
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            return f"{index.name} cannot be read"
-        missing = sum(not (folder / name).is_file() for name in names)
-        return f"{missing} of {len(names)} files of weights are missing" if missing else ""
-    return "" if next(folder.glob("*.safetensors"), None) is not None else "it has no weights in safetensors"
+    said = checkpoint.problem(str(folder)).removeprefix(repr(str(folder)))
+    return said.removeprefix(": ") if said.startswith(":") else f"it{said}" if said else ""
 
 
 def pull(name: str, *, revision: str) -> int:

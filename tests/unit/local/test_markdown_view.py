@@ -57,6 +57,10 @@ def test_words_are_not_split_at_the_edge() -> None:
     assert shown(["The quick brown ", "fox jumps over"]) == ["The quick brown fox", "jumps over"]
 
 
+def test_addresses_of_links_are_written_out() -> None:
+    assert shown(["See [here](http://a.b/c)."]) == ["See here", "(http://a.b/c)."]
+
+
 def test_markdown_is_rendered() -> None:
     assert shown(["some\n\n- **one**\n- `two`\n\nnext"]) == ["some", "", " • one", " • two", "", "next"]
 

@@ -1,6 +1,7 @@
 """The models in the cache: listed with what keeps them from being served; and downloads, from a hub of our own."""
 
 import hashlib
+import io
 import json
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from penstock_local.models import size_text, why_not
+from penstock_local.models import CachedModel, models_table, size_text, why_not
 
 COMMIT = "c" * 40
-WHOLE = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+WEIGHTS = len(b"{}").to_bytes(8, "little") + b"{}"
+WHOLE = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
 
 
 def command(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -40,19 +43,19 @@ def cached(home: Path, name: str, files: dict[str, bytes]) -> None:
 
 
 def test_models_are_listed_with_size_and_what_is_missing(tmp_path: Path) -> None:
-    cached(tmp_path, "org/whole", {**WHOLE, "model.safetensors": bytes(3 * 1024**2)})
+    cached(tmp_path, "org/whole", {**WHOLE, "model.safetensors": WEIGHTS + bytes(3 * 1024**2)})
     cached(tmp_path, "org/half", {"config.json": b"{}"})
     done = command(tmp_path, "models")
     assert done.stderr == ""
     half, whole = done.stdout.splitlines()
-    assert half.split() == ["org/half", "2", "B", "it", "has", "no", "tokenizer"]
+    assert half.startswith("org/half         2 B  it has no weights; expected *.safetensors")
     assert whole.split() == ["org/whole", "3.0", "MiB", "can", "be", "served"]
 
 
 def test_models_as_json(tmp_path: Path) -> None:
     cached(tmp_path, "org/whole", WHOLE)
     done = command(tmp_path, "models", "--json")
-    assert json.loads(done.stdout) == [{"name": "org/whole", "size": 11, "reason": ""}]
+    assert json.loads(done.stdout) == [{"name": "org/whole", "size": 14, "reason": ""}]
 
 
 def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
@@ -65,17 +68,23 @@ def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
     ("files", "reason"),
     [
         (WHOLE, ""),
-        ({**WHOLE, "config.json": None}, "it has no config.json"),
+        ({**WHOLE, "config.json": None}, "it has no config.json; it is not a Hugging Face checkpoint directory"),
         ({**WHOLE, "tokenizer.json": None, "vocab.txt": b""}, ""),
-        ({**WHOLE, "model.safetensors": None}, "it has no weights in safetensors"),
+        (
+            {**WHOLE, "model.safetensors": WEIGHTS[:9]},
+            "model.safetensors has 9 bytes and no whole header; download it again",
+        ),
+        (
+            {**WHOLE, "config.json": b'{"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": true}'},
+            "T5ForConditionalGeneration is not supported: it is an encoder-decoder model; give a decoder-only one",
+        ),
         (
             {
                 **WHOLE,
                 "model.safetensors.index.json": b'{"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}',
             },
-            "1 of 2 files of weights are missing",
+            "1 weight files are missing, 2.safetensors among them; finish the download",
         ),
-        ({**WHOLE, "model.safetensors.index.json": b"[]"}, "model.safetensors.index.json cannot be read"),
     ],
 )
 def test_what_keeps_files_from_being_a_model(tmp_path: Path, files: dict[str, bytes | None], reason: str) -> None:
@@ -83,6 +92,16 @@ def test_what_keeps_files_from_being_a_model(tmp_path: Path, files: dict[str, by
         if content is not None:
             (tmp_path / name).write_bytes(content)
     assert why_not(tmp_path) == reason
+
+
+def test_on_a_narrow_terminal_words_and_sizes_stay_whole() -> None:
+    reason = "it has no tokenizer; expected tokenizer.json"
+    model = CachedModel(name="organisation/a-model-with-a-long-name-7B", size=5 * 1024**3, reason=reason)
+    screen = io.StringIO()
+    Console(file=screen, width=40).print(models_table([model]))
+    lines = screen.getvalue().splitlines()
+    assert all(len(line.rstrip()) <= 40 for line in lines)
+    assert {"5.0", "GiB", "tokenizer;", "expected"} <= set(screen.getvalue().split())
 
 
 @pytest.mark.parametrize(
@@ -153,7 +172,7 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     with hub({"config.json": b"{}", "tokenizer.json": b"{}"}) as address:
         done = command(tmp_path, "pull", "org/name", HF_ENDPOINT=address)
     assert done.returncode == 1
-    assert "org/name was downloaded, but cannot be served: it has no weights in safetensors" in done.stderr
+    assert "org/name was downloaded, but cannot be served: it has no weights" in done.stderr
 
 
 def test_offline_nothing_is_downloaded(tmp_path: Path) -> None:
