@@ -1,15 +1,17 @@
 """One input of an ``LLM``'s call: how it is checked and computed. Runs on the event loop's thread."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from penstock_common.errors import Unimplemented
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.logprobs import Logprobs
-from penstock_common.types.pooling import PoolingParams, PoolingTask, Vectors
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
+from penstock_common.types.pooling import Vectors
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Finished
+from penstock_frontend.scoring_calls import ScoringCalls
 from penstock_local.inprocess.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -19,6 +21,8 @@ from penstock_local.inprocess.outputs import (
     ScoringOutput,
 )
 from penstock_local.inprocess.runtime import Runtime
+
+R = TypeVar("R", PoolingRequest, ScoreRequest)
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -30,18 +34,12 @@ class Prepared(msgspec.Struct, frozen=True):
     num_sequences: int = 1
 
 
-class Pair(msgspec.Struct, frozen=True):
-    """Two inputs to compare, and what each is called."""
-
-    inputs: tuple[str | Sequence[int], str | Sequence[int]]
-    fields: tuple[str, str]
-
-
 class Calls:
     """Everything raises RequestFailed."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._scoring = ScoringCalls(runtime.llm)
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request with its prompt as token ids, checked as far as it can be without computing."""
@@ -74,8 +72,8 @@ class Calls:
             llm.release(live)
         return request_output(prepared, finished)
 
-    async def as_it_is(self, request: PoolingRequest) -> PoolingRequest:
-        """Pooling requests are checked when they run."""
+    async def as_it_is(self, request: R) -> R:
+        """Requests for vectors and scores are checked when they run."""
         return request
 
     async def embed(self, request: PoolingRequest) -> EmbeddingOutput:
@@ -98,24 +96,10 @@ class Calls:
         rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
         return PoolingOutput(data=rows, num_prompt_tokens=num_tokens)
 
-    async def check_pair(self, pair: Pair) -> PoolingRequest:
-        """What a pair asks of the engine: a score of a model that reads pairs, else two vectors of length one."""
-        if await self._runtime.llm.reads_pairs(None):
-            return PoolingRequest(
-                inputs=pair.inputs[:1],
-                seconds=[second for second in pair.inputs[1:] if isinstance(second, str)],
-                fields=pair.fields[:1],
-                params=PoolingParams(task=PoolingTask.SCORE),
-            )
-        params = PoolingParams(task=PoolingTask.EMBED, normalize=True)
-        return PoolingRequest(inputs=pair.inputs, fields=pair.fields, params=params)
-
-    async def score(self, request: PoolingRequest) -> ScoringOutput:
+    async def score(self, request: ScoreRequest) -> ScoringOutput:
         """The score of a pair."""
-        result, _ = await self._runtime.llm.run_pooling(request)
-        vectors = [floats(each.pooling_output) for each in result.outputs if each.pooling_output is not None]
-        score = vectors[0][0] if request.seconds else sum(a * b for a, b in zip(*vectors, strict=True))
-        return ScoringOutput(score=score, num_prompt_tokens=result.prompt_tokens)
+        result = await self._scoring.run(request)
+        return ScoringOutput(score=result.scores[0], num_prompt_tokens=result.prompt_tokens)
 
     async def _pool(self, request: PoolingRequest) -> tuple[Vectors, int]:
         """The vectors of the only input, and its tokens."""

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.types.pooling import PoolingParams, PoolingTask
+from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.inprocess.batch import Batch, Errors, Job
@@ -118,6 +119,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
@@ -128,7 +130,7 @@ class LLM:
         public API's ChatRequest. The texts are all that the model wrote, reasoning and tool calls included. Errors name the
         conversation: ``conversations[3]``.
         """
-        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority)
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress, use_tqdm).all(requests)
 
@@ -141,12 +143,13 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
         in_order: bool = False,
         errors: Errors = "raise",
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The index of each conversation and its answer, as they end or ``in_order``."""
-        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        like = _conversation(tools, add_generation_prompt, continue_final_message, chat_template_kwargs, priority)
         requests = self._requests.chat(messages, sampling_params, like)
         return self._batch(self._answering(), errors, progress).each(requests, in_order=in_order)
 
@@ -156,46 +159,59 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[EmbeddingOutput]:
         """Vectors of texts. ``dimensions``: keep the first so many; ``normalize`` None does as the model's config says.
+        ``truncate_prompt_tokens``: longer texts are cut to so many tokens, at -1 to as many as the model reads; None refuses
+        those that are too long.
 
         The model must be one that embeds; a decoder does with the option ``task="embed"``.
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
         job = Job("texts", self._calls.as_it_is, self._calls.embed, EmbeddingOutput)
-        return self._batch(job, errors, progress, use_tqdm).all(self._requests.pool(texts, params, name="texts"))
+        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens)
+        return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def classify(
         self,
         texts: Prompt | Iterable[Prompt],
         *,
         use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[ClassificationOutput]:
-        """Classes of texts, by a model that classifies. ``use_activation`` False: bare scores instead of probabilities."""
+        """Classes of texts, by a model that classifies. ``use_activation`` False: bare scores instead of probabilities. For
+        ``truncate_prompt_tokens`` see ``embed``.
+        """
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=use_activation)
         job = Job("texts", self._calls.as_it_is, self._calls.classify, ClassificationOutput)
-        return self._batch(job, errors, progress, use_tqdm).all(self._requests.pool(texts, params, name="texts"))
+        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens)
+        return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def score(
         self,
         queries: Prompt | Iterable[Prompt],
         documents: Prompt | Iterable[Prompt],
         *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[ScoringOutput]:
-        """How well documents fit ``queries``, one for all of them or one each: scores of a model that reads pairs, else
-        cosines.
+        """How well documents fit ``queries``, one for all of them or one each: scores of a model that reads pairs, bare ones with
+        ``use_activation`` False, else cosines. ``truncate_prompt_tokens``: see ``embed``; of a pair both texts count.
         """
-        job = Job("documents", self._calls.check_pair, self._calls.score, ScoringOutput)
-        return self._batch(job, errors, progress, use_tqdm).all(self._requests.score(queries, documents))
+        job = Job("documents", self._calls.as_it_is, self._calls.score, ScoringOutput)
+        requests = self._requests.score(
+            queries, documents, use_activation=use_activation, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def encode(
         self,
@@ -203,11 +219,14 @@ class LLM:
         *,
         pooling_task: str,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         errors: Errors = "raise",
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[PoolingOutput]:
-        """What a pooling task computes: ``embed``, ``classify``, ``token_embed`` or ``token_classify``."""
+        """What a pooling task computes: ``embed``, ``classify``, ``token_embed`` or ``token_classify``. For
+        ``truncate_prompt_tokens`` see ``embed``.
+        """
         names = [task.name.lower() for task in PoolingTask if task is not PoolingTask.SCORE]
         if pooling_task not in names:
             raise InvalidArgument(
@@ -215,7 +234,8 @@ class LLM:
             )
         params = PoolingParams(task=PoolingTask[pooling_task.upper()], dimensions=dimensions)
         job = Job("texts", self._calls.as_it_is, self._calls.encode, PoolingOutput)
-        return self._batch(job, errors, progress, use_tqdm).all(self._requests.pool(texts, params, name="texts"))
+        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens)
+        return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     def beam_search(
         self,
@@ -250,6 +270,7 @@ def _conversation(
     add_generation_prompt: bool,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
+    priority: int,
 ) -> ChatRequest:
     """What all conversations of a call have in common."""
     return ChatRequest(
@@ -258,4 +279,5 @@ def _conversation(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_kwargs=dict(template_kwargs or {}),
+        context=RequestContext(priority=priority),
     )

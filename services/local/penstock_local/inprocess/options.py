@@ -23,12 +23,12 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "executor": ExecutorConfig,
     "structured_output": StructuredOutputConfig,
 }
-_PLACES = {"kv_cache_dtype": ("cache", "dtype")}
+OPTIONS = {"kv_cache_dtype": ("cache", "dtype")}
 """Section and field of each option. What two sections have, as ``dtype``, is the first one's."""
 for _section, _kind in _SECTIONS.items():
     for _field in _kind.__struct_fields__:
         if _field != "path":
-            _PLACES.setdefault(_field, (_section, _field))
+            OPTIONS.setdefault(_field, (_section, _field))
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
@@ -36,9 +36,9 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineCoreConfig:
     sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     sections["model"]["path"] = model
     for name, value in options.items():
-        if name not in _PLACES:
-            raise ConfigError(f"LLM has no option {name!r}{nearest(name, _PLACES)}")
-        section, field = _PLACES[name]
+        if name not in OPTIONS:
+            raise ConfigError(f"LLM has no option {name!r}{nearest(name, OPTIONS)}")
+        section, field = OPTIONS[name]
         sections[section][field] = value
     # The plugins of a server are not this program's.
     return build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})

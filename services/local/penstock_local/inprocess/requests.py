@@ -10,8 +10,7 @@ from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.pooling import PoolingParams
 from penstock_common.types.request_context import RequestContext
 from penstock_common.types.sampling import OutputKind
-from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest
-from penstock_local.inprocess.calls import Pair
+from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingRequest, ScoreRequest
 from penstock_local.inprocess.inputs import (
     Inputs,
     Message,
@@ -79,19 +78,30 @@ class Requests:
         )
         return Inputs(made, inputs.total)
 
-    def pool(self, texts: Prompt | Iterable[Prompt], params: PoolingParams, *, name: str) -> Inputs[PoolingRequest]:
+    def pool(
+        self, texts: Prompt | Iterable[Prompt], params: PoolingParams, *, truncate_prompt_tokens: int | None = None
+    ) -> Inputs[PoolingRequest]:
         """Inputs of a pooling task. Raises InvalidArgument for what is wrong with all of them."""
-        inputs = prompts_of(texts, name=name)
+        inputs = prompts_of(texts, name="texts")
         made = (
             text
             if isinstance(text, RequestFailed)
-            else PoolingRequest(inputs=[text], fields=[f"{name}[{index}]"], params=params)
+            else PoolingRequest(
+                inputs=[text],
+                fields=[f"texts[{index}]"],
+                params=params,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            )
             for index, text in enumerate(inputs.each)
         )
         return Inputs(made, inputs.total)
 
-    def score(self, queries: Prompt | Iterable[Prompt], documents: Prompt | Iterable[Prompt]) -> Inputs[Pair]:
-        """Pairs: each document with the only query, or with its own. Raises InvalidArgument where their numbers do not fit."""
+    def score(
+        self, queries: Prompt | Iterable[Prompt], documents: Prompt | Iterable[Prompt], **options: Any
+    ) -> Inputs[ScoreRequest]:
+        """Pairs: each document with the only query, or with its own. Raises InvalidArgument where their numbers do not fit.
+        ``options``: fields of a ScoreRequest.
+        """
         first, second = prompts_of(queries, name="queries"), prompts_of(documents, name="documents")
         if first.total is None:
             listed = list(first.each)
@@ -101,7 +111,7 @@ class Requests:
                 f"queries has {first.total} entries for {second.total} documents; give one for all, or one each",
                 field="queries",
             )
-        return Inputs(_pairs(list(first.each), second.each), second.total)
+        return Inputs(_pairs(list(first.each), second.each, options), second.total)
 
     def seeded(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """The sampling parameters with a seed, where one is to be given."""
@@ -110,7 +120,9 @@ class Requests:
         return {**sampling, "seed": self._seeds.getrandbits(63)}
 
 
-def _pairs(queries: list[Any], documents: Iterator[Any]) -> Iterator[Pair | RequestFailed]:
+def _pairs(
+    queries: list[Any], documents: Iterator[Any], options: dict[str, Any]
+) -> Iterator[ScoreRequest | RequestFailed]:
     for index, document in enumerate(documents):
         of = 0 if len(queries) == 1 else index
         if of >= len(queries):
@@ -119,4 +131,10 @@ def _pairs(queries: list[Any], documents: Iterator[Any]) -> Iterator[Pair | Requ
                 field="queries",
             )
         wrong = next((each for each in (queries[of], document) if isinstance(each, RequestFailed)), None)
-        yield wrong or Pair((queries[of], document), (f"queries[{of}]", f"documents[{index}]"))
+        yield wrong or ScoreRequest(
+            queries=[queries[of]],
+            query_fields=[f"queries[{of}]"],
+            documents=[document],
+            document_fields=[f"documents[{index}]"],
+            **options,
+        )

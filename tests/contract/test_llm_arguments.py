@@ -1,0 +1,54 @@
+"""What docs/cli.md says of vLLM's arguments is so on our side. ``tests.peers.arguments`` tells whether it names all of theirs."""
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from penstock_local.inprocess.llm import LLM
+from penstock_local.inprocess.options import OPTIONS
+from tests.peers.arguments import section
+
+HAS = {*OPTIONS, *inspect.signature(LLM.__init__).parameters} - {"self", "options"}
+NAMES = re.compile(r"`([a-z0-9_*]+)`")
+LED = re.compile(r"(?:its fields: )?((?:`[a-z_]+`(?:, )?)+)")
+
+
+def rows(header: str) -> Iterator[list[str]]:
+    """The cells of the lines of the table below ``header``."""
+    table = section().partition(f"{header}\n")[2].partition("\n\n")[0]
+    for line in table.splitlines()[1:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_arguments_of_the_same_name_are_there() -> None:
+    names = set(NAMES.findall(section().partition("The same: ")[2].partition(". ")[0]))
+    assert len(names) > 15
+    assert names - HAS == set()
+
+
+def test_other_names_are_there() -> None:
+    for theirs, ours in rows("| there | here |"):
+        led = LED.match(ours)
+        assert led is not None, theirs
+        assert set(NAMES.findall(led[1])) - HAS == set(), theirs
+
+
+def test_what_is_not_here_is_not_here() -> None:
+    names = {name for theirs, _ in rows("| not here | why |") for name in NAMES.findall(theirs)}
+    assert len(names) > 100
+    assert names & HAS == set()
+
+
+@pytest.mark.parametrize(
+    "row", [*rows("| method | the same | another name | not here |")], ids=lambda row: row[0].replace("`", "")
+)
+def test_methods_have_the_arguments_that_are_named(row: list[str]) -> None:
+    methods, same, other, missing = row
+    renamed = [re.split(r" is | are ", part)[-1].partition(", there ")[0] for part in other.split("; ")]
+    for method in NAMES.findall(methods):
+        parameters = inspect.signature(getattr(LLM, method)).parameters.keys()
+        assert set(NAMES.findall(same)) - parameters == set()
+        assert set(NAMES.findall(" ".join(renamed))) - parameters == set()
+        assert set(NAMES.findall(missing)) & parameters == set()
