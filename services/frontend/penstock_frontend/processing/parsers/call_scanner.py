@@ -4,6 +4,8 @@ import enum
 import json
 from typing import NamedTuple
 
+from penstock_frontend.processing.parsers.brackets import Brackets
+
 _BLANKS = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -53,8 +55,7 @@ class CallScanner:
         self._name = ""
         self._value: list[str] = []  # of the key or value that is being read
         self._ready: list[str] = []  # of the arguments, not handed on yet
-        self._depth = 0
-        self._quoted = False
+        self._brackets = Brackets()
         self._escaped = False
         self.raw: list[str] = []
         """All characters taken until it was known to be a call."""
@@ -126,7 +127,7 @@ class CallScanner:
                 self._key = ""  # the first ones count
             self._has_arguments = True
         if char in "{[":
-            self._at, self._depth, self._quoted = _At.IN_CONTAINER, 0, False
+            self._at, self._brackets = _At.IN_CONTAINER, Brackets()
             self._in_container(char)
         elif char == '"':
             self._at = _At.IN_STRING
@@ -141,19 +142,8 @@ class CallScanner:
         streamed = self._key in _ARGUMENTS
         if streamed:
             self._ready.append(char)
-        if self._escaped:
-            self._escaped = False
-        elif self._quoted:
-            self._quoted = char != '"'
-            self._escaped = char == "\\"
-        elif char == '"':
-            self._quoted = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._at = _At.AFTER_VALUE
+        if self._brackets.close(char):
+            self._at = _At.AFTER_VALUE
         if streamed:
             self._start()
 
