@@ -129,7 +129,7 @@ async def test_dimensions_and_normalization_are_the_clients_choice(
 async def test_a_long_text_is_cut_where_that_is_asked_for(
     embedding: FrontendServer, minilm: SentenceTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "A cat sits on the mat, " * 60
+    text = "A cat sits on the mat, " * 1000  # so long that it would be refused before it is tokenized
     body = {"input": text, "use_activation": True}
     all_there_is_room_for = await post(embedding, "/v1/embeddings", {**body, "truncate_prompt_tokens": -1})
     eight = await post(embedding, "/v1/embeddings", {**body, "truncate_prompt_tokens": 8})

@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from penstock_common.config.reread import Reread
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
 from penstock_common.types.pooling import PoolingParams, PoolingTask
@@ -12,7 +14,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.ports import ModelLimits
-from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids
+from penstock_frontend.processing.prompts.input import InputProcessor, check_size, check_token_ids, longest_text
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, resolve
 
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
@@ -45,6 +47,8 @@ class PoolingInputs:
         known: texts far beyond them are refused before they are tokenized.
         """
         context = self._inputs.checked_context(request.context, request_id)
+        if limits is not None and request.truncate_prompt_tokens is not None:
+            request = _shortened(request, longest_text(limits.max_model_len))
         for index in range(len(request.inputs)):
             self._check_input(request, index, limits)
         self._check_longest(request)
@@ -119,6 +123,15 @@ class PoolingInputs:
             [(str(first), second) for first, second in pairs], longest=request.truncate_prompt_tokens
         )
         return [(pair.ids, pair.second_text_start) for pair in encoded]
+
+
+def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
+    """The request with texts of so many characters at most: what is cut anyway need not be tokenized."""
+    return msgspec.structs.replace(
+        request,
+        inputs=[prompt[:longest] if isinstance(prompt, str) else prompt for prompt in request.inputs],
+        seconds=[second[:longest] for second in request.seconds],
+    )
 
 
 def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:

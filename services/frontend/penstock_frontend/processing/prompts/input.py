@@ -198,9 +198,14 @@ class InputProcessor:
         return await join_parts(prompt, encode, max_positions=longest, what=what)
 
 
+def longest_text(max_model_len: int) -> int:
+    """Characters beyond which a text is far too long for the model."""
+    return max_model_len * MAX_CHARS_PER_TOKEN
+
+
 def check_size(text: str, max_model_len: int, *, field: str) -> None:
     """Raise InvalidArgument for a text that is far too long for the model however it is tokenized, which may take seconds."""
-    longest = max_model_len * MAX_CHARS_PER_TOKEN
+    longest = longest_text(max_model_len)
     if len(text) > longest:
         raise InvalidArgument(
             f"{field} has {len(text)} characters; for max_model_len {max_model_len}, at {MAX_CHARS_PER_TOKEN} characters "
