@@ -15,6 +15,7 @@ from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.native_models import KNOWN
+from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
@@ -234,12 +235,36 @@ def test_packed_weights_come_back_from_sleep(level: int, tmp_path: Path) -> None
     engine.shutdown()
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_a_matrix_unit_gives_the_tokens_of_float32(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the decoder, and in linear layers."""
+    torch.set_num_threads(1)
+    pretend(monkeypatch, "amx")
+    model = save_tiny_model(architecture, tmp_path, hidden_size=64)
+    model.bfloat16().save_pretrained(tmp_path)
+    expected = expected_tokens(model.float())
+    for scheduler in ({}, {"max_num_batched_tokens": 7}):
+        engine = build_engine(tmp_path, cache=CACHE, model={"dtype": "float32"}, scheduler=scheduler)
+        part = "decoder" if architecture in DECODERS else "linear"
+        assert computing(engine).startswith(f"amx kernels ({part},")
+        assert computing(engine).endswith("inputs in 3 bfloat16 parts")
+        assert greedy(engine) == expected
+        assert greedy(engine, "again") == expected
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("unit", [False, True], ids=["floats", "matrix unit"])
 def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit, which no greedy token would show."""
     torch.set_num_threads(1)
-    save_tiny_model("qwen3", tmp_path, hidden_size=64)
+    model = save_tiny_model("qwen3", tmp_path, hidden_size=64)
+    if unit:
+        pretend(monkeypatch, "amx")
+        model.bfloat16().save_pretrained(tmp_path)
     seen: dict[tuple[str, int], list[bytes]] = {}
     sample = GenerationRunner.sample
 

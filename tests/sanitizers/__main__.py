@@ -1,8 +1,9 @@
 """``make sanitize``: the kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 
 Each sanitizer first has to report a program that is broken on purpose. Then ``threads.cpp`` hammers the thread pool under TSan,
-and the unit tests of the kernels run on libraries with ASan and UBSan, of every instruction set that the processor has. What a
-compiler lacks is skipped, with the reason. Ends with 1 when anything was reported, or nothing was where it had to be.
+and the unit tests of the kernels run on libraries with ASan and UBSan, of every instruction set that the processor has and of
+emulated matrix units. What a compiler lacks is skipped, with the reason. Ends with 1 when anything was reported, or nothing was
+where it had to be.
 """
 
 import argparse
@@ -24,9 +25,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENGINE = ROOT / "services" / "enginecore"
 BUILD = ROOT / "build" / "sanitize"
+EMULATION = ROOT / "tests" / "emulation"
+EMULATED = {"amx"}
+"""Instruction sets whose kernels can be compiled with that folder's header."""
 TESTS = (
     "native/test_kernels.py",
     "native/test_experts.py",
+    "native/test_parts.py",
     "native/test_ownership.py",
     "attention/test_poisoned_pools.py",
 )
@@ -116,18 +121,24 @@ def memory(tests: list[str]) -> bool:
         return False
     kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
     has = torch.cpu.get_capabilities()
+    sources = sorted((ENGINE / "csrc").glob("*.cpp"))
+    library = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
     built = []
     for isa, flags in kinds.items():
         missing = [need for need in CAPABILITIES[isa] if not has.get(need, False)]
         if missing:
             print(f"{isa}: skipped, this processor has no {', '.join(missing)}")
-            continue
-        sources = sorted((ENGINE / "csrc").glob("*.cpp"))
-        library = (*MEMORY, *flags, "-fPIC", "-shared", "-fvisibility=hidden")
-        if words := compile_with(library, sources, BUILD / f"kernels_{isa}.so"):
+        elif words := compile_with((*library, *flags), sources, BUILD / f"kernels_{isa}.so"):
             print(f"{isa}: does not compile: {words}")
             return False
-        built.append(isa)
+        else:
+            built.append(isa)
+    for isa in EMULATED & kinds.keys():
+        options = (*library, f"-I{EMULATION}", *(flag for flag in kinds[isa] if flag.startswith("-D")))
+        if words := compile_with(options, sources, BUILD / "emulated" / f"kernels_{isa}.so"):
+            print(f"{isa}, emulated: does not compile: {words}")
+            return False
+        built.append(f"{isa}, emulated")
     files = tests or [f"tests/unit/enginecore/{name}" for name in TESTS]
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.sanitizers.plugin", *files],

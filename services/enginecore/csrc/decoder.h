@@ -39,6 +39,12 @@ class Decoder {
   Decoder(const Model& model, Pool& pool)
       : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers) {
     model_.layers = layers_.data();
+    const auto look = [this](const Linear& linear) {
+      if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
+    };
+    for (const Layer& layer : layers_)
+      for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) look(*linear);
+    look(model_.head);
   }
   ~Decoder() { pool_.quiet(); }
 
@@ -53,6 +59,7 @@ class Decoder {
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
     attended_.resize(tokens, m.num_heads * m.head_size);
     gated_.resize(tokens, m.intermediate);
+    if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     plan_attention(attention(0), plan_);  // the same for all layers
     num_attentions_ = static_cast<int64_t>(plan_.size());
     pool_.run(forward_job_);
@@ -67,6 +74,7 @@ class Decoder {
     step_.logits = logits;
     num_rows_ = num_rows;
     normed_.resize(num_rows, model_.hidden);
+    if (parts_width_ > 0) parts_.resize(num_rows, parts_width_);
     pool_.run(head_job_);
   }
 
@@ -95,17 +103,25 @@ class Decoder {
     });
   }
 
-  bool norm(Cursor& cursor, const float* weight) {
+  // Of rows that are multiplied with `linear` next.
+  bool norm(Cursor& cursor, const float* weight, const Linear& linear) {
     return each_token(cursor, [&](int64_t t) {
       rms_norm(step_.x + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
+      if (splits(linear)) split_row(linear, normed_.row(t), parts_.row(t));
     });
+  }
+
+  // Rows that no token's task of its own has put there.
+  bool split(Cursor& cursor, const Buffer& from, const Linear& linear) {
+    return !splits(linear) || each_token(cursor, [&](int64_t t) { split_row(linear, from.row(t), parts_.row(t)); });
   }
 
   // `output` says in a task where the sums go.
   template <class Where>
   bool product(Cursor& cursor, const Buffer& from, const Linear& linear, const Where& output) {
     const Blocks blocks(num_tokens_, linear.n);
-    return cursor(blocks.tasks(), [&](int64_t task) { Product(from.data(), from.stride(), linear, output(), blocks)(task); });
+    const Buffer& rows = splits(linear) ? parts_ : from;
+    return cursor(blocks.tasks(), [&](int64_t task) { Product(rows.data(), rows.stride(), linear, output(), blocks)(task); });
   }
 
   bool layer(Cursor& cursor, size_t index) {
@@ -115,17 +131,19 @@ class Decoder {
     const auto residual = [&](const float* bias) {
       return [this, bias, put] { return Output{step_.x, model_.hidden, bias, model_.hidden, put}; };
     };
-    if (!norm(cursor, l.input_norm)) return false;
+    if (!norm(cursor, l.input_norm, l.qkv)) return false;
     if (!product(cursor, normed_, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
     if (!each_token(cursor, [&](int64_t t) { keep(index, t); })) return false;
     if (!cursor(num_attentions_, [&](int64_t task) { attend(attention(index), plan_[task]); })) return false;
+    if (!split(cursor, attended_, l.output)) return false;
     if (!product(cursor, attended_, l.output, residual(l.output.bias))) return false;
     if (!add_up(cursor, 2 * index)) return false;
-    if (!norm(cursor, l.post_norm)) return false;
+    if (!norm(cursor, l.post_norm, l.gate_up)) return false;
     if (!product(cursor, normed_, l.gate_up,
                  [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}; }))
       return false;
+    if (!split(cursor, gated_, l.down)) return false;
     if (!product(cursor, gated_, l.down, residual(l.down.bias))) return false;
     return add_up(cursor, 2 * index + 1);
   }
@@ -163,18 +181,20 @@ class Decoder {
   void logits(Cursor& cursor) {
     const int64_t rows = num_rows_;
     if (rows == 0 || model_.head.n == 0) return;  // of a pipeline the last stage alone has a head
+    const Linear& head = model_.head;
     if (!cursor(rows, [&](int64_t row) {
           rms_norm(step_.x + step_.rows[row] * model_.hidden, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
+          if (splits(head)) split_row(head, normed_.row(row), parts_.row(row));
         }))
       return;
-    const Linear& head = model_.head;
     const Blocks blocks(rows, head.n);
+    const Buffer& from = splits(head) ? parts_ : normed_;
     cursor(blocks.tasks(), [&](int64_t task) {
-      Product(normed_.data(), normed_.stride(), head, {step_.logits, head.n, head.bias, head.n, Epilogue::kStore}, blocks)(task);
+      Product(from.data(), from.stride(), head, {step_.logits, head.n, head.bias, head.n, Epilogue::kStore}, blocks)(task);
     });
   }
 
-  static constexpr int kPhases = 10;      // of a layer, sums over ranks among them
+  static constexpr int kPhases = 12;      // of a layer, sums over ranks and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
@@ -183,7 +203,8 @@ class Decoder {
   std::vector<Layer> layers_;
   Step step_{};
   Count num_tokens_, num_rows_, num_attentions_;
-  Buffer qkv_, normed_, attended_, gated_;
+  int64_t parts_width_ = 0;  // floats of the widest row in parts
+  Buffer qkv_, normed_, attended_, gated_, parts_;
   std::vector<AttentionTask> plan_;
 };
 

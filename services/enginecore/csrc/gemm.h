@@ -1,10 +1,11 @@
 // Products with weights packed in panels.
 //
 // A panel holds kPanel output features, two vectors, of all inputs: [k][kPanel], so that a product reads it from one end to
-// the other; of 8-bit integers [k / 4][kPanel][4], with zeros at the end. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order,
-// whatever the tile: a row's result does not depend on how many rows are computed beside it. Weights that bfloat16 holds without
-// loss are kept in it, which is half the memory to read, and those that are 8-bit integers times a number per output feature as
-// such integers, which is a quarter; sums are floats all the same.
+// the other; of 8-bit integers [k / 4][kPanel][4], and of bfloat16 for a matrix unit [k / 2][kPanel][2], with zeros at the end. A
+// register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order, whatever the tile: a row's
+// result does not depend on how many rows are computed beside it. Weights that bfloat16 holds without loss are kept in it, which
+// is half the memory to read, and those that are 8-bit integers times a number per output feature as such integers, which is a
+// quarter; sums are floats all the same.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,12 @@
 #include <vector>
 
 #include "model.h"
+#include "parts.h"
 #include "vec.h"
+
+#if defined(PENSTOCK_AMX)
+#include "amx.h"
+#endif
 
 namespace penstock {
 
@@ -38,12 +44,16 @@ inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 // Inputs whose weights lie together.
 template <class Weight>
-constexpr int64_t kTogether = sizeof(Weight) == 1 ? 4 : 1;
+constexpr int64_t kTogether = sizeof(Weight) == 1 ? 4 : sizeof(Weight) == 2 && kBlockInputs > 1 ? 2 : 1;
+
+// Panels have a multiple of so many inputs.
+template <class Weight>
+constexpr int64_t kFilledTo = sizeof(Weight) == 2 ? kBlockInputs : kTogether<Weight>;
 
 // Numbers of a panel.
 template <class Weight>
 int64_t panel_size(int64_t k) {
-  return kPanel * ((k + kTogether<Weight> - 1) / kTogether<Weight> * kTogether<Weight>);
+  return kPanel * ((k + kFilledTo<Weight> - 1) / kFilledTo<Weight> * kFilledTo<Weight>);
 }
 
 // The weights of an output feature and of inputs that lie together, as floats: left and right vector of each input.
@@ -52,6 +62,10 @@ struct Weights {
   explicit Weights(const Weight* from) {
     if constexpr (kTogether<Weight> == 1) {
       of[0][0] = load(from), of[0][1] = load(from + kLanes);
+    } else if constexpr (kTogether<Weight> == 2) {
+      const vu left = load_pairs(from), right = load_pairs(from + 2 * kLanes);
+      of[0][0] = reinterpret_cast<vf>(left << 16), of[0][1] = reinterpret_cast<vf>(right << 16);
+      of[1][0] = cut(reinterpret_cast<vf>(left)), of[1][1] = cut(reinterpret_cast<vf>(right));
     } else {
       const vi left = load_bytes(from), right = load_bytes(from + 4 * kLanes);
       for (int i = 0; i < 4; ++i) of[i][0] = byte(left, i), of[i][1] = byte(right, i);
@@ -165,7 +179,7 @@ struct Blocks {
   int64_t rows, group, groups, blocks;
 };
 
-// Does the tasks of a product.
+// Does the tasks of a product. `a`: rows as `put_row` puts them, `stride` floats apart.
 class Product {
  public:
   Product(const float* a, int64_t stride, const Linear& linear, const Output& output, const Blocks& cut)
@@ -177,6 +191,9 @@ class Product {
     const int64_t first_panel = task / cut_.blocks * cut_.group, block = task % cut_.blocks;
     const int64_t last_panel = std::min(first_panel + cut_.group, panels(linear_.n));
     const int64_t start = cut_.rows * block / cut_.blocks, end = cut_.rows * (block + 1) / cut_.blocks;
+#if defined(PENSTOCK_AMX)
+    if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
+#endif
     const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
     const bool widen = linear_.kind != kFloat32 && count > 1;
     if (widen) widen_panels(first_panel, last_panel);
@@ -190,6 +207,27 @@ class Product {
   }
 
  private:
+#if defined(PENSTOCK_AMX)
+  void multiply_parts(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
+    alignas(64) float sums[kStripRows * kPanel];
+    MatrixUnit unit;
+    const int64_t blocks = whole_blocks(linear_.k) / kBlockInputs;
+    const int64_t count = (end - start + kStripRows - 1) / kStripRows;  // strips of even sizes
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
+      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+        const auto* weights = static_cast<const uint16_t*>(linear_.packed) + panel * panel_size<uint16_t>(linear_.k);
+        unit.multiply(a_ + from * stride_, stride_ * sizeof(float), to - from, linear_.parts, weights, blocks, sums);
+        for (int64_t row = from; row < to; ++row) {
+          const float* of = sums + (row - from) * kPanel;
+          vf both[1][2] = {{load(of), load(of + kLanes)}};
+          finish<1>(both, output_, row, panel);
+        }
+      }
+    }
+  }
+#endif
+
   // Panels of floats, made once for all tiles of a task.
   static std::vector<float>& wide_panels() {
     static thread_local std::vector<float> panels;
@@ -207,14 +245,15 @@ class Product {
     const int64_t k = linear_.k, count = (last - first) * kPanel * k;
     std::vector<float>& wide = wide_panels();
     if (static_cast<int64_t>(wide.size()) < count) wide.resize(count);
-    const Weight* from = static_cast<const Weight*>(linear_.packed) + first * panel_size<Weight>(k);
     float* to = wide.data();
-    for (int64_t panel = first; panel < last; ++panel)
+    for (int64_t panel = first; panel < last; ++panel) {
+      const Weight* from = static_cast<const Weight*>(linear_.packed) + panel * panel_size<Weight>(k);
       for (int64_t j = 0; j < k; j += kStep, from += kStep * kPanel) {
         const Weights<Weight> weights(from);
         for (int64_t t = 0; t < std::min(kStep, k - j); ++t, to += kPanel)
           store(to, weights.of[t][0]), store(to + kLanes, weights.of[t][1]);
       }
+    }
   }
 
   const float* a_;

@@ -11,7 +11,8 @@ constexpr int kChunk = 16;  // tokens of the KV cache that lie together: see att
 enum Kind : int64_t { kFloat32, kBfloat16, kInt8 };
 
 // y = x W^T + bias. `packed`: W in panels, see gemm.h, of `kind`. `scales` [n, whole panels]: what the integers of an output feature
-// are multiplied with; null for floats. `n` output features, `k` inputs.
+// are multiplied with; null for floats. `n` output features, `k` inputs, each in `parts` bfloat16 numbers where a matrix unit
+// multiplies, see parts.h; 0: as it is.
 struct Linear {
   const void* packed;
   const float* scales;
@@ -19,11 +20,12 @@ struct Linear {
   int64_t n;
   int64_t k;
   int64_t kind;
+  int64_t parts;
 };
 
-// Products of some rows by one weight, of others by another: rows `ends[g - 1]` to `ends[g]` by `linears[g]`, all of one `n` and
-// `k`. `from` [rows]: where in `x` a row's inputs lie; null where they lie in order. `silu` is not 0: rows of gate and up alternate
-// in the weights, a vector's lanes of each, which have no bias, and `out` is silu(gate) * up.
+// Products of some rows by one weight, of others by another: rows `ends[g - 1]` to `ends[g]` by `linears[g]`, all of one `n`, `k`,
+// `kind` and `parts`. `from` [rows]: where in `x` a row's inputs lie; null where they lie in order. `silu` is not 0: rows of gate and
+// up alternate in the weights, a vector's lanes of each, which have no bias, and `out` is silu(gate) * up.
 struct Grouped {
   int64_t num_groups;
   const Linear* linears;

@@ -29,8 +29,8 @@ class Operators {
     pool_.prepare(2);
     linear_ = linear;
     x_ = x, rows_ = rows, stride_ = stride;
-    if (conflicts()) padded_.resize(rows, linear.k);
-    num_copies_ = conflicts() ? rows : 0;
+    if (copies()) padded_.resize(rows, row_width(linear));
+    num_copies_ = copies() ? rows : 0;
     num_tasks_ = Blocks(rows, linear.n).tasks();
     output_ = {out, out_stride, linear.bias, linear.n, Epilogue::kStore};
     pool_.run(linear_job_);
@@ -45,7 +45,7 @@ class Operators {
       const Blocks blocks(grouped.ends[group] - first, grouped.linears[group].n);
       for (int64_t task = 0; task < blocks.tasks(); ++task) products_.push_back({group, first, task});
     }
-    if (gathers()) padded_.resize(rows_, grouped.linears[0].k);
+    if (gathers()) padded_.resize(rows_, row_width(grouped.linears[0]));
     num_copies_ = gathers() ? rows_ : 0;
     num_tasks_ = static_cast<int64_t>(products_.size());
     pool_.run(grouped_job_);
@@ -98,21 +98,22 @@ class Operators {
   // Rows a multiple of a page apart fall into the same few lines of the cache, more of them than it has ways.
   bool conflicts() const { return rows_ > 4 && stride_ * sizeof(float) % 4096 == 0; }
 
+  bool copies() const { return splits(linear_) || conflicts(); }
+
   void linear(Cursor& cursor) {
-    if (!cursor(num_copies_, [this](int64_t row) { std::memcpy(padded_.row(row), x_ + row * stride_, linear_.k * sizeof(float)); }))
-      return;
+    if (!cursor(num_copies_, [this](int64_t row) { put_row(linear_, x_ + row * stride_, padded_.row(row)); })) return;
     cursor(num_tasks_, [this](int64_t task) {
       const Blocks blocks(rows_, linear_.n);
-      Product(conflicts() ? padded_.data() : x_, conflicts() ? padded_.stride() : stride_, linear_, output_, blocks)(task);
+      Product(copies() ? padded_.data() : x_, copies() ? padded_.stride() : stride_, linear_, output_, blocks)(task);
     });
   }
 
-  bool gathers() const { return grouped_.from != nullptr || conflicts(); }
+  bool gathers() const { return grouped_.from != nullptr || splits(grouped_.linears[0]) || conflicts(); }
 
   void grouped(Cursor& cursor) {
     const auto copy = [this](int64_t row) {
       const int64_t from = grouped_.from != nullptr ? grouped_.from[row] : row;
-      std::memcpy(padded_.row(row), grouped_.x + from * grouped_.stride, grouped_.linears[0].k * sizeof(float));
+      put_row(grouped_.linears[0], grouped_.x + from * grouped_.stride, padded_.row(row));
     };
     if (!cursor(num_copies_, copy)) return;
     cursor(num_tasks_, [this](int64_t task) {

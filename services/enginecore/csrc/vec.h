@@ -25,10 +25,12 @@ inline vf load(const uint16_t* p) {
   const vh half = *reinterpret_cast<const vh_unaligned*>(p);
   return reinterpret_cast<vf>(__builtin_convertvector(half, vu) << 16);
 }
+inline vu load_pairs(const uint16_t* p) { return reinterpret_cast<vu>(*reinterpret_cast<const vi_unaligned*>(p)); }
 inline vi load_bytes(const int8_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
 // Byte `i` of each of the lanes' four, a number with a sign.
 inline vf byte(vi v, int i) { return __builtin_convertvector((v << (24 - 8 * i)) >> 24, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
+inline void store(uint16_t* p, vh v) { *reinterpret_cast<vh_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }

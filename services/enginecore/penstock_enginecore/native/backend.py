@@ -30,9 +30,12 @@ class NativeBackend:
         return NativeSampling(self.library) if self.uses.sampler else None
 
     def describe(self, *parts: object) -> str:
-        """The instruction set, the names of ``parts`` that are in use (no others are true), and the threads."""
+        """The instruction set, the names of ``parts`` that are in use (no others are true), the threads, and what products of
+        bfloat16 weights are made of where that is not floats.
+        """
         used = ", ".join(str(part) for part in parts if part)
-        return f"{self.library.isa} kernels ({used or 'unused'}), {self.library.num_threads} threads"
+        numbers = f", inputs in {self.library.parts} bfloat16 parts" if self.library.parts else ""
+        return f"{self.library.isa} kernels ({used or 'unused'}), {self.library.num_threads} threads{numbers}"
 
 
 def open_backend(config: KernelsConfig, device: torch.device, num_threads: int) -> NativeBackend | None:

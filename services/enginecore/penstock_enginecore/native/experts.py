@@ -76,7 +76,8 @@ class PackedExperts(torch.nn.Module):
     @property
     def layout(self) -> str:
         """Those of experts with the same layout can be exchanged."""
-        return f"{self._up[0].dtype}, {self._down[0].dtype}, {self._library.lanes} lanes, {'silu' if self._silu else 'plain'}"
+        weights = f"{self._up[0].layout}, {self._down[0].layout}"
+        return f"{weights}, {self._library.lanes} lanes, {'silu' if self._silu else 'plain'}"
 
     def free(self) -> None:
         """Let go of the weights as they were."""

@@ -6,6 +6,7 @@ A call releases the interpreter's lock. Its arguments are plain tensors and arra
 import ctypes
 import errno
 import functools
+import logging
 import os
 import weakref
 from pathlib import Path
@@ -14,14 +15,22 @@ from typing import Any
 import torch
 
 from penstock_common.errors import ConfigError
+from penstock_enginecore.native.permission import request_tiles
 from penstock_enginecore.native.structs import ALL
 
+logger = logging.getLogger(__name__)
+
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_cd")
 _CAPABILITIES = {
-    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_cd"),
+    "amx": (*_AVX512, "amx_tile", "amx_bf16"),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma3"),
     "baseline": (),
 }
 """Instruction sets, best first, and what torch calls the features they need."""
+
+_PERMISSIONS = {"amx": request_tiles}
+"""What asks the system for leave to use an instruction set. Raises OSError where it refuses."""
 
 _DIRECTORY = Path(__file__).parent
 """Where the kernels are."""
@@ -53,14 +62,22 @@ class _Context:
 
 
 class NativeLibrary:
-    """The kernels of one instruction set with threads of their own. Not for use by several threads at once."""
+    """The kernels of one instruction set with threads of their own. Not for use by several threads at once. ``parts``: in how
+    many bfloat16 numbers inputs are multiplied with weights that bfloat16 holds; 0: as the floats that they are.
+    """
 
     def __init__(self, path: Path, isa: str, num_threads: int) -> None:
         self._functions = _load(path)
         self.isa = isa
         self.num_threads = num_threads
         self.lanes: int = self._functions.penstock_lanes()
+        self.parts: int = self._functions.penstock_float_parts()
         self._context = _Context(self._functions, num_threads)
+
+    def filled_to(self, kind: int) -> int:
+        """Panels of numbers of ``kind`` have a multiple of so many inputs."""
+        multiple: int = self._functions.penstock_filled_to(kind)
+        return multiple
 
     def call(self, name: str, *arguments: Any) -> None:
         """The function ``penstock_<name>`` of this context. MemoryError or OSError where it fails."""
@@ -87,15 +104,24 @@ class NativeLibrary:
 
 
 def open_library(isa: str, num_threads: int) -> NativeLibrary:
-    """The kernels for ``isa``; ``auto``: the best that this processor has. Raises KernelsError."""
+    """The kernels for ``isa``; ``auto``: the best that this processor has and the system lets it use. Raises KernelsError."""
     capabilities = torch.cpu.get_capabilities()
     runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
     for name in runnable if isa == "auto" else [isa]:
         if name not in runnable:
             raise KernelsError(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
         path = _DIRECTORY / f"kernels_{name}.so"
-        if path.is_file():
-            return NativeLibrary(path, name, num_threads)
+        if not path.is_file():
+            continue
+        try:
+            if request := _PERMISSIONS.get(name):
+                request()
+        except OSError as e:
+            if isa != "auto":
+                raise KernelsError(f"kernels.isa is {name!r}, which the system refuses to this process: {e}") from e
+            logger.warning("the system refuses %s to this process, the kernels for it are passed over: %s", name, e)
+            continue
+        return NativeLibrary(path, name, num_threads)
     raise KernelsError("the package was built without kernels; a C++ compiler must be there when it is installed")
 
 
@@ -125,6 +151,8 @@ def _load(path: Path) -> ctypes.CDLL:
     }.items():
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_int
+    library.penstock_filled_to.argtypes, library.penstock_filled_to.restype = (integer,), integer
+    library.penstock_float_parts.argtypes, library.penstock_float_parts.restype = (), integer
     for name in ("context_free", "decoder_free"):
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = (pointer,), None

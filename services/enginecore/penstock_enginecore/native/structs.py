@@ -8,7 +8,9 @@ _Pointer = ctypes.c_void_p
 
 
 class Linear(ctypes.Structure):
-    """A packed weight ``[n, k]``, what its integers are multiplied with, and its bias; ``kind``: what its numbers are."""
+    """A packed weight ``[n, k]``, what its integers are multiplied with, and its bias; ``kind``: what its numbers are;
+    ``parts``: in how many numbers a matrix unit multiplies an input.
+    """
 
     _fields_ = [
         ("packed", _Pointer),
@@ -17,6 +19,7 @@ class Linear(ctypes.Structure):
         ("n", _Int),
         ("k", _Int),
         ("kind", _Int),
+        ("parts", _Int),
     ]
 
 

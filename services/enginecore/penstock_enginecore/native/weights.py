@@ -40,11 +40,12 @@ class PackedWeight:
             self.dtype = torch.int8
             weight = integers.numbers.float()
             self._scales = F.pad(integers.scales, (0, padding))
-        inputs = self.k + (-self.k % 4 if self.dtype == torch.int8 else 0)
-        self._packed = _huge_empty((self.n + padding) * inputs, self.dtype)
+        kind = _KINDS[self.dtype]
+        self._filled_to = library.filled_to(kind)
+        self._packed = _huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), self.dtype)
         self._bias = None if bias is None else bias.detach().float().clone()
         scales, bias_pointer = (None if part is None else part.data_ptr() for part in (self._scales, self._bias))
-        self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, _KINDS[self.dtype])
+        self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, kind, library.parts)
         self.pointer = ctypes.addressof(self.struct)
         library.call("pack", weight.data_ptr(), self.pointer)
 
@@ -58,6 +59,11 @@ class PackedWeight:
         library.call("pack", weight.data_ptr(), self.pointer)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
+
+    @property
+    def layout(self) -> str:
+        """Memory of weights of one shape and layout can be exchanged, between libraries with the same lanes."""
+        return f"{self.dtype} by {self._filled_to}"
 
     @property
     def memory(self) -> list[torch.Tensor]:

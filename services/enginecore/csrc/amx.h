@@ -1,0 +1,105 @@
+// Products on the matrix unit of x86 processors that have AMX: eight tiles of up to 16 rows of 64 bytes.
+//
+// A strip of rows is multiplied with a panel at a time. Every number is one sum in one order: over blocks of kBlockInputs inputs
+// in theirs, of a block over parts from the smallest, and of those in the order of the unit, which is the same for every row of a
+// tile. So a row's result does not depend on how many rows are computed beside it.
+//
+// Compilers take the loads of tiles for no use of memory. What is loaded here was written before the thread took the task: the
+// counters of phases, which it reads in between, keep the order.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "parts.h"
+#include "vec.h"
+
+namespace penstock {
+
+static_assert(kLanes == 16 && kBlockInputs == 32);
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kStripRows = 2 * kTileRows;
+
+// What the unit is told of its tiles.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t reserved[15] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64);
+
+// Of strips of 1 to kStripRows rows: 0 and 1 are the sums of the upper rows, left and right, 2 and 3 of the lower ones, 4 and 5
+// inputs of both, 6 and 7 weights, left and right.
+constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
+  std::array<TileShapes, kStripRows> all{};
+  for (int64_t rows = 1; rows <= kStripRows; ++rows) {
+    const auto shape = [&, rows](int tile, int64_t count) {
+      all[rows - 1].rows[tile] = static_cast<uint8_t>(count);
+      all[rows - 1].row_bytes[tile] = count > 0 ? 64 : 0;
+    };
+    for (int tile : {0, 1, 4}) shape(tile, std::min(rows, kTileRows));
+    for (int tile : {2, 3, 5}) shape(tile, std::max<int64_t>(rows - kTileRows, 0));
+    for (int tile : {6, 7}) shape(tile, kTileRows);
+  }
+  return all;
+}();
+
+// The unit of this thread, until the end of a task: the system has more to save of a thread that holds tiles.
+class MatrixUnit {
+ public:
+  MatrixUnit() = default;
+  ~MatrixUnit() { _tile_release(); }
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+
+  // `sums` [rows, kPanel]: of `rows` rows in parts, at most kStripRows and `stride` bytes apart, with a panel of `blocks` blocks.
+  void multiply(const float* row, int64_t stride, int64_t rows, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
+    if (rows != rows_) _tile_loadconfig(&kTileShapes[rows - 1]);
+    rows_ = rows;
+    const auto* inputs = reinterpret_cast<const uint8_t*>(row);
+    if (rows > kTileRows) sum_up<true>(inputs, stride, parts, panel, blocks, sums);
+    else sum_up<false>(inputs, stride, parts, panel, blocks, sums);
+  }
+
+ private:
+  template <bool kLower>
+  static void sum_up(const uint8_t* inputs, int64_t stride, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
+    constexpr int64_t kRowBytes = kPanel * sizeof(float);  // of the sums, and of a panel's pairs of inputs
+    const uint8_t* lower = kLower ? inputs + kTileRows * stride : inputs;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kLower) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t block = 0; block < blocks; ++block, panel += kBlockInputs * kPanel) {
+      _tile_loadd(6, panel, kRowBytes);
+      _tile_loadd(7, panel + kPanel, kRowBytes);
+      for (int64_t part = 0; part < parts; ++part, inputs += 64, lower += 64) {
+        _tile_loadd(4, inputs, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (kLower) {
+          _tile_loadd(5, lower, stride);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+    }
+    _tile_stored(0, sums, kRowBytes);
+    _tile_stored(1, sums + kLanes, kRowBytes);
+    if constexpr (kLower) {
+      _tile_stored(2, sums + kTileRows * kPanel, kRowBytes);
+      _tile_stored(3, sums + kTileRows * kPanel + kLanes, kRowBytes);
+    }
+  }
+
+  int64_t rows_ = 0;  // that tiles are shaped for
+};
+
+}  // namespace penstock

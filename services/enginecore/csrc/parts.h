@@ -1,0 +1,77 @@
+// Inputs in parts that bfloat16 holds, for units that multiply nothing else.
+//
+// Three parts hold a float whole: the upper bits of it, of what they leave, and what those leave, each without rounding. So
+// the products of all parts with a weight that bfloat16 holds, too, sum up to that of the float. Less is held of numbers below
+// 2^-103: units take parts that are too small to be normal for zero. One part is the float rounded to nearest.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "model.h"
+#include "vec.h"
+
+namespace penstock {
+
+#if defined(PENSTOCK_AMX)
+constexpr int64_t kBlockInputs = 32;  // inputs that the unit takes at once; rows and panels end in zeros up to whole blocks
+constexpr int64_t kFloatParts = 3;    // of an input, where sums are to be those of floats
+#else
+constexpr int64_t kBlockInputs = 1;  // there is no such unit
+constexpr int64_t kFloatParts = 0;
+#endif
+
+// Whether a product reads its rows in parts.
+inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kind == kBfloat16 && linear.parts > 0; }
+
+inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
+
+// Floats that have the memory of a row as a product reads it.
+inline int64_t row_width(const Linear& linear) {
+  return splits(linear) ? whole_blocks(linear.k) * linear.parts / 2 : linear.k;
+}
+
+// The upper halves of floats.
+inline vh halves(vf x) { return __builtin_convertvector(reinterpret_cast<vu>(x) >> 16, vh); }
+inline vf cut(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vu>(x) & 0xFFFF0000u); }
+
+inline void split(vf x, vh& part) {
+  const vu bits = reinterpret_cast<vu>(x);
+  part = halves(reinterpret_cast<vf>(x == x ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits | 0x400000u));
+}
+
+// The smallest first. What is infinite or no number is the largest part alone.
+inline void split(vf x, vh& low, vh& middle, vh& high) {
+  const vf first = reinterpret_cast<vf>(x == x ? reinterpret_cast<vu>(x) & 0xFFFF0000u : reinterpret_cast<vu>(x) | 0x400000u);
+  const vi finite = (reinterpret_cast<vi>(x) & 0x7F800000) != 0x7F800000;
+  const vf left = finite ? x - first : vf{}, second = cut(left);
+  low = halves(left - second), middle = halves(second), high = halves(first);
+}
+
+// A row of inputs into memory of `row_width`: block by block its parts, the smallest first.
+inline void split_row(const Linear& linear, const float* x, float* row) {
+  uint16_t* to = reinterpret_cast<uint16_t*>(row);
+  for (int64_t j = 0; j < whole_blocks(linear.k); j += kLanes) {
+    float last[kLanes] = {};
+    if (j < linear.k && j + kLanes > linear.k) std::memcpy(last, x + j, (linear.k - j) * sizeof(float));
+    const vf inputs = load(j + kLanes <= linear.k ? x + j : last);
+    uint16_t* at = to + j / kBlockInputs * kBlockInputs * linear.parts + j % kBlockInputs;
+    if (linear.parts == 1) {
+      vh part;
+      split(inputs, part);
+      store(at, part);
+    } else {
+      vh low, middle, high;
+      split(inputs, low, middle, high);
+      store(at, low), store(at + kBlockInputs, middle), store(at + 2 * kBlockInputs, high);
+    }
+  }
+}
+
+// A row of inputs as a product with `linear` reads it.
+inline void put_row(const Linear& linear, const float* x, float* to) {
+  if (splits(linear)) split_row(linear, x, to);
+  else std::memcpy(to, x, linear.k * sizeof(float));
+}
+
+}  // namespace penstock
