@@ -1,4 +1,4 @@
-"""Completions of a column, by the frontends of a Penstock cluster, with Ray Data."""
+"""Answers to a column, by the frontends of a Penstock cluster, with Ray Data."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ import httpx
 import ray
 
 
-class Complete:
+class Answer:
     """An actor: adds the columns ``text`` and ``error`` to batches with a column ``prompt``."""
 
     def __init__(self, servers: list[str], concurrency: int, max_tokens: int) -> None:
@@ -25,19 +25,20 @@ class Complete:
         yield batch
 
     async def _ask(self, number: int, prompt: str) -> tuple[str, str]:
-        url = f"{self._servers[number % len(self._servers)]}/v1/completions"
+        url = f"{self._servers[number % len(self._servers)]}/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": self._max_tokens}
         async with self._gate:
             try:
-                answer = await self._client.post(url, json={"prompt": prompt, "max_tokens": self._max_tokens})
+                answer = await self._client.post(url, json=body)
             except httpx.TransportError as e:
                 return "", f"{url}: {e}"
         if answer.status_code != 200:
             return "", answer.text
-        return answer.json()["choices"][0]["text"], ""
+        return answer.json()["choices"][0]["message"]["content"], ""
 
 
 def main() -> None:
-    """Make prompts, have them completed, show some."""
+    """Make prompts, have all of them answered, show some."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", action="append", required=True, metavar="URL")
     parser.add_argument("--rows", type=int, default=1000)
@@ -47,13 +48,15 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = ray.data.from_items([{"prompt": f"What is {number} + {number}?"} for number in range(arguments.rows)])
     done = rows.map_batches(
-        Complete,
+        Answer,
         fn_constructor_args=(arguments.server, arguments.concurrency, arguments.max_tokens),
-        concurrency=arguments.actors,
+        compute=ray.data.ActorPoolStrategy(size=arguments.actors),
         batch_size=256,
-    )
+    ).materialize()  # a dataset of which only some rows are taken computes no others
     for row in done.take(5):
         print(row)
+    failed = done.filter(lambda row: bool(row["error"])).count()
+    print(f"{done.count()} rows, {failed} failed")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ def encode_cut(backend: tokenizers.Tokenizer, text: str, longest: int) -> tokeni
 
 def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, longest: int) -> tokenizers.Encoding:
     """The same of two texts in one prompt: the longer one gives way until both are alike."""
-    pair = [backend.encode(each, add_special_tokens=False) for each in (text, second)]
-    room = longest - backend.num_special_tokens_to_add(True)
-    for encoding, length in zip(pair, _shares(len(pair[0]), len(pair[1]), room), strict=True):
-        encoding.truncate(length)
-    return backend.post_process(*pair)
+    one, other = (backend.encode(each, add_special_tokens=False) for each in (text, second))
+    of_one, of_other = _shares(len(one), len(other), longest - backend.num_special_tokens_to_add(True))
+    one.truncate(of_one)
+    other.truncate(of_other)
+    return backend.post_process(one, other)
 
 
 def _shares(first: int, second: int, room: int) -> tuple[int, int]:
