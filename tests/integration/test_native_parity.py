@@ -17,6 +17,7 @@ from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.native_models import KNOWN
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
@@ -183,7 +184,8 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_s
     model = save_tiny_model(architecture, tmp_path, hidden_size=64, intermediate_size=1024)
     model.bfloat16().save_pretrained(tmp_path)
     expected = expected_tokens(model.float())
-    engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype})
+    without_unit = next(isa for isa in runnable() if isa != "amx")
+    engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype}, kernels={"isa": without_unit})
     assert "decoder" in computing(engine)
     assert greedy(engine) == expected
     [info] = engine.executor.collective_rpc("worker_info")
@@ -253,6 +255,39 @@ def test_a_matrix_unit_gives_the_tokens_of_float32(
         assert greedy(engine) == expected
         assert greedy(engine, "again") == expected
         engine.shutdown()
+
+
+def test_bfloat16_by_name_rounds_inputs_on_a_matrix_unit_and_is_nearer_to_float32_than_transformers_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    pretend(monkeypatch, "amx")
+    model = save_tiny_model("qwen3", tmp_path, hidden_size=64).bfloat16()
+    model.save_pretrained(tmp_path)
+
+    def last_logits() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat([model(torch.tensor([prompt])).logits[:, -1].float() for prompt in prompts()])
+
+    theirs = last_logits()
+    model.float()
+    exact = last_logits()
+    seen: list[torch.Tensor] = []
+    sample = GenerationRunner.sample
+
+    def spy(self: GenerationRunner, grammar: Any = None) -> Any:
+        if self._pending is not None:
+            seen.append(self._pending.logits.clone())
+        return sample(self, grammar)
+
+    monkeypatch.setattr(GenerationRunner, "sample", spy)
+    engine = build_engine(tmp_path, cache=CACHE, model={"dtype": "bfloat16"})
+    assert computing(engine) == "amx kernels (decoder, attention, sampler), 1 threads, inputs rounded to bfloat16"
+    for i, prompt in enumerate(prompts()):
+        generate(engine, [(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
+    engine.shutdown()
+    ours, of_theirs = (float((logits - exact).norm() / exact.norm()) for logits in (torch.cat(seen), theirs))
+    assert 1e-4 < ours < min(of_theirs, 0.01)
 
 
 @pytest.mark.parametrize("unit", [False, True], ids=["floats", "matrix unit"])

@@ -41,8 +41,8 @@ int64_t penstock_filled_to(int64_t kind) {
   return kind == kInt8 ? kFilledTo<int8_t> : kind == kBfloat16 ? kFilledTo<uint16_t> : kFilledTo<float>;
 }
 
-// Of an input where the sums of products are to be those of floats; 0 where no matrix unit multiplies.
-int64_t penstock_float_parts() { return penstock::kFloatParts; }
+// Of an input, by whether it may be rounded to bfloat16; 0 where no matrix unit multiplies.
+int64_t penstock_parts(int64_t rounded) { return rounded ? penstock::kRoundedParts : penstock::kFloatParts; }
 
 // Sizes of the structs that Python has, too, so that a library from other sources is found out.
 void penstock_sizes(int64_t* sizes) {

@@ -16,9 +16,11 @@ namespace penstock {
 #if defined(PENSTOCK_AMX)
 constexpr int64_t kBlockInputs = 32;  // inputs that the unit takes at once; rows and panels end in zeros up to whole blocks
 constexpr int64_t kFloatParts = 3;    // of an input, where sums are to be those of floats
+constexpr int64_t kRoundedParts = 1;  // where inputs may be rounded
 #else
 constexpr int64_t kBlockInputs = 1;  // there is no such unit
 constexpr int64_t kFloatParts = 0;
+constexpr int64_t kRoundedParts = 0;
 #endif
 
 // Whether a product reads its rows in parts.

@@ -28,7 +28,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Dtype,
         Meta(
             description="Type of weights and activations; auto: the checkpoint's own, except that bfloat16 becomes float32 on a "
-            "CPU without native support. CPUs compute float16 as float32."
+            "CPU without native support. CPUs compute float16 as float32, and bfloat16 weights with float32 activations, which "
+            "bfloat16, asked for by name, lets matrix units round."
         ),
     ] = "auto"
     quantization: Annotated[

@@ -64,6 +64,7 @@ def load_runner(
         block_size=config.cache.block_size,
         cache_dtype=FLOAT8 if config.cache.dtype == "fp8" else None,
         int8=rounded,
+        rounded=config.model.dtype == "bfloat16",
     )
     if task == "generate":
         if split is None and links is None:

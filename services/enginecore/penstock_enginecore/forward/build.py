@@ -45,7 +45,7 @@ _REPLAYING = FusedForward | ReplayedModules
 class ForwardConfig:
     """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache.
     ``cache_dtype``: of the numbers in it, None for that of the model. ``part``: what a rank that shares the model has of it.
-    ``int8``: linear layers' weights were rounded to integers.
+    ``int8``: linear layers' weights were rounded to integers. ``rounded``: CPUs may round inputs of products to bfloat16.
     """
 
     device: torch.device
@@ -56,6 +56,7 @@ class ForwardConfig:
     cache_dtype: torch.dtype | None = None
     part: Part | None = None
     int8: bool = False
+    rounded: bool = False
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
@@ -251,7 +252,7 @@ def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None
 
 def _open(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:
     """The kernels, whether they attend, and what attends."""
-    native = open_backend(config.kernels, config.device, config.num_threads)
+    native = open_backend(config.kernels, config.device, config.num_threads, rounded=config.rounded)
     if native is None or not native.uses.attention:
         return native, False, create_backend(config.attention_backend, config.device)
     backend = create_backend(config.attention_backend, config.device, native.attention)

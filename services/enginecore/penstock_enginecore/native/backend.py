@@ -34,18 +34,22 @@ class NativeBackend:
         bfloat16 weights are made of where that is not floats.
         """
         used = ", ".join(str(part) for part in parts if part)
-        numbers = f", inputs in {self.library.parts} bfloat16 parts" if self.library.parts else ""
+        parts = self.library.parts
+        inputs = "rounded to bfloat16" if parts == 1 else f"in {parts} bfloat16 parts"
+        numbers = f", inputs {inputs}" if parts else ""
         return f"{self.library.isa} kernels ({used or 'unused'}), {self.library.num_threads} threads{numbers}"
 
 
-def open_backend(config: KernelsConfig, device: torch.device, num_threads: int) -> NativeBackend | None:
-    """The kernels that ``config`` asks for; None where they are off, not built, or not for this device. Raises
-    KernelsError where an instruction set is named that cannot be had.
+def open_backend(
+    config: KernelsConfig, device: torch.device, num_threads: int, *, rounded: bool = False
+) -> NativeBackend | None:
+    """The kernels that ``config`` asks for; None where they are off, not built, or not for this device. ``rounded``: they may
+    round inputs of products to bfloat16. Raises KernelsError where an instruction set is named that cannot be had.
     """
     if config.isa == "off" or device.type != "cpu":
         return None
     try:
-        return NativeBackend(open_library(config.isa, num_threads), config)
+        return NativeBackend(open_library(config.isa, num_threads, rounded=rounded), config)
     except KernelsError as e:
         if config.isa != "auto":
             raise

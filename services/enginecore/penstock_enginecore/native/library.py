@@ -66,12 +66,12 @@ class NativeLibrary:
     many bfloat16 numbers inputs are multiplied with weights that bfloat16 holds; 0: as the floats that they are.
     """
 
-    def __init__(self, path: Path, isa: str, num_threads: int) -> None:
+    def __init__(self, path: Path, isa: str, num_threads: int, *, rounded: bool = False) -> None:
         self._functions = _load(path)
         self.isa = isa
         self.num_threads = num_threads
         self.lanes: int = self._functions.penstock_lanes()
-        self.parts: int = self._functions.penstock_float_parts()
+        self.parts: int = self._functions.penstock_parts(rounded)
         self._context = _Context(self._functions, num_threads)
 
     def filled_to(self, kind: int) -> int:
@@ -103,8 +103,10 @@ class NativeLibrary:
         weakref.finalize(owner, self._context.free, handle, name).atexit = False
 
 
-def open_library(isa: str, num_threads: int) -> NativeLibrary:
-    """The kernels for ``isa``; ``auto``: the best that this processor has and the system lets it use. Raises KernelsError."""
+def open_library(isa: str, num_threads: int, *, rounded: bool = False) -> NativeLibrary:
+    """The kernels for ``isa``; ``auto``: the best that this processor has and the system lets it use. ``rounded``: they may round
+    inputs to bfloat16, where a matrix unit is faster for it. Raises KernelsError.
+    """
     capabilities = torch.cpu.get_capabilities()
     runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
     for name in runnable if isa == "auto" else [isa]:
@@ -121,7 +123,7 @@ def open_library(isa: str, num_threads: int) -> NativeLibrary:
                 raise KernelsError(f"kernels.isa is {name!r}, which the system refuses to this process: {e}") from e
             logger.warning("the system refuses %s to this process, the kernels for it are passed over: %s", name, e)
             continue
-        return NativeLibrary(path, name, num_threads)
+        return NativeLibrary(path, name, num_threads, rounded=rounded)
     raise KernelsError("the package was built without kernels; a C++ compiler must be there when it is installed")
 
 
@@ -152,7 +154,7 @@ def _load(path: Path) -> ctypes.CDLL:
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_int
     library.penstock_filled_to.argtypes, library.penstock_filled_to.restype = (integer,), integer
-    library.penstock_float_parts.argtypes, library.penstock_float_parts.restype = (), integer
+    library.penstock_parts.argtypes, library.penstock_parts.restype = (integer,), integer
     for name in ("context_free", "decoder_free"):
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = (pointer,), None

@@ -30,6 +30,15 @@ def library(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
         yield open_library("amx", 2)
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def rounding(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
+    """As ``library``, but that inputs may be rounded."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "emulated":
+            pretend(monkeypatch, "amx")
+        yield open_library("amx", 2, rounded=True)
+
+
 def half(*shape: int) -> torch.Tensor:
     """Random numbers that bfloat16 holds."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16().float()
@@ -72,6 +81,21 @@ def test_a_product_is_torchs_and_a_rows_bits_are_its_own(library: NativeLibrary,
         for start in (0, 97 - rows):
             beside = slice(start, start + rows)
             assert torch.equal(multiply(library, packed, x[beside]), whole[beside])
+
+
+def test_inputs_that_may_be_rounded_are_multiplied_as_one_part(rounding: NativeLibrary) -> None:
+    weight, x = half(70, 130), torch.randn(70, 130)
+    x[3, 5], x[4, 6], x[5, 7] = torch.inf, torch.nan, torch.finfo(torch.float32).max
+    packed = PackedWeight(rounding, weight)
+    assert rounding.parts == 1
+    whole = multiply(rounding, packed, x)
+    exact = F.linear(x.bfloat16().double(), weight.double()).float()
+    torch.testing.assert_close(whole, exact, rtol=1e-5, atol=1e-4, equal_nan=True)
+    for start, end in ((0, 1), (60, 61), (7, 23), (7, 24), (20, 70)):
+        assert torch.equal(multiply(rounding, packed, x[start:end]), whole[start:end])
+    assert NativeBackend(rounding, KernelsConfig()).describe() == (
+        "amx kernels (unused), 2 threads, inputs rounded to bfloat16"
+    )
 
 
 def test_sums_are_nearer_to_exact_ones_than_those_of_floats(library: NativeLibrary) -> None:
