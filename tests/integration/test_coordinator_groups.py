@@ -27,7 +27,11 @@ class Rank:
             address=f"{name}:1",
             model="m",
             group=pb.GroupRegistration(
-                size=2, min_size=1, meeting_address=f"{name}:2", parallel_config={"dtype": "float32"} | config
+                size=2,
+                min_size=1,
+                max_size=8,
+                meeting_address=f"{name}:2",
+                parallel_config={"dtype": "float32"} | config,
             ),
         )
 
@@ -128,9 +132,10 @@ async def test_a_group_grows_by_a_rank_that_comes_and_refuses_another_change_mea
         assert from_rpc_error(e.value).reason == "RECONFIGURING"
         for rank in ranks:
             await rank.switched(grown.group)
-        with pytest.raises(grpc.aio.AioRpcError) as e:
-            await stub.Scale(pb.ScaleRequest(replicas=0))
-        assert from_rpc_error(e.value).reason == "BELOW_MIN_SIZE"
+        for size, reason in ((0, "BELOW_MIN_SIZE"), (9, "ABOVE_MAX_SIZE")):
+            with pytest.raises(grpc.aio.AioRpcError) as e:
+                await stub.Scale(pb.ScaleRequest(replicas=size))
+            assert from_rpc_error(e.value).reason == reason
 
 
 async def test_a_coordinator_that_knows_nothing_is_told_how_many_ranks_there_are_to_be() -> None:

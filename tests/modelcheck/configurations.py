@@ -48,6 +48,10 @@ EPOCHS = (
     Configuration("a rank dies, and the coordinator", bounds(rank_crashes=1, coordinator_crashes=1)),
     Configuration("a rank dies in a pause", bounds(rank_crashes=1, pause_calls=("wait", "resume"))),
     Configuration("a rank dies, and another takes its place", bounds(rank_crashes=1, spares=1, min_size=2)),
+    Configuration(
+        "a collective breaks, and a rank cannot go on with both that are needed",
+        bounds(min_size=2, broken_collectives=1, failed_preparations=1),
+    ),
     Configuration("from two to three", bounds(scales=(3,), spares=1)),
     Configuration("from two to three, and the coordinator dies", bounds(scales=(3,), spares=1, coordinator_crashes=1)),
     Configuration("from two to three, and a rank dies", bounds(scales=(3,), spares=1, rank_crashes=1)),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from penstock_common.types.data_parallel import PauseMode, StartWave
+from penstock_common.types.data_parallel import PauseMode, PrepareFailed, StartWave
 from penstock_enginecore.core.data_parallel.effects import (
     AbortCollective,
     Exchange,
@@ -149,6 +149,13 @@ def prepared(engine: Engine) -> Done:
 def not_prepared(engine: Engine) -> Done:
     rank, effects = engine.rank.prepare_failed(engine.preparing)
     return settle(engine, rank, effects, preparing=0)
+
+
+def cannot_join(engine: Engine) -> Done:
+    """The group that is to be at once cannot be prepared here, so that its collective breaks off."""
+    done = lose_peer(engine)
+    failed = PrepareFailed(engine.rank.engine, engine.rank.group.epoch)
+    return done._replace(sent=(*done.sent, failed))
 
 
 def _check(before: Engine, after: Engine) -> None:

@@ -73,6 +73,13 @@ def check_expelled(world: World, before: State, after: State, event: Any) -> Non
         raise Violation("15 a rank that lives is expelled", f"{lost} by {new.group}")
 
 
+def check_size(world: World, before: State, after: State) -> None:
+    """Whoever is named is enough to go on."""
+    old, new = world.parts.values[before[world.coordinator_at]], world.parts.values[after[world.coordinator_at]]
+    if new.highest > old.highest and new.group.epoch == new.highest and len(new.group.members) < new.min_size:
+        raise Violation("15 a group is named that is too small", str(new))
+
+
 def check_epochs(world: World, state: State) -> None:
     """An epoch is one group."""
     machine = world.parts.values[state[world.coordinator_at]]

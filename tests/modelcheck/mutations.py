@@ -241,6 +241,14 @@ class IgnoresLateFailures(GroupMachine, frozen=True):
         return super().prepare_failed(message) if message.epoch == self.standby.epoch else (self, ())
 
 
+class NamesTooFew(GroupMachine, frozen=True):
+    def prepare_failed(self, message):
+        after, sent = super().prepare_failed(message)
+        if (after, sent) == (self, ()) and message.epoch == self.group.epoch and message.engine not in self.opened:
+            return self._name(tuple(m for m in self._living() if m != message.engine))
+        return after, sent
+
+
 class WaitsForTheDead(GroupMachine, frozen=True):
     def gone(self, engine):
         return self, ()
@@ -396,6 +404,12 @@ MUTATIONS = (
         Protocol(group=IgnoresLateFailures),
         Bounds(requests=(), scales=(3,), spares=1, failed_preparations=1),
         ("2",),
+    ),
+    Mutation(
+        "who can is named, however few they are",
+        Protocol(group=NamesTooFew),
+        Bounds(requests=(0,), min_size=2, broken_collectives=1, failed_preparations=1),
+        ("15",),
     ),
     Mutation(
         "ranks ignore that a change has begun",

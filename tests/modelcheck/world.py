@@ -30,6 +30,7 @@ from tests.modelcheck.invariants import (
     check_forward,
     check_rest,
     check_running,
+    check_size,
     check_told,
 )
 from tests.modelcheck.messages import NAMES, Add, PauseCall, ResumeCall, is_stale_for_engine, is_stale_for_others
@@ -171,6 +172,8 @@ class World:
                 yield ("break", at), self._engine(self._spend(state, "broken_collectives"), at, "lost")
             if left.failed_preparations and engine.preparing:
                 yield ("not prepared", at), self._engine(self._spend(state, "failed_preparations"), at, "not prepared")
+            if left.failed_preparations and engine.rank.opening and type(engine.slot) is Entered:
+                yield ("cannot join", at), self._engine(self._spend(state, "failed_preparations"), at, "cannot join")
 
     def _engine_alone(self, state: State, at: int, engine: Engine, left: Left) -> Iterator[tuple[Label, State]]:
         """What happens without a fault."""
@@ -507,6 +510,8 @@ class World:
                 done = engines.prepared(engine)
             case "not prepared":
                 done = engines.not_prepared(engine)
+            case "cannot join":
+                done = engines.cannot_join(engine)
             case Add(request) if engine.rank.phase is Phase.OUTSIDE:
                 done = engines.Done(engine, moved=(request,))
             case ("refuse", Add(request)) if engine.rank.phase is Phase.OUTSIDE:
@@ -558,6 +563,7 @@ class World:
         if at == self.coordinator_at:
             check_running(self, state)
             check_expelled(self, before, state, event)
+            check_size(self, before, state)
             if mask:
                 check_epochs(self, state)
         return self._send(state, mask) if mask else state

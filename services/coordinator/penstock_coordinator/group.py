@@ -189,7 +189,9 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return after, after._outstanding()
 
     def prepare_failed(self, message: PrepareFailed) -> tuple[Self, Sent]:
-        """A rank cannot be in the group that is prepared. Where the others have switched already, they go on without it.
+        """A rank cannot be in the group that is prepared. Where the others have switched already, or are in none, they go on
+        without it, with a spare in its place if they are too few. Where there is none nobody is named: what broke off is said
+        again, and all are.
 
         Where a collective broke off as well, a rank may have died of which nobody knows yet: a group named now would have it.
         """
@@ -197,7 +199,9 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             return self._decide(anew=not self.reporters)
         if message.epoch != self.group.epoch or message.engine in self.opened or self.recovering:
             return self, ()
-        return self._name(tuple(m for m in self._living() if m != message.engine))
+        able = tuple(m for m in self._living() if m != message.engine)
+        members = able + self.spares[: max(self.min_size - len(able), 0)]
+        return self._name(members) if len(members) >= self.min_size else (self, ())
 
     def recovered(self) -> tuple[Self, Sent]:
         """One lease went by since the coordinator started."""

@@ -37,6 +37,7 @@ class GroupOfPool:
     def __init__(self, first: GroupRegistration, *, floor: int, send: Send) -> None:
         self.config = first.parallel_config
         self.target_size = first.size
+        self._max_size = first.max_size
         self._remembered_in: int | None = None
         """The epoch of the rank whose word an earlier coordinator's target is."""
         self._machine = GroupMachine(first.size, first.min_size, waits=first.waits, floor=floor)
@@ -75,6 +76,7 @@ class GroupOfPool:
         """A rank is there, also one that was there before. The first one of a group says how large it is."""
         if not self._machine.known:
             self.config = registration.parallel_config
+            self._max_size = registration.max_size
             if not registration.report.group.epoch:
                 self.target_size = registration.size
                 self._machine = msgspec.structs.replace(
@@ -131,8 +133,8 @@ class GroupOfPool:
     def scale(self, size: int, now: float) -> int:
         """Have so many ranks from now on. Returns how many there were to be before.
 
-        Raises InvalidArgument below ``min_size``, and FailedPrecondition while the group changes. One that waits for ranks that
-        do not come does not: another size takes it out of that.
+        Raises InvalidArgument below ``min_size`` and above what ranks can share, and FailedPrecondition while the group changes.
+        One that waits for ranks that do not come does not: another size takes it out of that.
         """
         machine = self._machine
         if size < machine.min_size:
@@ -140,6 +142,13 @@ class GroupOfPool:
                 f"replicas is {size}; the group's min_size is {machine.min_size}",
                 field="replicas",
                 reason="BELOW_MIN_SIZE",
+            )
+        if self._max_size and size > self._max_size:
+            raise InvalidArgument(
+                f"replicas is {size}; the group's ranks share the {self._max_size} experts of their model, so it has at most "
+                f"{self._max_size}",
+                field="replicas",
+                reason="ABOVE_MAX_SIZE",
             )
         if machine.recovering or machine.standby.epoch or not machine.finished:
             raise FailedPrecondition("the group is changing its ranks; try again when it has", reason="RECONFIGURING")

@@ -32,11 +32,13 @@ class EngineRank:
             "max_num_seqs": str(ready.max_num_seqs),
             "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
         }
+        self._max_size = 0
         experts = engine.executor.experts
         if experts is not None:
             told = msgspec.to_builtins(config.expert_parallel)
             self._agreed |= {f"expert_parallel.{name}": str(value) for name, value in told.items()}
             self._agreed["experts"] = experts.layout
+            self._max_size = experts.num_experts
         self.driver = GroupDriver(
             self.name,
             engine,
@@ -65,4 +67,5 @@ class EngineRank:
             parallel_config=self._agreed,
             report=self.driver.report,
             target_size=self._target_size,
+            max_size=self._max_size,
         )

@@ -113,6 +113,21 @@ def test_a_preparation_that_fails_because_a_member_died_names_a_group_without_it
     assert waiting.peer_lost(PeerLost("b", 5))[0].group == RankGroup(7, ("a", "b"))
 
 
+def test_who_cannot_be_in_a_group_is_replaced_where_the_others_are_too_few():
+    machine = msgspec.structs.replace(SERVING, min_size=2, opened=frozenset("a"))
+    machine, sent = machine.prepare_failed(PrepareFailed("b", 5))
+    assert machine.group == RankGroup(6, ("a", "c"))
+    assert set(named(sent)) == set("abc")
+
+
+def test_a_group_that_would_be_too_small_without_who_cannot_be_in_it_stands_still_and_is_tried_again():
+    machine = msgspec.structs.replace(SERVING, min_size=2, opened=frozenset("a"), known=frozenset("ab"))
+    assert machine.prepare_failed(PrepareFailed("b", 5)) == (machine, ())
+    for _ in range(2):  # what the others say of it, and again
+        machine, _ = machine.peer_lost(PeerLost("a", 5))
+    assert machine.group == RankGroup(6, ("a", "b"))
+
+
 def test_a_broken_collective_and_a_broken_stream_are_a_death():
     machine, sent = SERVING.peer_lost(PeerLost("a", 5))
     assert sent == ()

@@ -17,7 +17,7 @@ from penstock_coordinator.pool_group import RETRY_AFTER, GroupOfPool
 NOBODY = RankGroup()
 
 
-def registration(rank, *, group=NOBODY, size=2, min_size=1, waits=False, opening=False, target=0, **config):
+def registration(rank, *, group=NOBODY, size=2, min_size=1, waits=False, opening=False, target=0, most=0, **config):
     report = RankReport(rank, group, Place(epoch=group.epoch), Pauses(), False, opening)
     return GroupRegistration(
         size=size,
@@ -27,6 +27,7 @@ def registration(rank, *, group=NOBODY, size=2, min_size=1, waits=False, opening
         parallel_config={"dtype": "float32"} | config,
         report=report,
         target_size=target,
+        max_size=most,
     )
 
 
@@ -200,6 +201,18 @@ def test_a_size_is_refused_below_the_least_and_during_a_change():
     bench.switch()
     with pytest.raises(InvalidArgument, match="replicas is 1; the group's min_size is 2"):
         bench.group.scale(1, 0.0)
+
+
+def test_more_ranks_than_there_are_experts_are_refused_when_they_are_asked_for():
+    bench = Bench(most=3)
+    bench.register("a#1", "b#1")
+    bench.switch()
+    with pytest.raises(
+        InvalidArgument, match="replicas is 4; the group's ranks share the 3 experts of their model"
+    ) as e:
+        bench.group.scale(4, 0.0)
+    assert (e.value.reason, bench.group.target_size) == ("ABOVE_MAX_SIZE", 2)
+    assert bench.group.scale(3, 0.0) == 2
 
 
 def test_a_wave_that_a_rank_starts_is_told_to_the_others():

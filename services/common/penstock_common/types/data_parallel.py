@@ -199,3 +199,5 @@ class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):
     report: RankReport
     target_size: int = 0
     """How many ranks the group shall have, as it was told last; 0: it was told none."""
+    max_size: int = 0
+    """Ranks that the group may have at most: as many as the model has experts, which its ranks share; 0: any number."""

@@ -82,6 +82,7 @@ def _group(register: pb.Register) -> GroupRegistration:
         parallel_config=dict(group.parallel_config),
         report=data_parallel.report_from_proto(group.report, rank_name(register.engine_id, register.incarnation)),
         target_size=group.target_size,
+        max_size=group.max_size,
     )
 
 

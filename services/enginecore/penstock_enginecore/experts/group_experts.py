@@ -56,6 +56,11 @@ class GroupExperts:
         """Experts that were read from the checkpoint so far, in all layers."""
 
     @property
+    def num_experts(self) -> int:
+        """See ``SharedExperts``."""
+        return len(self.spread.layers[0].routed)
+
+    @property
     def layout(self) -> str:
         """See ``SharedExperts``."""
         layers = self.spread.layers
@@ -110,7 +115,7 @@ class GroupExperts:
         layers = self.spread.layers
         own = torch.tensor([[layer.held for layer in layers]], dtype=torch.int32)
         held = group.all_gather_rows(own, [1] * group.size)
-        return regrouped(held.tolist(), len(layers[0].routed))
+        return regrouped(held.tolist(), self.num_experts)
 
     def _fetch(
         self, prepared: _Prepared, layer: DispatchedExperts, rank: int, given_up: Callable[[], bool], *, aside: bool

@@ -40,6 +40,7 @@ def registration_to_proto(group: GroupRegistration) -> pb.GroupRegistration:
         parallel_config=group.parallel_config,
         report=data_parallel.report_to_proto(group.report),
         target_size=group.target_size,
+        max_size=group.max_size,
     )
 
 

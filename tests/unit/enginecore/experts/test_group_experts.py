@@ -110,7 +110,7 @@ def everything(held: Sequence[int]) -> set[tuple[int, int]]:
 
 def test_ranks_of_a_first_group_read_their_experts_and_survivors_what_a_dead_one_held_alone() -> None:
     ranks = [Rank(4) for _ in range(3)]
-    assert ranks[0].held() == (EMPTY,) * 4
+    assert (ranks[0].held(), ranks[0].experts.num_experts) == ((EMPTY,) * 4, EXPERTS)
     join(1, ranks, prepare(1, ranks))
     assert [rank.held() for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
     assert [rank.files.take() for rank in ranks] == [everything(rank.held()) for rank in ranks]

@@ -33,5 +33,9 @@ class SharedExperts(Protocol):
         """The mean of the ranks' tokens over the highest, when they were last counted; 1 before."""
 
     @property
+    def num_experts(self) -> int:
+        """Of a layer: no group has more ranks."""
+
+    @property
     def layout(self) -> str:
         """What must be the same on all ranks: how many experts each has room for, and how their weights lie in memory."""
