@@ -17,8 +17,6 @@ class Agreement(msgspec.Struct, frozen=True):
     """Whether all compute a step; otherwise the wave is over."""
     switch_to: int
     """The epoch that all switch to now; 0: none."""
-    tokens: tuple[int, ...]
-    """Of the next step, by rank."""
 
 
 def agree(rows: Sequence[Row]) -> Agreement:
@@ -36,5 +34,4 @@ def agree(rows: Sequence[Row]) -> Agreement:
         pauses=pauses,
         run=not stopped and not switch_to and any(row.unfinished for row in rows),
         switch_to=switch_to,
-        tokens=tuple(row.tokens for row in rows),
     )

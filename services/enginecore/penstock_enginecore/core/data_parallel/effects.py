@@ -16,7 +16,7 @@ from penstock_enginecore.core.data_parallel.row import Row
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """Enter the exchange with this row, ``tokens`` filled in; ``Rank.gathered`` gets the result."""
+    """Enter the exchange with this row; ``Rank.gathered`` gets the result."""
 
     group: RankGroup
     row: Row

@@ -17,5 +17,3 @@ class Row(msgspec.Struct, frozen=True, cache_hash=True):
     """The newest pause or resume that the rank knows."""
     prepared: int = 0
     """The epoch that the rank can switch to; 0: none."""
-    tokens: int = 0
-    """Tokens of the rank's next step."""

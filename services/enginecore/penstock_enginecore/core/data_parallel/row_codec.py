@@ -5,17 +5,17 @@ import struct
 from penstock_common.types.data_parallel import PauseMode, Pauses
 from penstock_enginecore.core.data_parallel.row import Row
 
-_ROW = struct.Struct("<QQQQQQBB")
+_ROW = struct.Struct("<QQQQQBB")
 
 
 def pack_row(row: Row) -> bytes:
     """The row's bytes."""
     pauses = row.pauses
-    numbers = (row.epoch, row.wave, row.step, pauses.number, row.prepared, row.tokens)
+    numbers = (row.epoch, row.wave, row.step, pauses.number, row.prepared)
     return _ROW.pack(*numbers, pauses.mode, row.unfinished)
 
 
 def unpack_row(data: bytes) -> Row:
     """The row of these bytes. Raises struct.error, and ValueError for a mode that there is not."""
-    epoch, wave, step, number, prepared, tokens, mode, unfinished = _ROW.unpack(data)
-    return Row(epoch, wave, step, bool(unfinished), Pauses(number, PauseMode(mode)), prepared, tokens)
+    epoch, wave, step, number, prepared, mode, unfinished = _ROW.unpack(data)
+    return Row(epoch, wave, step, bool(unfinished), Pauses(number, PauseMode(mode)), prepared)

@@ -17,7 +17,6 @@ ROWS = st.lists(
         unfinished=st.booleans(),
         pauses=st.sampled_from(PAUSES),
         prepared=st.sampled_from([0, 5]),
-        tokens=st.integers(0, 9),
     ),
     min_size=1,
     max_size=8,
@@ -29,7 +28,6 @@ def test_the_newest_and_strongest_pause_is_that_of_all(rows):
     agreement = agree(rows)
     assert agreement.pauses == max(row.pauses for row in rows)
     assert agreement.wave == max(row.wave for row in rows)
-    assert agreement.tokens == tuple(row.tokens for row in rows)
 
 
 @given(ROWS)
@@ -49,10 +47,4 @@ def test_an_epoch_begins_when_all_are_prepared_and_no_step_comes_before(rows):
 @given(ROWS, st.randoms())
 def test_the_order_of_ranks_decides_nothing(rows, random):
     shuffled = random.sample(rows, len(rows))
-    first, second = agree(rows), agree(shuffled)
-    assert (first.wave, first.pauses, first.run, first.switch_to) == (
-        second.wave,
-        second.pauses,
-        second.run,
-        second.switch_to,
-    )
+    assert agree(rows) == agree(shuffled)

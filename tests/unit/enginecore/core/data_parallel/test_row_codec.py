@@ -14,7 +14,6 @@ rows = st.builds(
     st.booleans(),
     st.builds(Pauses, numbers, st.sampled_from(PauseMode)),
     numbers,
-    numbers,
 )
 
 
