@@ -113,7 +113,7 @@ async def test_it_opens_on_chat_where_the_model_has_a_template(browser: Browser,
     tab = await browser.open(server.url)
     await tab.until("document.querySelector('[value=chat]').checked")
     await ask(tab, "Hi")
-    await tab.until(output_has("c"))
+    await tab.until(output_has("a b c"))
     assert server.requests[0][0] == "/v1/chat/completions"
 
 
@@ -132,7 +132,7 @@ async def test_parameters_are_sent_as_they_were_filled_in_and_empty_ones_are_lef
     await tab.write("#max_tokens", "")
     await tab.write("#stopStrings", "end\n\\n\\n")
     await ask(tab, "Once")
-    await tab.until(output_has("c"))
+    await tab.until(output_has("a b c"))
     assert server.requests[0][1] == {
         "model": "tiny",
         "prompt": "Once",
