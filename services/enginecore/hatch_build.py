@@ -17,6 +17,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512", "-DPENSTOCK_LANES=16", "-DPENSTOCK_TILE=12")
 _X86 = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-DPENSTOCK_AMX"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-DPENSTOCK_AVX512_BF16"),
     "avx512": _AVX512,
     "avx2": ("-march=x86-64-v3", "-DPENSTOCK_LANES=8", "-DPENSTOCK_TILE=6"),
     "baseline": ("-DPENSTOCK_LANES=4", "-DPENSTOCK_TILE=6"),

@@ -58,6 +58,22 @@ inline float widened(uint16_t x) {
 
 inline void _mm_pause() {}
 
+typedef float __m512 __attribute__((vector_size(64)));
+typedef short __m512bh __attribute__((vector_size(64)));
+
+// A lane adds the product of the second numbers of a pair to its sum, then that of the first.
+inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
+  using namespace emulated;
+  uint16_t left[32], right[32];
+  std::memcpy(left, &a, sizeof left);
+  std::memcpy(right, &b, sizeof right);
+  for (int i = 0; i < 16; ++i) {
+    const float second = flushed(std::fma(widened(left[2 * i + 1]), widened(right[2 * i + 1]), flushed(sums[i])));
+    sums[i] = flushed(std::fma(widened(left[2 * i]), widened(right[2 * i]), second));
+  }
+  return sums;
+}
+
 inline void _tile_release() { emulated::unit = {}; }
 
 inline void _tile_loadconfig(const void* config) {

@@ -2,6 +2,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // c += a b. `config`: shapes of tile 0, which is c, 1, which is a, and 2. Rows are 64 bytes apart.
@@ -21,4 +23,15 @@ EXPORT void clear(const void* config, void* c) {
   _tile_zero(0);
   _tile_stored(0, c, 64);
   _tile_release();
+}
+
+// c += a b, pair by pair.
+EXPORT void add_pairs(float* c, const void* a, const void* b) {
+  __m512 sums;
+  __m512bh left, right;
+  std::memcpy(&sums, c, sizeof sums);
+  std::memcpy(&left, a, sizeof left);
+  std::memcpy(&right, b, sizeof right);
+  sums = _mm512_dpbf16_ps(sums, left, right);
+  std::memcpy(c, &sums, sizeof sums);
 }

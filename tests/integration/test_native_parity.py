@@ -257,11 +257,12 @@ def test_a_matrix_unit_gives_the_tokens_of_float32(
         engine.shutdown()
 
 
-def test_bfloat16_by_name_rounds_inputs_on_a_matrix_unit_and_is_nearer_to_float32_than_transformers_in_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16"])
+def test_bfloat16_by_name_rounds_inputs_and_is_nearer_to_float32_than_transformers_in_bfloat16(
+    isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    pretend(monkeypatch, "amx")
+    pretend(monkeypatch, isa)
     model = save_tiny_model("qwen3", tmp_path, hidden_size=64).bfloat16()
     model.save_pretrained(tmp_path)
 
@@ -282,7 +283,7 @@ def test_bfloat16_by_name_rounds_inputs_on_a_matrix_unit_and_is_nearer_to_float3
 
     monkeypatch.setattr(GenerationRunner, "sample", spy)
     engine = build_engine(tmp_path, cache=CACHE, model={"dtype": "bfloat16"})
-    assert computing(engine) == "amx kernels (decoder, attention, sampler), 1 threads, inputs rounded to bfloat16"
+    assert computing(engine) == f"{isa} kernels (decoder, attention, sampler), 1 threads, inputs rounded to bfloat16"
     for i, prompt in enumerate(prompts()):
         generate(engine, [(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
     engine.shutdown()

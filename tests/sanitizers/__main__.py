@@ -26,7 +26,7 @@ ROOT = HERE.parents[1]
 ENGINE = ROOT / "services" / "enginecore"
 BUILD = ROOT / "build" / "sanitize"
 EMULATION = ROOT / "tests" / "emulation"
-EMULATED = {"amx"}
+EMULATED = {"amx", "avx512_bf16"}
 """Instruction sets whose kernels can be compiled with that folder's header."""
 TESTS = (
     "native/test_kernels.py",

@@ -21,6 +21,8 @@
 
 #if defined(PENSTOCK_AMX)
 #include "amx.h"
+#elif defined(PENSTOCK_AVX512_BF16)
+#include <immintrin.h>
 #endif
 
 namespace penstock {
@@ -158,6 +160,30 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
   finish<kRows>(sums, output, row, panel);
 }
 
+#if defined(PENSTOCK_AVX512_BF16)
+// The same of rows of one part. A lane adds the product of a pair's second input and weight to its sum, then that of the first.
+template <int kRows>
+void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
+  constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
+  vf sums[kRows][2] = {};
+  const uint32_t* rows[kRows];  // of pairs
+  for (int i = 0; i < kRows; ++i) rows[i] = reinterpret_cast<const uint32_t*>(a + (row + i) * stride);
+  const uint16_t* b = static_cast<const uint16_t*>(packed) + panel * panel_size<uint16_t>(k);
+  for (int64_t j = 0; j < whole_blocks(k) / 2; ++j, b += 2 * kPanel) {
+    __builtin_prefetch(b + kAhead);
+    __builtin_prefetch(b + kAhead + kPanel);
+    const auto left = reinterpret_cast<__m512bh>(load_pairs(b)), right = reinterpret_cast<__m512bh>(load_pairs(b + kPanel));
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const auto x = reinterpret_cast<__m512bh>(rows[i][j] - vu{});
+      sums[i][0] = _mm512_dpbf16_ps(sums[i][0], left, x);
+      sums[i][1] = _mm512_dpbf16_ps(sums[i][1], right, x);
+    }
+  }
+  finish<kRows>(sums, output, row, panel);
+}
+#endif
+
 using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
 
 template <class Weight, int... kRows>
@@ -168,6 +194,14 @@ constexpr std::array<Tile, sizeof...(kRows)> tiles(std::integer_sequence<int, kR
 constexpr auto kTiles = std::array{tiles<float>(std::make_integer_sequence<int, kTile>{}),
                                    tiles<uint16_t>(std::make_integer_sequence<int, kTile>{}),
                                    tiles<int8_t>(std::make_integer_sequence<int, kTile>{})};
+
+#if defined(PENSTOCK_AVX512_BF16)
+template <int... kRows>
+constexpr std::array<Tile, sizeof...(kRows)> pair_tiles(std::integer_sequence<int, kRows...>) {
+  return {&pair_tile<kRows + 1>...};
+}
+constexpr auto kPairTiles = pair_tiles(std::make_integer_sequence<int, kTile>{});
+#endif
 
 // How a product of `rows` rows and `n` output features is cut into tasks of at most kBlockRows rows and `group` panels.
 struct Blocks {
@@ -191,7 +225,7 @@ class Product {
     const int64_t first_panel = task / cut_.blocks * cut_.group, block = task % cut_.blocks;
     const int64_t last_panel = std::min(first_panel + cut_.group, panels(linear_.n));
     const int64_t start = cut_.rows * block / cut_.blocks, end = cut_.rows * (block + 1) / cut_.blocks;
-#if defined(PENSTOCK_AMX)
+#if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
     if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
 #endif
     const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
@@ -224,6 +258,15 @@ class Product {
           finish<1>(both, output_, row, panel);
         }
       }
+    }
+  }
+#elif defined(PENSTOCK_AVX512_BF16)
+  void multiply_parts(int64_t first_panel, int64_t last_panel, int64_t start, int64_t end) const {
+    const int64_t count = (end - start + kTile - 1) / kTile;
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
+      for (int64_t panel = first_panel; panel < last_panel; ++panel)
+        kPairTiles[to - from - 1](a_, stride_, linear_.packed, linear_.k, output_, from, panel);
     }
   }
 #endif

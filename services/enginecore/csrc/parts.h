@@ -17,6 +17,10 @@ namespace penstock {
 constexpr int64_t kBlockInputs = 32;  // inputs that the unit takes at once; rows and panels end in zeros up to whole blocks
 constexpr int64_t kFloatParts = 3;    // of an input, where sums are to be those of floats
 constexpr int64_t kRoundedParts = 1;  // where inputs may be rounded
+#elif defined(PENSTOCK_AVX512_BF16)
+constexpr int64_t kBlockInputs = 2;   // of a lane
+constexpr int64_t kFloatParts = 0;    // three would take more instructions than products of floats
+constexpr int64_t kRoundedParts = 1;
 #else
 constexpr int64_t kBlockInputs = 1;  // there is no such unit
 constexpr int64_t kFloatParts = 0;
@@ -28,9 +32,10 @@ inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kin
 
 inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
 
-// Floats that have the memory of a row as a product reads it.
+// Floats that have the memory of a row as a product reads it, written in whole vectors.
 inline int64_t row_width(const Linear& linear) {
-  return splits(linear) ? whole_blocks(linear.k) * linear.parts / 2 : linear.k;
+  constexpr int64_t kWhole = kBlockInputs > kLanes ? kBlockInputs : kLanes;
+  return splits(linear) ? (linear.k + kWhole - 1) / kWhole * kWhole * linear.parts / 2 : linear.k;
 }
 
 // The upper halves of floats.

@@ -156,7 +156,7 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The kernels, most of them for CPUs. Each use of them can be turned off, to find out what is wrong."""
 
     isa: Annotated[
-        Literal["auto", "amx", "avx512", "avx2", "baseline", "off"],
+        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "baseline", "off"],
         Meta(description="Instruction set; auto: the processor's best; off: torch computes alone."),
     ] = "auto"
     decoder: Annotated[

@@ -23,11 +23,15 @@ logger = logging.getLogger(__name__)
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_cd")
 _CAPABILITIES = {
     "amx": (*_AVX512, "amx_tile", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "avx2": ("avx2", "fma3"),
     "baseline": (),
 }
 """Instruction sets, best first, and what torch calls the features they need."""
+
+_FOR_ROUNDED = {"avx512_bf16"}
+"""Instruction sets that gain nothing unless inputs may be rounded: ``auto`` passes them over."""
 
 _PERMISSIONS = {"amx": request_tiles}
 """What asks the system for leave to use an instruction set. Raises OSError where it refuses."""
@@ -113,7 +117,7 @@ def open_library(isa: str, num_threads: int, *, rounded: bool = False) -> Native
         if name not in runnable:
             raise KernelsError(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
         path = _DIRECTORY / f"kernels_{name}.so"
-        if not path.is_file():
+        if not path.is_file() or (isa == "auto" and name in _FOR_ROUNDED and not rounded):
             continue
         try:
             if request := _PERMISSIONS.get(name):

@@ -30,13 +30,17 @@ def library(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
         yield open_library("amx", 2)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated", *({isa} & set(runnable())))]
+
+
+@pytest.fixture(scope="module", params=ROUNDING, ids=lambda each: " ".join(each))
 def rounding(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
-    """As ``library``, but that inputs may be rounded."""
+    """Kernels that may round inputs."""
+    isa, kind = request.param
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param == "emulated":
-            pretend(monkeypatch, "amx")
-        yield open_library("amx", 2, rounded=True)
+        if kind == "emulated":
+            pretend(monkeypatch, isa)
+        yield open_library(isa, 2, rounded=True)
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -84,7 +88,7 @@ def test_a_product_is_torchs_and_a_rows_bits_are_its_own(library: NativeLibrary,
 
 
 def test_inputs_that_may_be_rounded_are_multiplied_as_one_part(rounding: NativeLibrary) -> None:
-    weight, x = half(70, 130), torch.randn(70, 130)
+    weight, x = half(70, 131), torch.randn(70, 131)
     x[3, 5], x[4, 6], x[5, 7] = torch.inf, torch.nan, torch.finfo(torch.float32).max
     packed = PackedWeight(rounding, weight)
     assert rounding.parts == 1
@@ -94,8 +98,27 @@ def test_inputs_that_may_be_rounded_are_multiplied_as_one_part(rounding: NativeL
     for start, end in ((0, 1), (60, 61), (7, 23), (7, 24), (20, 70)):
         assert torch.equal(multiply(rounding, packed, x[start:end]), whole[start:end])
     assert NativeBackend(rounding, KernelsConfig()).describe() == (
-        "amx kernels (unused), 2 threads, inputs rounded to bfloat16"
+        f"{rounding.isa} kernels (unused), 2 threads, inputs rounded to bfloat16"
     )
+
+
+def test_pairs_of_weights_are_multiplied_with_floats_unless_inputs_may_be_rounded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, "avx512_bf16")
+    library = open_library("avx512_bf16", 1)
+    assert library.parts == 0
+    weight, x = half(70, 131), torch.randn(70, 131)
+    packed = PackedWeight(library, weight)
+    assert packed.layout == "torch.bfloat16 by 2"
+    whole = multiply(library, packed, x)
+    torch.testing.assert_close(whole, F.linear(x.double(), weight.double()).float(), rtol=1e-5, atol=1e-4)
+    for start, end in ((0, 1), (7, 12), (20, 70)):
+        assert torch.equal(multiply(library, packed, x[start:end]), whole[start:end])
+    (tmp_path / "kernels_avx512_bf16.so").symlink_to(emulated("avx512_bf16") / "kernels_avx512_bf16.so")
+    (tmp_path / "kernels_baseline.so").symlink_to(BUILT / "kernels_baseline.so")
+    monkeypatch.setattr(library_module, "_DIRECTORY", tmp_path)
+    assert [open_library("auto", 1, rounded=rounded).isa for rounded in (False, True)] == ["baseline", "avx512_bf16"]
 
 
 def test_sums_are_nearer_to_exact_ones_than_those_of_floats(library: NativeLibrary) -> None:

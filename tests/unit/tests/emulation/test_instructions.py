@@ -87,6 +87,23 @@ def test_a_product_of_tiles_is_that_of_the_manual(
         assert np.array_equal(c.view(np.uint32)[numbers], expected.view(np.uint32)[numbers])
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("exponents", [(120, 130), (100, 150), (0, 120), (55, 75), (0, 255)], ids=str)
+def test_a_product_of_pairs_is_that_of_the_manual(instructions: ctypes.CDLL, exponents: tuple[int, int]) -> None:
+    """VDPBF16PS."""
+    rng = np.random.default_rng(exponents[0])
+    for _ in range(50):
+        a, b, c = (halves(rng, (1, width), *exponents)[0] for width in (32, 32, 16))
+        sums = widened(c) * np.float32(1 + 2**-20)
+        expected = flushed(sums)
+        for half in (1, 0):
+            expected = fused(widened(a[half::2]), widened(b[half::2]), expected)
+        instructions.add_pairs(*(x.ctypes.data_as(ctypes.c_void_p) for x in (sums, a, b)))
+        numbers = ~np.isnan(expected)
+        assert np.array_equal(np.isnan(sums), ~numbers)
+        assert np.array_equal(sums.view(np.uint32)[numbers], expected.view(np.uint32)[numbers])
+
+
 def test_a_cleared_tile_is_zeros_in_its_shape_alone(instructions: ctypes.CDLL) -> None:
     c = np.ones((16, 16), np.float32)
     instructions.clear(config((3, 8)), c.ctypes.data_as(ctypes.c_void_p))
