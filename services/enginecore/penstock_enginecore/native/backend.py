@@ -34,9 +34,9 @@ class NativeBackend:
         bfloat16 weights are made of where that is not floats.
         """
         used = ", ".join(str(part) for part in parts if part)
-        parts = self.library.parts
-        inputs = "rounded to bfloat16" if parts == 1 else f"in {parts} bfloat16 parts"
-        numbers = f", inputs {inputs}" if parts else ""
+        count = self.library.parts
+        inputs = "rounded to bfloat16" if count == 1 else f"in {count} bfloat16 parts"
+        numbers = f", inputs {inputs}" if count else ""
         return f"{self.library.isa} kernels ({used or 'unused'}), {self.library.num_threads} threads{numbers}"
 
 
