@@ -256,8 +256,8 @@ model-check: setup ## Every state of small data-parallel groups under faults: mi
 	@$(BIN)/python -m tests.modelcheck $(ARGS)
 
 .PHONY: group-kills
-group-kills: setup ## Kill ranks of a data-parallel group KILLS times (20), whenever, and change the size of a served one
-	@PENSTOCK_GROUP_KILLS=$${KILLS:-20} $(PYTEST) tests/e2e/test_data_parallel.py tests/e2e/test_shared_experts.py -n 0 -q -s
+group-kills: setup ## Kill ranks of a data-parallel group KILLS times (20), whenever; stop them, cut them off, change their number
+	@PENSTOCK_GROUP_KILLS=$${KILLS:-20} $(PYTEST) tests/e2e/test_data_parallel.py $(wildcard tests/e2e/test_group_*.py) -n 0 -q -s
 
 .PHONY: rank-failures
 rank-failures: setup ## Ranks of a data-parallel group killed at every named point under 32 streams (10 minutes)

@@ -111,6 +111,10 @@ class Service:
                         return self
                 await asyncio.sleep(0.05)
 
+    async def restart(self) -> "Service":
+        """Start a process that has ended anew, and wait as ``serving`` does."""
+        return await (await self.start()).serving()
+
     def remove_log(self) -> None:
         """Forget what the processes have printed."""
         self._folder.cleanup()

@@ -61,8 +61,7 @@ class TcpProxy:
         try:
             await self._plugged.wait()
             with contextlib.suppress(OSError):  # nobody listens there: a reset, as the caller would get it
-                target = self._target() if callable(self._target) else self._target
-                to_reader, to_writer = await asyncio.open_connection("127.0.0.1", target)
+                to_reader, to_writer = await asyncio.open_connection("127.0.0.1", await self._where(reader))
                 self._writers.add(to_writer)
                 try:
                     await self._both_ways(reader, writer, to_reader, to_writer)
@@ -73,6 +72,10 @@ class TcpProxy:
             self._writers.discard(writer)
             self._tasks.discard(task)
             writer.transport.abort()
+
+    async def _where(self, reader: asyncio.StreamReader) -> int:
+        """The port that a connection goes to."""
+        return self._target() if callable(self._target) else self._target
 
     async def _both_ways(
         self,

@@ -41,6 +41,7 @@ class Cluster:
         model: Path,
         *,
         engines: int = 2,
+        spares: int = 0,
         frontends: int = 1,
         lease_seconds: float = 1,
         kv_cache_memory: str = "64MiB",
@@ -48,6 +49,8 @@ class Cluster:
         frontend_flags: Mapping[str, object] | None = None,
         **engine_flags: object,
     ) -> None:
+        """``spares``: how many of the engines get no requests at first."""
+        self.spares = spares
         self.coordinator = Service(
             "penstock_coordinator",
             host=host,
@@ -98,7 +101,7 @@ class Cluster:
             await asyncio.gather(*(service.serving() for service in self.services))
             self.channel = await stack.enter_async_context(make_channel(self.frontend.address))
             self.stub = rpc.InferenceServiceStub(self.channel)
-            await self.until_engines_are_seen(len(self.engines))
+            await self.until_engines_are_seen(len(self.engines) - self.spares)
             self._stack = stack.pop_all()
         return self
 

@@ -1,0 +1,71 @@
+"""Groups as processes that change their size under 32 streams: transformers' tokens, and how long streams stood still.
+
+Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.test_data_parallel import KILLS, Expected
+from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.systems.cluster import read
+from tests.fakes.systems.rank_group import RankGroup, metric
+from tests.fakes.systems.streams import Load, greedy
+
+COUNT, STREAMS, EXPERTS, FEWEST = 60, 32, 8, 2
+PROMPTS = [[1 + i, *range(2, 2 + 3 * i + 1), 5] for i in range(6)]
+SHARED = {
+    "data_parallel__min_size": FEWEST,
+    "expert_parallel__enabled": "true",
+    "expert_parallel__slots": EXPERTS // FEWEST + 1,
+    "expert_parallel__window": 20,
+    "expert_parallel__move_bytes_per_step": 1,
+}
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(not KILLS, reason="PENSTOCK_GROUP_KILLS is not set (make group-kills)"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
+    """A small model of many experts, and transformers' greedy tokens for the prompts."""
+    from tests.fakes.models.tiny_models import save_tiny_model  # here: torch, of one process that runs tests
+    from tests.fakes.models.transformers_greedy import greedy_tokens
+
+    folder = tmp_path_factory.mktemp("experts")
+    made = save_tiny_model("qwen3_moe", folder, num_experts=EXPERTS)
+    byte_level().save(str(folder / "tokenizer.json"))
+    return folder, [greedy_tokens(made, prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[{}, SHARED], ids=["whole models", "shared experts"]
+)
+async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) -> AsyncIterator[RankGroup]:
+    """Two ranks, and two engines that wait for the group to grow."""
+    async with RankGroup(model[0], size=2, spares=2, **request.param) as running:
+        yield running
+
+
+async def test_streams_go_on_while_a_group_goes_from_two_ranks_to_four_and_to_three(
+    group: RankGroup, model: tuple[Path, Expected]
+) -> None:
+    calls = [group.stub.Generate(greedy(prompt, COUNT, int(i == 0))) for i, prompt in enumerate(PROMPTS)]
+    assert [answer.token_ids for answer in await asyncio.gather(*map(read, calls))] == model[1]
+    async with Load(group, PROMPTS, model[1], STREAMS) as load:
+        for size in (2, 4, 3):
+            await load.answered(len(PROMPTS))
+            began = time.monotonic()
+            await group.scale(size)
+            await load.answered(2 * STREAMS)
+            print(f"to {size} ranks: {load.longest_gap(began):.3f} s between two tokens of a stream, at most")
+    print(f"{load.num_answers} answers")
+    for engine, _ in await group.members():
+        assert metric(engine, "penstock:exchange_seconds_count") > 0

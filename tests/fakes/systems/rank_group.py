@@ -1,0 +1,116 @@
+"""A data-parallel group of engines as processes, and what a test wants to know of its ranks."""
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.admin.v1 import messages_pb2 as admin_pb
+from penstock.admin.v1 import service_pb2_grpc as admin_rpc
+from penstock.common.v1 import data_parallel_pb2
+from penstock_common.rpc.channel import make_channel
+from penstock_common.types.cluster import DEFAULT_POOL
+from tests.fakes.network.ports import free_port
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Cluster
+
+LEASE = 2.0
+"""Seconds of the coordinator's leases."""
+
+
+def _own(seen: admin_pb.GetClusterResponse) -> list[data_parallel_pb2.GroupView]:
+    """Groups of engines in other pools are others' business."""
+    return [group for group in seen.groups if group.pool == DEFAULT_POOL]
+
+
+def metric(service: Service, name: str) -> float:
+    """The value of a metric that has one series."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{service.metrics_port}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name}{{")).rpartition(" ")[2])
+
+
+async def until(condition: Callable[..., bool], *args: Any) -> None:
+    """Wait for a condition, which is asked in a thread."""
+    async with asyncio.timeout(PATIENCE):
+        while not await asyncio.to_thread(condition, *args):
+            await asyncio.sleep(0.02)
+
+
+class RankGroup(Cluster):
+    """A group of ``size`` ranks, and ``spares``: engines that take the place of lost ones. ``admin`` calls the operators' API of
+    the frontend.
+    """
+
+    def __init__(self, model: Path, *, size: int, spares: int = 0, **engine_flags: object) -> None:
+        self.size = size
+        self._admin_address = f"127.0.0.1:{(port := free_port())}"
+        super().__init__(
+            model,
+            engines=size + spares,
+            spares=spares,
+            lease_seconds=LEASE,
+            frontend_flags={"admin__port": port},
+            data_parallel__size=size,
+            **engine_flags,
+        )
+
+    async def __aenter__(self) -> "RankGroup":
+        await super().__aenter__()
+        self.admin = admin_rpc.AdminServiceStub(
+            await self._stack.enter_async_context(make_channel(self._admin_address))
+        )
+        return self
+
+    async def members(self) -> list[tuple[Service, int]]:
+        """The engines in order of their ranks, each with the number under which requests may name it."""
+        seen = await self.admin.GetCluster(admin_pb.GetClusterRequest())
+        by_id = {f"engine-{number}": engine for number, engine in enumerate(self.engines)}
+        index = {engine.engine_id: engine.index for engine in seen.engines}
+        (told,) = _own(seen)
+        return [(by_id[member.engine_id], index[member.engine_id]) for member in told.group.members]
+
+    async def whole(self, size: int | None = None) -> None:
+        """Wait until so many ranks (else ``self.size``) are in one group, and the frontend knows it."""
+        async with asyncio.timeout(PATIENCE):
+            while not await self._is_whole(self.size if size is None else size):
+                await asyncio.sleep(0.05)
+
+    async def _is_whole(self, size: int) -> bool:
+        told = await self._told()
+        if told is None or len(told.group.members) != size or told.suspended:
+            return False
+        ranks = [engine for engine, _ in await self.members()]
+        return await asyncio.to_thread(lambda: all(_is_in(engine, told.group.epoch) for engine in ranks))
+
+    async def scale(self, size: int) -> None:
+        """Have so many ranks, and wait for them; a change that is not over yet is waited for as well."""
+        async with asyncio.timeout(PATIENCE):
+            while not await self._is_whole(size):
+                told = await self._told()
+                if told is not None and told.target_size != size and len(told.group.members) == told.target_size:
+                    await self.admin.Scale(admin_pb.ScaleRequest(replicas=size))
+                await asyncio.sleep(0.05)
+
+    async def _told(self) -> data_parallel_pb2.GroupView | None:
+        return next(iter(_own(await self.admin.GetCluster(admin_pb.GetClusterRequest()))), None)
+
+
+def held(engine: Service) -> tuple[int, int]:
+    """Threads and file descriptors of a process."""
+    return tuple(len(list(Path(f"/proc/{engine.pid}/{what}").iterdir())) for what in ("task", "fd"))  # type: ignore[return-value]
+
+
+def resident(engine: Service) -> float:
+    """Memory of a process, in MiB."""
+    lines = Path(f"/proc/{engine.pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024
+
+
+def _is_in(engine: Service, epoch: int) -> bool:
+    try:
+        return metric(engine, "penstock:group_epoch") == epoch and not metric(engine, "penstock:group_suspended")
+    except OSError:
+        return False  # it does not listen yet, or any more

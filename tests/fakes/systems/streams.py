@@ -1,0 +1,152 @@
+"""Greedy streams whose tokens are known, and when each of their pieces came."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Collection, Sequence
+from types import TracebackType
+from typing import Any
+
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.inference.v1 import messages_pb2 as pb
+from tests.fakes.patience import PATIENCE
+from tests.fakes.processes import Service
+from tests.fakes.systems.cluster import Cluster
+
+
+def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.GenerateRequest:
+    """A request for ``count`` tokens; ``rank``: the number of the engine that takes it."""
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+    )
+    if rank is not None:
+        request.routing.data_parallel_rank = rank
+    return request
+
+
+class Stream:
+    """One that is read as it comes. ``times``: of its pieces, in seconds of ``time.monotonic``."""
+
+    def __init__(self, call: Any, expected: Sequence[int], engine: Service | None = None) -> None:
+        """``engine``: where it begins, if that was said."""
+        self.engine = engine
+        self.times: list[float] = []
+        self._token_ids: list[int] = []
+        self._expected = list(expected)
+        self._call = call
+        self._begun = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def begun(self) -> None:
+        """Wait for its first token."""
+        await self._begun.wait()
+
+    async def is_right(self) -> bool:
+        """Wait for its end. Returns whether its tokens are what was expected; raises what it failed with."""
+        await asyncio.wait_for(self._reading, PATIENCE)
+        return self._token_ids == self._expected
+
+    def longest_gap(self, since: float) -> float:
+        """Most seconds between two pieces, the second of them behind ``since``; 0 where it was over."""
+        pairs = itertools.pairwise(self.times)
+        return max((later - earlier for earlier, later in pairs if later > since), default=0.0)
+
+    async def _read(self) -> None:
+        try:
+            while isinstance(piece := await self._call.read(), pb.GenerateResponse):
+                self._token_ids += piece.token_ids
+                self.times.append(time.monotonic())
+                self._begun.set()
+        finally:
+            self._begun.set()
+
+
+class Streams:
+    """Rounds of ``count`` streams, dealt out to the engines of ``order``; where that is empty, the frontend chooses."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        prompts: Sequence[Sequence[int]],
+        expected: Sequence[Sequence[int]],
+        order: Sequence[tuple[Service, int]] = (),
+        count: int = 32,
+    ) -> None:
+        """``expected``: the tokens of each prompt. ``order``: engines with the number under which requests may name them."""
+        self._cluster, self._prompts, self._expected = cluster, prompts, expected
+        self._placed = [order[i % len(order)] if order else None for i in range(count)]
+        self._streams: list[Stream] = []
+
+    def placed_on(self, engine: Service) -> int:
+        """Streams of a round that begin on this engine."""
+        return sum(place is not None and place[0] is engine for place in self._placed)
+
+    async def begin(self) -> "Streams":
+        """Begin a round: each of its streams has its first token."""
+        self._streams = []
+        for i, place in enumerate(self._placed):
+            expected = self._expected[i % len(self._expected)]
+            request = greedy(self._prompts[i % len(self._prompts)], len(expected), place and place[1])
+            self._streams.append(Stream(self._cluster.stub.Generate(request), expected, place and place[0]))
+        await asyncio.gather(*(stream.begun() for stream in self._streams))
+        return self
+
+    async def end(self) -> int:
+        """Wait for the round's end. Returns how many are not what was expected."""
+        return (await asyncio.gather(*(stream.is_right() for stream in self._streams))).count(False)
+
+    def longest_gap(self, since: float, *, but: Collection[Service] = ()) -> float:
+        """Of those that began elsewhere than on ``but``: ``Stream.longest_gap``."""
+        return max(stream.longest_gap(since) for stream in self._streams if stream.engine not in but)
+
+
+class Load:
+    """As many streams at once, of which each that ends is followed by another, until the block ends; all have to be right."""
+
+    def __init__(
+        self, cluster: Cluster, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], count: int = 32
+    ) -> None:
+        self._cluster, self._prompts, self._expected, self._count = cluster, prompts, expected, count
+        self._stopped = False
+        self._current: dict[int, Stream] = {}
+        self._over: list[Stream] = []
+
+    @property
+    def num_answers(self) -> int:
+        """Streams that have ended."""
+        return len(self._over)
+
+    async def __aenter__(self) -> "Load":
+        self._tasks = [asyncio.create_task(self._go_on(number)) for number in range(self._count)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        await asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE)
+
+    async def answered(self, count: int) -> None:
+        """Wait for so many answers more."""
+        wanted = self.num_answers + count
+        async with asyncio.timeout(PATIENCE):
+            while self.num_answers < wanted:
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.05)
+
+    def longest_gap(self, since: float) -> float:
+        """``Stream.longest_gap`` of all."""
+        return max(stream.longest_gap(since) for stream in [*self._over, *self._current.values()])
+
+    async def _go_on(self, number: int) -> None:
+        which = number % len(self._prompts)
+        prompt, expected = self._prompts[which], self._expected[which]
+        while not self._stopped:
+            stream = self._current[number] = Stream(
+                self._cluster.stub.Generate(greedy(prompt, len(expected))), expected
+            )
+            assert await stream.is_right()
+            self._over.append(self._current.pop(number))
