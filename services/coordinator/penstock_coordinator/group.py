@@ -36,9 +36,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     """A group as its coordinator knows it. Every method is an event, and returns the next state and what is sent.
 
     A group changes when its size is changed, which all its ranks prepare and then do together, or when a rank is dead: then
-    whoever is left is told at once. A rank is dead when a collective broke off and its stream did too, when its lease is over, or
-    when it said goodbye. A collective that breaks off while all streams hold was the network's fault, and all stay. Where a
-    planned change fails, the group that served is named again, with an epoch of its own: nobody here knows who has switched.
+    whoever is left is told at once. A rank is dead when its stream broke off and a collective did too, or not all are in the
+    newest group yet; when its lease is over; or when it said goodbye. A collective that breaks off while all streams hold was the
+    network's fault, and all stay. Where a planned change fails, the group that served is named again, with an epoch of its own:
+    nobody here knows who has switched.
 
     An epoch is given out once. ``floor`` is a number that no earlier coordinator can have come to, such as the time of its start.
     A coordinator that has started takes the newest group that ranks tell it of, and decides nothing before ``recovered``, which
@@ -226,7 +227,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     def _dead(self) -> set[str]:
         """Members of either group that are not coming back."""
         members = {*self.group.members, *self.standby.members}
-        lost = self.broken if self.reporters else _NOBODY
+        lost = self.broken if self.reporters or not self.finished else _NOBODY
         return {m for m in members if m not in self.known or m in lost}
 
     @property

@@ -148,6 +148,13 @@ def test_a_collective_that_breaks_while_all_streams_hold_is_the_networks_fault()
     assert set(named(sent)) == {"a", "b"}
 
 
+def test_a_rank_that_dies_before_a_group_has_opened_is_not_waited_for():
+    machine, _ = SERVING.peer_lost(PeerLost("a", 5))
+    machine, _ = machine.peer_lost(PeerLost("a", 5))
+    assert machine.group == RankGroup(6, ("a", "b"))
+    assert machine.stream_broken("b")[0].group == RankGroup(7, ("a",))
+
+
 def test_a_group_with_too_few_ranks_waits_for_another():
     machine = msgspec.structs.replace(SERVING, min_size=2, known=frozenset("ab"))
     machine, sent = machine.gone("b")
