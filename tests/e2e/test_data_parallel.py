@@ -85,6 +85,11 @@ async def test_an_idle_group_starts_without_its_coordinator_which_finds_it_again
     group: RankGroup, model: tuple[Path, Expected]
 ) -> None:
     epoch = metric(group.engines[0], "penstock:group_epoch")
+    with pytest.raises(
+        grpc.aio.AioRpcError, match="replicas is 5; the group's ranks share the 4 experts of their model"
+    ):
+        await group.ask_for(5)
+    assert await group.ask_for(3) == 2
     await group.coordinator.kill()
     for i in range(2):
         assert (await read(generate(group, i, i))).token_ids == model[1][i]
@@ -94,6 +99,7 @@ async def test_an_idle_group_starts_without_its_coordinator_which_finds_it_again
     assert [answer.token_ids for answer in answers] == model[1]
     await group.whole()
     assert metric(group.engines[0], "penstock:group_epoch") == epoch
+    assert await group.ask_for(2) == 3  # as the ranks were told, and have told the new one
 
 
 async def survive(group: RankGroup, expected: Expected, victim: int, *, on: int | None) -> float:

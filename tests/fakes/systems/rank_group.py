@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.admin.v1 import service_pb2_grpc as admin_rpc
 from penstock.common.v1 import data_parallel_pb2
 from penstock_common.rpc.channel import make_channel
+from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import DEFAULT_POOL
 from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
@@ -93,6 +96,21 @@ class RankGroup(Cluster):
                 if told is not None and told.target_size != size and len(told.group.members) == told.target_size:
                     await self.admin.Scale(admin_pb.ScaleRequest(replicas=size))
                 await asyncio.sleep(0.05)
+
+    async def ask_for(self, size: int) -> int:
+        """Ask for so many ranks, once the coordinator knows its group. Returns how many there were to be before. Raises what the
+        frontend refuses it with.
+        """
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                try:
+                    asked = await self.admin.Scale(admin_pb.ScaleRequest(replicas=size))
+                except grpc.aio.AioRpcError as e:
+                    if from_rpc_error(e).reason not in ("RECONFIGURING", "COORDINATOR_AWAY"):
+                        raise
+                    await asyncio.sleep(0.05)
+                else:
+                    return int(asked.previous_replicas)
 
     async def _told(self) -> data_parallel_pb2.GroupView | None:
         return next(iter(_own(await self.admin.GetCluster(admin_pb.GetClusterRequest()))), None)
