@@ -193,11 +193,9 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         """A rank cannot be in the group that is prepared. Where the others have switched already, or are in none, they go on
         without it, with a spare in its place if they are too few. Where there is none nobody is named: what broke off is said
         again, and all are.
-
-        Where a collective broke off as well, a rank may have died of which nobody knows yet: a group named now would have it.
         """
         if message.epoch == self.standby.epoch:
-            return self._decide(anew=not self.reporters)
+            return self._decide(anew=True)
         if message.epoch != self.group.epoch or message.engine in self.opened or self.recovering:
             return self, ()
         able = tuple(m for m in self._living() if m != message.engine)
