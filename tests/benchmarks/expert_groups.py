@@ -11,8 +11,9 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,16 +42,17 @@ WINDOW, MOVE_BYTES = 100, MIB
 STREAMS, OUTPUT_LEN, ROUNDS_OF_AN_ORDER, ORDERS = 16, 50, 8, 4
 
 
-def make_model(folder: Path, shape: dict[str, object]) -> "torch.nn.Module":
+def make_model(folder: Path, shape: Mapping[str, Any]) -> Any:
     """Random weights from seed 0, and a tokenizer of bytes."""
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **shape))
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model("qwen3_moe", **shape))
     byte_level().save(str(folder / "tokenizer.json"))
     return model
 
 
 @torch.no_grad()
-def follow_zipf(model: "torch.nn.Module") -> None:
+def follow_zipf(model: Any) -> None:
     """Make tokens choose experts by a Zipf distribution: in one order where they are of the vocabulary's first half, in another
     where they are of the second.
 
@@ -58,15 +60,15 @@ def follow_zipf(model: "torch.nn.Module") -> None:
     the output is compared with, an answer stays in the half of its prompt.
     """
     random = np.random.default_rng(0)
-    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    weight = model.get_input_embeddings().weight
     vocab, hidden = weight.shape
     weight.normal_()
     weight[:, :2] = 0
     weight[: vocab // 2, 0] = weight[vocab // 2 :, 1] = hidden**0.5
     # After the norm such a feature is (hidden / 2) ** 0.5, and the others have a variance of 1 / 2.
     feature = (hidden / 2) ** 0.5
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        gate = layer.mlp.gate.weight  # type: ignore[union-attr, operator]
+    for layer in model.model.layers:
+        gate = layer.mlp.gate.weight
         gate.normal_(std=1.28 / feature)  # a Gumbel's deviation: the highest are a draw without replacement
         for column in range(2):
             order = random.permutation(len(gate)) + 1
@@ -82,9 +84,13 @@ async def one_engine(model: str) -> AsyncIterator[tuple[str, list[Service]]]:
 
 
 @contextlib.asynccontextmanager
-async def group(model: str, size: int, **flags: object) -> AsyncIterator[tuple[str, list[Service]]]:
+async def group(model: str, size: int, **flags: Any) -> AsyncIterator[tuple[str, list[Service]]]:
     """Ranks of one thread. Gives the public address, and the ranks."""
-    shared = {"data_parallel__size": size, "data_parallel__min_size": size, "expert_parallel__enabled": "true"}
+    shared: dict[str, Any] = {
+        "data_parallel__size": size,
+        "data_parallel__min_size": size,
+        "expert_parallel__enabled": "true",
+    }
     async with Cluster(Path(model), engines=size, kv_cache_memory="256MiB", **shared, **flags) as cluster:
         yield cluster.frontend.address, cluster.engines
 
@@ -132,7 +138,7 @@ async def _streams(address: str, rank: Service, seed: int) -> tuple[list[float],
     between: list[float] = []
     balances: list[list[float]] = []
     rng = np.random.default_rng(seed)
-    half = ZIPF_SHAPE["vocab_size"] // 2  # type: ignore[operator]
+    half = ZIPF_SHAPE["vocab_size"] // 2
     async with PublicClient(address) as client:
         for order in range(ORDERS):
             balances.append([])
@@ -183,7 +189,7 @@ def main() -> None:
         model = make_model(Path(folder), SHAPE if options.what == "cost" else ZIPF_SHAPE)
         if options.what == "balance":
             follow_zipf(model)
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)
         asyncio.run({"cost": cost, "balance": balance}[options.what](folder, options.rounds))
 
 

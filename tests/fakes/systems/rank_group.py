@@ -47,7 +47,7 @@ class RankGroup(Cluster):
     the frontend.
     """
 
-    def __init__(self, model: Path, *, size: int, spares: int = 0, **engine_flags: object) -> None:
+    def __init__(self, model: Path, *, size: int, spares: int = 0, **engine_flags: Any) -> None:
         self.size = size
         self._admin_address = f"127.0.0.1:{(port := free_port())}"
         super().__init__(
