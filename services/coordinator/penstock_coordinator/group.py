@@ -236,8 +236,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return len(self.group.members) if self.waits else self.min_size
 
     def _living(self) -> tuple[str, ...]:
-        dead = self._dead()
-        return tuple(m for m in self.group.members if m not in dead)
+        """Members that a group has which is named now: whose stream has broken off would be dead in it until it has opened."""
+        return tuple(m for m in self.group.members if m in self.known and m not in self.broken)
 
     def _decide(self, *, anew: bool = False) -> tuple[Self, Sent]:
         """Name a group if the one there is cannot go on, or if it has to be named ``anew``."""

@@ -187,6 +187,16 @@ def test_a_change_of_which_a_restarted_coordinator_knows_nothing_is_given_up():
     assert machine.group == RankGroup(101, ("a", "b"))
 
 
+def test_a_group_is_named_without_those_whose_streams_are_broken():
+    machine = GroupMachine(size=2, floor=100)
+    machine, _ = machine.report(report("a", TWO, prepared=6))
+    machine, _ = machine.report(report("b", TWO))
+    machine, _ = machine.stream_broken("a")
+    machine, _ = machine.recovered()
+    assert machine.group == RankGroup(101, ("b",))
+    assert machine.report(report("b", TWO))[0] == machine
+
+
 def test_a_rank_of_an_older_epoch_is_told_where_the_group_is():
     old = StartWave("a", 4, 9, Pauses())
     assert SERVING.start_wave(old) == (SERVING, (Reconfigure("a", TWO, 3, Pauses()),))
