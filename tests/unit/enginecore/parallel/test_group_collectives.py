@@ -138,8 +138,10 @@ def test_a_rank_that_has_left_after_a_collective_breaks_none_that_it_was_in(
 def test_a_rank_that_dies_behind_its_row_ends_the_wait_for_the_others(meeting: Meeting) -> None:
     first, second, last = connected(meeting, 3)
     events, row = second._events, second._mesh.connections[0]
+    dying: list[Future[list[bytes]]] = []
 
     def poll() -> list[tuple[int, int]]:  # the row and the end of the connection are seen at once
+        dying.append(pool.submit(first.exchange, b"row"))
         select.select([row], [], [], PATIENCE)
         first.abort()
         ended = select.poll()
@@ -150,10 +152,10 @@ def test_a_rank_that_dies_behind_its_row_ends_the_wait_for_the_others(meeting: M
 
     second._events = SimpleNamespace(poll=poll)  # type: ignore[assignment]
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(group.exchange, b"row") for group in (second, first)]
-        for future in waiting:
-            with pytest.raises(CollectiveBroken):
-                future.result(PATIENCE)
+        with pytest.raises(CollectiveBroken):
+            pool.submit(second.exchange, b"row").result(PATIENCE)
+        with pytest.raises(CollectiveBroken):
+            dying[0].result(PATIENCE)
     for group in (first, second, last):
         group.close()
 
