@@ -22,6 +22,9 @@ from penstock_frontend.engine.prefix_caches import PrefixCaches
 from penstock_frontend.engine.router import Router
 from penstock_frontend.ports import ModelLimits, OutputHandler
 
+_OF_GROUPS = ("pause", "resume")
+"""Methods that ranks of a data-parallel group carry out together; who gets a place in it is told of them then."""
+
 
 class GrpcEngineClient:
     """The EngineClient over one session per engine.
@@ -155,7 +158,8 @@ class GrpcEngineClient:
         """Call a registered method on every connected engine, or on that with the id ``engine``. Returns by engine id what it
         answered, or the RequestFailed that the call ended with.
         """
-        engines = [(c.ready.engine_id, c.session) for c in self._pool if c.session and c.ready]
+        asked = self._pool.computing() if method in _OF_GROUPS and not engine else self._pool.connected()
+        engines = [(c.ready.engine_id, c.session) for c in asked if c.session and c.ready]
         engines = [(engine_id, session) for engine_id, session in engines if engine in ("", engine_id)]
         calls = [session.call_utility(method, arguments) for _, session in engines]
         results = await asyncio.gather(*calls, return_exceptions=True)

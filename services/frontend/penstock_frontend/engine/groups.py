@@ -51,6 +51,12 @@ class EngineGroups:
         key = self._pool_of.get(rank)
         return key is not None and rank in self._routed[key]
 
+    def leaves_out(self, rank: str, model: str, pool: str) -> bool:
+        """Whether the pool has a group in which an engine that could be a rank of it has no place."""
+        waves = self._waves.get((model, pool))
+        members = () if waves is None else waves.view.group.members
+        return bool(members) and rank not in members
+
     def stamped(self, rank: str, request: EngineCoreRequest) -> EngineCoreRequest:
         """The request as it goes to a rank: with the wave that its group is believed to be in."""
         view = self._believed(rank).view

@@ -118,6 +118,14 @@ class EnginePool:
         """Engines with a session."""
         return [connection for connection in self if connection.session is not None]
 
+    def computing(self) -> Sequence[EngineConnection]:
+        """Of those the ones that compute, and do not wait for a place in a data-parallel group."""
+        return [connection for connection in self.connected() if not self._has_no_place(connection)]
+
+    def _has_no_place(self, connection: EngineConnection) -> bool:
+        rank, status = connection.group_rank, connection.status
+        return rank is not None and status is not None and self._groups.leaves_out(rank, status.model, status.pool)
+
     def follow(self, addresses: Iterable[str]) -> None:
         """Connect to these, and give up others as soon as they have no session. The rank of each is its place among them, from 0:
         what engines that know nothing of each other call their rank would be the same for all.

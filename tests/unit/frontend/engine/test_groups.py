@@ -38,6 +38,14 @@ def test_requests_go_to_members_that_stay():
     assert [bench.groups.accepts(rank) for rank in ("a#1", "b#1", "c#1")] == [True, False, False]
 
 
+def test_an_engine_that_is_in_no_group_is_left_out_of_its_pools_once_there_is_one():
+    bench = Bench()
+    assert not bench.groups.leaves_out("c#1", "m", "p")
+    bench.groups.follow_view(view("a#1", "b#1"))
+    assert [bench.groups.leaves_out(rank, "m", "p") for rank in ("a#1", "c#1")] == [False, True]
+    assert not bench.groups.leaves_out("c#1", "m", "another")
+
+
 def test_no_requests_go_to_a_group_that_stands_still_until_it_goes_on():
     bench = Bench()
     bench.groups.follow_view(view("a#1", "b#1", suspended=True))
