@@ -72,7 +72,7 @@ demo: setup ## Start everything with the demo model, stream a few answers, shut 
 	@$(BIN)/python -m penstock_local demo $(MODEL)
 
 .PHONY: test
-test: setup ## Lint, types and all tests; at the end, what was skipped and how to get it
+test: setup ## Lint, types and tests; at the end, what was skipped and how to get it
 	@rm -f $(SKIPPED)
 	@SKIPPED_TESTS=$(CURDIR)/$(SKIPPED) $(MAKE) --no-print-directory test-all; status=$$?; \
 		$(BIN)/python -m tests.skipped $(SKIPPED); exit $$status
@@ -84,6 +84,10 @@ test-all: test-checks test-unit test-contract test-integration test-e2e soak-sho
 test-checks: setup
 	@$(MAKE) --no-print-directory -j 2 $(WHOLE) typecheck chart-lint lint
 
+.PHONY: test-slow
+test-slow: setup ## The tests that `make test` leaves out because they take long
+	@CLIENT_LANGUAGES=python,node $(PYTEST) tests/unit tests/integration tests/e2e tests/clients -m slow -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+
 .PHONY: retest
 retest: lint typecheck chart-lint ## Lint and types again, and the tests that failed last
 	@test ! -e $(SOAK_FAILED) || $(MAKE) soak-short
@@ -91,19 +95,19 @@ retest: lint typecheck chart-lint ## Lint and types again, and the tests that fa
 
 .PHONY: test-unit
 test-unit: setup ## Unit tests
-	@$(PYTEST) tests/unit -n $(JOBS) -q
+	@PENSTOCK_QUICK=1 $(PYTEST) tests/unit -n $(JOBS) -q
 
 .PHONY: test-contract
 test-contract: setup ## The rules of the contracts and of the imports
-	@$(PYTEST) tests/contract -n $(JOBS) -q
+	@PENSTOCK_QUICK=1 $(PYTEST) tests/contract -n $(JOBS) -q
 
 .PHONY: test-integration
 test-integration: setup ## Services against each other and against transformers
-	@$(PYTEST) tests/integration -n $(JOBS_WAITING) -q
+	@PENSTOCK_QUICK=1 $(PYTEST) tests/integration -n $(JOBS_WAITING) -q
 
 .PHONY: test-e2e
 test-e2e: setup ## The whole system as separate processes
-	@CLIENT_LANGUAGES=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+	@PENSTOCK_QUICK=1 CLIENT_LANGUAGES=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
 matrix: setup ## Every failure of an engine at every step, with every kind of stream; writes docs/failure-matrix.md

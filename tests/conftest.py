@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from tests import skipped
 
+_QUICK = "PENSTOCK_QUICK"
+"""The variable with which slow tests do not run."""
+
 # How long an example of a property test takes depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -17,6 +20,13 @@ settings.load_profile("untimed")
 # Triton settles whether it interprets or compiles when it is imported, which transformers does as well: before any test is.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave slow tests out where it is to be quick."""
+    for item in items if os.environ.get(_QUICK) else ():
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow (make test-slow)"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

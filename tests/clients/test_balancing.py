@@ -19,10 +19,13 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 
 NAME = "frontends.penstock.test"
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None,
-    reason="names of a client's own need root and unshare (util-linux)",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("unshare") is None,
+        reason="names of a client's own need root and unshare (util-linux)",
+    ),
+]
 
 
 class Frontends:

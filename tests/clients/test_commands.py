@@ -3,9 +3,13 @@
 import re
 import signal
 
+import pytest
+
 from tests.clients.running import Client, ended, read
 from tests.fakes.frontends.fake_inference import BUSY, GONE, HOLD, FakeInference
 from tests.fakes.patience import PATIENCE
+
+pytestmark = pytest.mark.slow
 
 SUMMARY = re.compile(r"calls: (\d+), failed: (\d+), messages: (\d+), seconds: \d+\.\d\n")
 

@@ -13,6 +13,8 @@ from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.network.certificates import Authority, Identity
 from tests.fakes.network.tcp_proxy import TcpProxy
 
+pytestmark = pytest.mark.slow
+
 KEY = "sk-alice-0123456789"
 
 

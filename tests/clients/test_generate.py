@@ -4,12 +4,16 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.clients.running import Client, ended, read
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.fake_inference import FLAKY, GONE, HOLD, LARGE, LARGE_TEXT, FakeInference
 from tests.fakes.frontends.frontend_server import FrontendServer
 from tests.fakes.models.small_tokenizers import byte_level, save_model
 from tests.fakes.patience import PATIENCE, deadlines
+
+pytestmark = pytest.mark.slow
 
 STEPS = 8
 """Of a fake engine until there is text: a token may be a part of a character, without one."""

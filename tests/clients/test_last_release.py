@@ -13,6 +13,8 @@ from tests.clients.languages import BUILD, ROOT, install_wheel, run
 from tests.clients.running import Client
 from tests.contract.words import released
 
+pytestmark = pytest.mark.slow
+
 CONTRACTS = released().name.removesuffix(".words.json") + ".binpb"
 
 

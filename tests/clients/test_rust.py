@@ -9,9 +9,12 @@ from tests.clients.languages import BUILD, LANGUAGES, OF_RELEASE, run
 from tests.clients.running import Client
 
 RUST = [language for language in LANGUAGES if language.name == "rust"]
-pytestmark = pytest.mark.skipif(
-    bool(WANTED) and "rust" not in WANTED, reason="CLIENT_LANGUAGES leaves Rust out (make clients-test)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(WANTED) and "rust" not in WANTED, reason="CLIENT_LANGUAGES leaves Rust out (make clients-test)"
+    ),
+]
 SOURCE = BUILD / f"rust{OF_RELEASE}" / "source"
 TARGET = ("--target-dir", str(BUILD / "rust-target"))
 

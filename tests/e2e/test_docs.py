@@ -19,6 +19,8 @@ from tests.documents.shell import Command as Written
 from tests.documents.shell import commands
 from tests.fakes.clients.command import PATIENCE, Command, eventually
 
+pytestmark = pytest.mark.slow
+
 README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
 SECURITY = "docs/security.md"
 

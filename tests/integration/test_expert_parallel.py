@@ -4,6 +4,8 @@ import pytest
 
 from tests.expert_matrix.family import cells
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("family", "ways"),

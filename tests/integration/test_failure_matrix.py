@@ -27,7 +27,7 @@ PATIENT = DetectionConfig(silence=0.2, probe_timeout=PATIENCE)
 IMPATIENT = DetectionConfig(silence=0.2, probe_timeout=2.0)
 """For the failures that only silence tells of."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.fixture(scope="module")

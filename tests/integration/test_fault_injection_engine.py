@@ -22,6 +22,8 @@ from tests.fakes.engines.engine_harness import assert_nothing_left, make_config
 from tests.fakes.engines.engine_server import EngineServer, wait_until
 from tests.fakes.engines.fake_executor import FakeExecutor, oracle_tokens
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 40
 BAD = "bad"
 

@@ -40,6 +40,8 @@ from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 from tests.fakes.patience import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 POISON = "poison"
 PANIC_TOKEN = 2**31
 """In no vocabulary: the neighbour never has it."""

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.gpu.__main__ import PHASES
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_phase_runs_on_a_cpu(tmp_path: Path) -> None:

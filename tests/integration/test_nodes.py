@@ -28,6 +28,8 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 from tests.integration.test_stages import GREEDY, NEW_TOKENS, SECTIONS, expected, prompts, run
 
+pytestmark = pytest.mark.slow
+
 full = pytest.mark.skipif(os.environ.get("PENSTOCK_WORKER_FAILURES") != "full", reason="make worker-failures runs it")
 SEEDED = [SamplingParams(temperature=0.8, seed=i, top_p=0.9, max_tokens=NEW_TOKENS) for i in range(len(prompts()))]
 QUIET = Misdeed()

@@ -18,6 +18,8 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.processes import Service
 from tests.fakes.systems.cluster_members import Frontend, address_of, alive, running
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
 VOCAB = 2048
 POD = "demo-penstock-enginecore-5d9f"

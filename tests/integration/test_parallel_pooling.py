@@ -12,6 +12,8 @@ from tests.fakes.engines.in_process import build_engine
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.pooling_models import DECODERS, VOCAB_SIZE, assert_close, pool, save_pooling_model
 
+pytestmark = pytest.mark.slow
+
 SECTIONS: dict[str, Any] = {
     "scheduler": {"max_num_batched_tokens": 9},
     "executor": {"tensor_parallel_size": 2},

@@ -14,6 +14,8 @@ from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 8
 PROMPT_LENGTHS = (7, 34)
 DENSE = [form for form in FORMATS if form != "mxfp4"]

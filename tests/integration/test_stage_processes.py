@@ -14,6 +14,8 @@ from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.patience import PATIENCE
 from tests.integration.test_stages import GREEDY, NEW_TOKENS, SECTIONS, expected, prompts, run
 
+pytestmark = pytest.mark.slow
+
 SEEDED = [SamplingParams(temperature=0.8, seed=i, top_p=0.9, max_tokens=NEW_TOKENS) for i in range(len(prompts()))]
 
 

@@ -23,6 +23,8 @@ from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.systems.cluster_members import Frontend, address_of, alive, running
 
+pytestmark = pytest.mark.slow
+
 
 class HangingExecutor(FakeExecutor):
     """Steps hang until ``go_on`` is set."""

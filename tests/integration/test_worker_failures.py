@@ -34,6 +34,8 @@ from tests.fakes.engines.worker_faults import NAME, POINTS, VARIABLE, Fault, fir
 from tests.fakes.models.tiny_models import save_tiny_model
 from tests.fakes.patience import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("PENSTOCK_WORKER_FAILURES") == "full"
 STEP_TIMEOUT = 3.0
 ENDING = 10.0

@@ -3,9 +3,12 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.sanitizers.__main__ import ENGINE, compile_with
 
 
+@pytest.mark.slow
 def test_threads_that_wake_as_their_pool_ends_do_not_miss_it(tmp_path: Path) -> None:
     """A thread that does leaves the program hanging: it is given sixty times what it takes."""
     program = tmp_path / "lives"

@@ -70,6 +70,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
 def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     num_draws = 20_000

@@ -67,6 +67,7 @@ def allowed(grammar: Followed) -> set[int]:
     return allowed_by(grammar.grammar.mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_whatever_a_model_samples_its_schema_accepts_it(backend: XgrammarBackend, model: RandomModel, block: int):
     for seed in range(20 * block, 20 * block + 20):
@@ -76,6 +77,7 @@ def test_whatever_a_model_samples_its_schema_accepts_it(backend: XgrammarBackend
             validator.validate(json.loads(output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "read"),
     [

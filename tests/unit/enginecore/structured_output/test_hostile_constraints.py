@@ -13,6 +13,8 @@ from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes.engines.followed import Followed, allowed, follow
 from tests.fakes.models.hostile_constraints import HOSTILE
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).resolve().parents[4] / "examples/demo_model/penstock-tiny"
 TOKENS = 40
 REFUSED = {"INVALID_ARGUMENT"}

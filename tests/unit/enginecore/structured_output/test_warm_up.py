@@ -83,6 +83,7 @@ def test_a_process_that_does_not_start_is_an_error():
         backend.shutdown()
 
 
+@pytest.mark.slow
 def test_constraints_are_served_again_when_all_processes_were_lost(started: Children):
     backend = backend_with(started)
     try:
@@ -96,6 +97,7 @@ def test_constraints_are_served_again_when_all_processes_were_lost(started: Chil
         backend.shutdown()
 
 
+@pytest.mark.slow
 def test_another_compiling_process_does_not_import_the_library_again(started: Children):
     backend = backend_with(started)
     try:

@@ -99,6 +99,7 @@ def _run(forward: FusedForward, parts: Sequence[Part]) -> Sequence[torch.Tensor]
     return output.logits.clone().split(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(name: str, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class WithoutValueScales(TorchKernels):
         super().attend(*rest, KVScales(scales.key, 1.0))
 
 
+@pytest.mark.slow
 def test_the_fused_decoder_keeps_it_and_is_proved_on_it(model: tuple[Path, PreTrainedModel]) -> None:
     path, _ = model
     proven = prove(probed(path), lambda: FusedForward(probed(path), TorchKernels()))

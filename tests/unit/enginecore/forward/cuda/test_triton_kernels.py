@@ -12,6 +12,7 @@ from tests.fakes.models.interpreted_kernels import NO_TRITON
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss/mxfp4", "qwen2/awq", "deepseek_v3")
 
 
+@pytest.mark.slow
 def test_families_are_proved_with_the_kernels_that_gpus_run() -> None:
     pytest.importorskip("triton", reason=NO_TRITON)
     command = [sys.executable, "-m", "tests.fakes.models.interpreted_proof", *FAMILIES]

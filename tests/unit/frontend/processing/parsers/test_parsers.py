@@ -221,6 +221,7 @@ CALLS = st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), JSON)
 PLAIN = st.text(st.characters(exclude_characters="<{")).map(str.strip)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(reasoning=PLAIN, content=PLAIN, calls=CALLS, points=st.lists(st.integers(0, 1000), max_size=8))
 def test_what_a_model_wrote_is_found_again(

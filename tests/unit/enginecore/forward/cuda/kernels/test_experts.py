@@ -69,6 +69,7 @@ def check(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     make=st.sampled_from(KINDS),
