@@ -22,11 +22,11 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave slow tests out where it is to be quick."""
-    for item in items if os.environ.get(_QUICK) else ():
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="slow (make test-slow)"))
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave slow tests out where it is to be quick, before anything is made for them."""
+    if os.environ.get(_QUICK) and item.get_closest_marker("slow"):
+        pytest.skip("slow (make test-slow)")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
