@@ -338,7 +338,7 @@ async def test_streams_add_up_to_the_whole_for_any_text(api: OpenAIServer, engin
         choices = [c.choices[0] for c in await streamed(api, tools=[WEATHER], stop=stop)]
         assert "".join(c.delta.content or "" for c in choices) == (whole.message.content or "")
         reasoning = "".join(getattr(c.delta, "reasoning", None) or "" for c in choices)
-        assert reasoning == getattr(whole.message, "reasoning", "")
+        assert reasoning == (whole.message.reasoning or "")
         calls: dict[int, list[str]] = {}
         for piece in (piece for c in choices for piece in c.delta.tool_calls or ()):
             call = calls.setdefault(piece.index, ["", ""])
