@@ -86,7 +86,7 @@ test-checks: setup
 
 .PHONY: test-slow
 test-slow: setup ## The tests that `make test` leaves out because they take long
-	@CLIENT_LANGUAGES=python,node $(PYTEST) tests/unit tests/integration tests/e2e tests/clients -m slow -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+	@CLIENT_LANGUAGES=python,node $(PYTEST) tests/unit tests/contract tests/integration tests/e2e tests/clients -m slow -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: retest
 retest: lint typecheck chart-lint ## Lint and types again, and the tests that failed last

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = [*sorted(ROOT.glob("services/*/pyproject.toml")), ROOT / "protos/pyproject.toml"]
 

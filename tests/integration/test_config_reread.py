@@ -18,6 +18,8 @@ from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import KEPT, Service
 from tests.fakes.systems.cluster_members import address_of, running
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"path": str(Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny")}
 LOG = {"format": "json", "level": "warning"}
 MODULES = {

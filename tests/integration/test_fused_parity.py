@@ -23,6 +23,8 @@ from tests.fakes.models.fused_models import FUSED_FAMILIES, offer_fused, save_va
 from tests.fakes.models.tiny_models import VOCAB_SIZE
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
 KINDS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}

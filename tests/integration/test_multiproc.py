@@ -25,6 +25,8 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import children
 
+pytestmark = pytest.mark.slow
+
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

@@ -25,6 +25,8 @@ from tests.fakes.frontends.openai_server import openai_server
 from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 
+pytestmark = pytest.mark.slow
+
 HI = {"role": "user", "content": "hi"}
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {

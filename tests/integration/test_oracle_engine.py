@@ -20,6 +20,8 @@ from tests.fakes.systems.matrix.rig import BUSY
 from tests.fakes.systems.matrix.shapes import plain, shapes
 from tests.fakes.systems.oracle_cluster import OracleCluster, wrong
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def engine() -> AsyncIterator[OracleProcess]:

@@ -13,6 +13,8 @@ from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.models.tiny_models import SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
+pytestmark = pytest.mark.slow
+
 BLOCK_SIZE = 4
 NEW_TOKENS = 60
 PROMPT_LENGTHS = (2, 9, 30, 41)

@@ -16,6 +16,8 @@ from tests.fakes.engines.in_process import CLIENT, build_engine, generate
 from tests.fakes.engines.poisoned_pool import PoisonedPool
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 24
 # Full and windowed layers of decoders that are one call, mixed kinds, soft caps, sinks, chunks, multi-head latent attention.
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3")
