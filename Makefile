@@ -95,19 +95,19 @@ retest: lint typecheck chart-lint ## Lint and types again, and the tests that fa
 
 .PHONY: test-unit
 test-unit: setup ## Unit tests
-	@PENSTOCK_QUICK=1 $(PYTEST) tests/unit -n $(JOBS) -q
+	@QUICK_TESTS=1 $(PYTEST) tests/unit -n $(JOBS) -q
 
 .PHONY: test-contract
 test-contract: setup ## The rules of the contracts and of the imports
-	@PENSTOCK_QUICK=1 $(PYTEST) tests/contract -n $(JOBS) -q
+	@QUICK_TESTS=1 $(PYTEST) tests/contract -n $(JOBS) -q
 
 .PHONY: test-integration
 test-integration: setup ## Services against each other and against transformers
-	@PENSTOCK_QUICK=1 $(PYTEST) tests/integration -n $(JOBS_WAITING) -q
+	@QUICK_TESTS=1 $(PYTEST) tests/integration -n $(JOBS_WAITING) -q
 
 .PHONY: test-e2e
 test-e2e: setup ## The whole system as separate processes
-	@PENSTOCK_QUICK=1 CLIENT_LANGUAGES=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+	@QUICK_TESTS=1 CLIENT_LANGUAGES=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
 matrix: setup ## Every failure of an engine at every step, with every kind of stream; writes docs/failure-matrix.md

@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from tests import skipped
 
-_QUICK = "PENSTOCK_QUICK"
+_QUICK = "QUICK_TESTS"
 """The variable with which slow tests do not run."""
 
 # How long an example of a property test takes depends on the machine.
