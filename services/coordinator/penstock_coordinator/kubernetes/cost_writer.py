@@ -13,8 +13,6 @@ from penstock_coordinator.kubernetes.rights import Right
 
 INTERVAL = 15.0
 """Seconds between two changes of one pod's annotation, at least."""
-_LOOK_EVERY = 1.0
-"""Seconds between two looks at the engines."""
 _AT_ONCE = 8
 """Annotations that are written at the same time."""
 
@@ -40,12 +38,6 @@ class CostWriter:
         self._view = view
         self._now = clock
         self._costs = DeletionCosts(interval=INTERVAL, slots=slots)
-
-    async def run(self) -> None:
-        """Write what is due, for ever."""
-        while True:
-            await self.write_due()
-            await asyncio.sleep(_LOOK_EVERY)
 
     async def write_due(self) -> None:
         """Write what is due, until something fails."""

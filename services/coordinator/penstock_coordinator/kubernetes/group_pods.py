@@ -1,6 +1,5 @@
 """How many pods the data-parallel groups have, where operators decide on their ranks: as many as these take."""
 
-import asyncio
 import re
 from collections.abc import Callable
 
@@ -13,9 +12,6 @@ from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.replicas import ScaleApi
 from penstock_coordinator.kubernetes.rights import SCALING
 from penstock_coordinator.kubernetes.workload import Workload, WorkloadKind
-
-_LOOK_EVERY = 1.0
-"""Seconds between two looks at the groups."""
 
 
 class GroupPods:
@@ -34,12 +30,6 @@ class GroupPods:
         self._failures = failures
         self._view = view
         self._written: dict[str, int] = {}
-
-    async def run(self) -> None:
-        """Write what is due, for ever."""
-        while True:
-            await self.write_due()
-            await asyncio.sleep(_LOOK_EVERY)
 
     async def write_due(self) -> None:
         """Write the numbers of pods that are not those that were written last. One that has failed is due again later."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -13,6 +13,9 @@ from penstock_coordinator.kubernetes.cost_writer import CostWriter
 from penstock_coordinator.kubernetes.failures import Failures
 from penstock_coordinator.kubernetes.group_pods import GroupPods
 from penstock_coordinator.kubernetes.replicas import Replicas
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at what is to be written."""
 
 
 class KubernetesLink:
@@ -37,10 +40,10 @@ class KubernetesLink:
         """
         if self._api is not None and self._config.deletion_costs:
             writer = CostWriter(self._api, self._failures, slots=slots, view=view, clock=self._now)
-            self._writing.append(asyncio.create_task(writer.run(), name="deletion costs"))
+            self._writing.append(asyncio.create_task(_repeat(writer.write_due), name="deletion costs"))
         if self._api is not None and self._config.stateful_sets:
             pods = GroupPods(self._config, self._api, self._failures, view=view)
-            self._writing.append(asyncio.create_task(pods.run(), name="pods of groups"))
+            self._writing.append(asyncio.create_task(_repeat(pods.write_due), name="pods of groups"))
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -55,3 +58,10 @@ class KubernetesLink:
                 await task
         if self._api is not None:
             await self._api.close()
+
+
+async def _repeat(write_due: Callable[[], Awaitable[None]]) -> None:
+    """Write what is due, for ever."""
+    while True:
+        await write_due()
+        await asyncio.sleep(_LOOK_EVERY)
