@@ -265,7 +265,7 @@ class Rig:
         llm = self.frontend.frontend._llm
         if llm.num_live or len(llm._outputs):
             problems.append(f"the frontend still has {llm.num_live} requests and {len(llm._outputs)} sequences")
-        attempts = await self._attempts(self.engines_alive())
+        attempts = await self._attempts(self.engines)  # an engine that is well again by now may have taken some
         for engine in self.engines_alive():
             try:
                 async with asyncio.timeout(PATIENCE):
