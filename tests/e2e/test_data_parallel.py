@@ -90,6 +90,8 @@ async def test_an_idle_group_starts_without_its_coordinator_which_finds_it_again
     ):
         await group.ask_for(5)
     assert await group.ask_for(3) == 2
+    for engine in group.engines:
+        await until(lambda rank: metric(rank, "penstock:group_target_ranks") == 3, engine)
     await group.coordinator.kill()
     for i in range(2):
         assert (await read(generate(group, i, i))).token_ids == model[1][i]

@@ -102,7 +102,7 @@ def serve(
         if make_meets is None:
             raise ConfigError(f"data_parallel.size is {config.data_parallel.size}; this process can be in no group")
         rank = EngineRank(config, engine, ready, make_meets)
-        io.registry.register(GroupCollector(lambda: rank.driver.state, ready))
+        io.registry.register(GroupCollector(lambda: rank.driver.state, lambda: rank.target_size, ready))
     group = None if rank is None else rank.driver
     control = EngineControl(engine, group)
     busy_loop = BusyLoop(engine, control, io.sessions, group=group)

@@ -25,7 +25,8 @@ class EngineRank:
         self._config = config.data_parallel
         meets = make_meets(config.data_parallel, self.name)
         self._meeting_address = meets.meeting_address
-        self._target_size = 0
+        self.target_size = 0
+        """How many ranks the group shall have, as the coordinator has told last; 0: it has told none."""
         self._agreed = {
             **ready.config,
             "block_size": str(ready.block_size),
@@ -51,7 +52,7 @@ class EngineRank:
     def take(self, event: StartDpWave | Named) -> None:
         """What the coordinator wants. Any thread may call it."""
         if isinstance(event, Named):
-            self._target_size = event.message.target_size or self._target_size
+            self.target_size = event.message.target_size or self.target_size
             self.driver.named(event)
         else:
             self.driver.links.post(event)
@@ -66,6 +67,6 @@ class EngineRank:
             meeting_address=self._meeting_address,
             parallel_config=self._agreed,
             report=self.driver.report,
-            target_size=self._target_size,
+            target_size=self.target_size,
             max_size=self._max_size,
         )

@@ -13,8 +13,9 @@ from penstock_enginecore.core.data_parallel.group_state import GroupState
 class GroupCollector(Collector):
     """Reads the state of the rank when it is scraped."""
 
-    def __init__(self, state: Callable[[], GroupState], ready: EngineReady) -> None:
+    def __init__(self, state: Callable[[], GroupState], target_size: Callable[[], int], ready: EngineReady) -> None:
         self._state = state
+        self._target_size = target_size
         self._labels = [ready.model, ready.engine_id]
 
     def collect(self) -> Iterator[Metric]:
@@ -23,6 +24,7 @@ class GroupCollector(Collector):
         gauges: dict[str, tuple[str, float]] = {
             "penstock:group_epoch": ("Memberships of the group so far", state.epoch),
             "penstock:group_ranks": ("Ranks of the group", state.num_ranks),
+            "penstock:group_target_ranks": ("Ranks that the group shall have, as far as known", self._target_size()),
             "penstock:group_suspended": ("1 while the group stands still for want of ranks", state.suspended),
         }
         if state.expert_balance is not None:
