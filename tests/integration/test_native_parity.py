@@ -14,6 +14,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.forward.native_models import KNOWN
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
@@ -184,7 +185,7 @@ def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_s
     model = save_tiny_model(architecture, tmp_path, hidden_size=64, intermediate_size=1024)
     model.bfloat16().save_pretrained(tmp_path)
     expected = expected_tokens(model.float())
-    without_unit = next(isa for isa in runnable() if isa != "amx")
+    without_unit = next(isa for isa in runnable() if isa not in ("amx", "avx512_bf16"))
     engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype}, kernels={"isa": without_unit})
     assert "decoder" in computing(engine)
     assert greedy(engine) == expected
@@ -323,6 +324,31 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert len(seen) == len(PROMPT_LENGTHS) * NEW_TOKENS
     assert {len(rows) for rows in seen.values()} == {6}
     assert all(len(set(rows)) == 1 for rows in seen.values())
+
+
+def test_the_last_layer_computes_no_more_than_the_logits_need_and_those_to_the_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts in chunks beside decoding requests."""
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("qwen3", tmp_path, hidden_size=64))
+    wanted_of: list[tuple[int, int]] = []
+    run = NativeForward.run
+
+    def both(self: NativeForward, batch: Any, rows: Any, *, keep_states: bool = False) -> Any:
+        whole = run(self, batch, rows, keep_states=True)
+        part = run(self, batch, rows)
+        assert torch.equal(part.logits, whole.logits)
+        wanted_of.append((len(rows), len(batch.token_ids)))
+        return whole if keep_states else part
+
+    monkeypatch.setattr(NativeForward, "run", both)
+    engine = build_engine(tmp_path, cache=CACHE, scheduler={"max_num_batched_tokens": 7})
+    assert greedy(engine) == expected
+    engine.shutdown()
+    assert any(0 < wanted < of for wanted, of in wanted_of)
+    assert any(wanted == 0 for wanted, _ in wanted_of)
+    assert any(wanted == of for wanted, of in wanted_of)
 
 
 def test_an_engine_that_was_installed_without_kernels_serves_with_torch_and_says_so(

@@ -39,7 +39,8 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
 
 def test_the_kernels_are_built() -> None:
     assert "baseline" in ISAS, "install the package where a C++ compiler is"
-    assert open_library("auto", 1).isa == ISAS[0]
+    assert open_library("auto", 1).isa == next(isa for isa in ISAS if isa != "avx512_bf16")
+    assert open_library("auto", 1, rounded=True).isa == ISAS[0]
 
 
 def linear(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

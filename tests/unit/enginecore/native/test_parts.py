@@ -1,7 +1,6 @@
 """Products of inputs in bfloat16 parts on matrix units: emulated everywhere, and real where the processor has one."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,24 +22,26 @@ KINDS = ["emulated", *({"amx"} & set(runnable()))]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def library(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.param == "emulated":
             pretend(monkeypatch, "amx")
-        yield open_library("amx", 2)
+        library = open_library("amx", 2)
+    return library
 
 
 ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated", *({isa} & set(runnable())))]
 
 
 @pytest.fixture(scope="module", params=ROUNDING, ids=lambda each: " ".join(each))
-def rounding(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
+def rounding(request: pytest.FixtureRequest) -> NativeLibrary:
     """Kernels that may round inputs."""
     isa, kind = request.param
     with pytest.MonkeyPatch.context() as monkeypatch:
         if kind == "emulated":
             pretend(monkeypatch, isa)
-        yield open_library(isa, 2, rounded=True)
+        library = open_library(isa, 2, rounded=True)
+    return library
 
 
 def half(*shape: int) -> torch.Tensor:
