@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "attention.h"
@@ -49,19 +50,27 @@ class Decoder {
   ~Decoder() { pool_.quiet(); }
 
   void forward(const Step& step) {
-    pool_.prepare(kPhases * static_cast<int>(layers_.size()) + 2);
+    pool_.prepare(kPhases * static_cast<int>(layers_.size()) + 3);
     step_ = step;
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
-    num_tokens_ = tokens;
+    const bool few = !step.keep_states && m.head.n > 0 && step.num_rows < tokens;
     num_rows_ = step.num_rows;
+    num_gathered_ = few ? step.num_rows : 0;
+    gathered_ = few;
+    counts_[kAll] = tokens, counts_[kLast] = few ? step.num_rows : tokens;
+    if (few) last_.resize(step.num_rows * m.hidden), kept_.resize(step.num_rows, m.num_heads * m.head_size);
+    states_[kAll] = step.x, states_[kLast] = few ? last_.data() : step.x;
+    heads_[kAll] = &attended_, heads_[kLast] = few ? &kept_ : &attended_;
     qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
     attended_.resize(tokens, m.num_heads * m.head_size);
     gated_.resize(tokens, m.intermediate);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
-    plan_attention(attention(0), plan_);  // the same for all layers
-    num_attentions_ = static_cast<int64_t>(plan_.size());
+    plan_attention(attention(0), plans_[kAll]);  // the same for all layers but the last
+    plans_[kLast] = plans_[kAll];
+    if (few) leave_out(plans_[kLast]);
+    for (int part : {kAll, kLast}) num_attentions_[part] = static_cast<int64_t>(plans_[part].size());
     pool_.run(forward_job_);
   }
 
@@ -73,6 +82,8 @@ class Decoder {
     step_.num_rows = num_rows;
     step_.logits = logits;
     num_rows_ = num_rows;
+    gathered_ = false;
+    states_[kLast] = step_.x;
     normed_.resize(num_rows, model_.hidden);
     if (parts_width_ > 0) parts_.resize(num_rows, parts_width_);
     pool_.run(head_job_);
@@ -94,67 +105,95 @@ class Decoder {
     logits(cursor);
   }
 
+  // Leaves out attention of which nothing is wanted.
+  void leave_out(std::vector<AttentionTask>& plan) {
+    wanted_before_.assign(step_.num_tokens + 1, 0);
+    for (int64_t i = 0; i < step_.num_rows; ++i) wanted_before_[step_.rows[i] + 1] = 1;
+    for (int64_t t = 0; t < step_.num_tokens; ++t) wanted_before_[t + 1] += wanted_before_[t];
+    std::erase_if(plan, [this](const AttentionTask& task) {
+      const int64_t from = step_.query_start[task.request] + task.first;
+      return wanted_before_[from] == wanted_before_[from + task.count];
+    });
+  }
+
+  // Behind its attention the last layer has no more tokens than the logits need, unless all states are kept.
+  bool gather(Cursor& cursor) {
+    return cursor(num_gathered_, [this](int64_t i) {
+      const int64_t token = step_.rows[i];
+      std::memcpy(last_.data() + i * model_.hidden, step_.x + token * model_.hidden, model_.hidden * sizeof(float));
+      std::memcpy(kept_.row(i), attended_.row(token), model_.num_heads * model_.head_size * sizeof(float));
+    });
+  }
+
   // `task` for each token, some at a time.
   template <class Task>
-  bool each_token(Cursor& cursor, const Task& task) {
-    const int64_t tokens = num_tokens_;
+  bool each_token(Cursor& cursor, int part, const Task& task) {
+    const int64_t tokens = counts_[part];
     return cursor((tokens + kRowTask - 1) / kRowTask, [&](int64_t index) {
       for (int64_t t = index * kRowTask; t < std::min(tokens, (index + 1) * kRowTask); ++t) task(t);
     });
   }
 
   // Of rows that are multiplied with `linear` next.
-  bool norm(Cursor& cursor, const float* weight, const Linear& linear) {
-    return each_token(cursor, [&](int64_t t) {
-      rms_norm(step_.x + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
+  bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
+    return each_token(cursor, part, [&](int64_t t) {
+      rms_norm(states_[part] + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
       if (splits(linear)) split_row(linear, normed_.row(t), parts_.row(t));
     });
   }
 
   // Rows that no token's task of its own has put there.
-  bool split(Cursor& cursor, const Buffer& from, const Linear& linear) {
-    return !splits(linear) || each_token(cursor, [&](int64_t t) { split_row(linear, from.row(t), parts_.row(t)); });
+  template <class From>
+  bool split(Cursor& cursor, int part, const From& from, const Linear& linear) {
+    return !splits(linear) || each_token(cursor, part, [&](int64_t t) { split_row(linear, from().row(t), parts_.row(t)); });
   }
 
-  // `output` says in a task where the sums go.
-  template <class Where>
-  bool product(Cursor& cursor, const Buffer& from, const Linear& linear, const Where& output) {
-    const Blocks blocks(num_tokens_, linear.n);
-    const Buffer& rows = splits(linear) ? parts_ : from;
-    return cursor(blocks.tasks(), [&](int64_t task) { Product(rows.data(), rows.stride(), linear, output(), blocks)(task); });
+  // `from` and `output` say in a task where the rows are and where the sums go.
+  template <class From, class Where>
+  bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output) {
+    const Blocks blocks(counts_[part], linear.n);
+    return cursor(blocks.tasks(), [&](int64_t task) {
+      const Buffer& rows = splits(linear) ? parts_ : from();
+      Product(rows.data(), rows.stride(), linear, output(), blocks)(task);
+    });
   }
 
   bool layer(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     // Of several ranks one adds to what was there, and the others put their parts in its place.
     const Epilogue put = model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
+    const int part = index + 1 == layers_.size() ? kLast : kAll;
     const auto residual = [&](const float* bias) {
-      return [this, bias, put] { return Output{step_.x, model_.hidden, bias, model_.hidden, put}; };
+      return [this, part, bias, put] { return Output{states_[part], model_.hidden, bias, model_.hidden, put}; };
     };
-    if (!norm(cursor, l.input_norm, l.qkv)) return false;
-    if (!product(cursor, normed_, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
+    const auto normed = [this]() -> const Buffer& { return normed_; };
+    const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
+    const auto gated = [this]() -> const Buffer& { return gated_; };
+    if (!norm(cursor, kAll, l.input_norm, l.qkv)) return false;
+    if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
-    if (!each_token(cursor, [&](int64_t t) { keep(index, t); })) return false;
-    if (!cursor(num_attentions_, [&](int64_t task) { attend(attention(index), plan_[task]); })) return false;
-    if (!split(cursor, attended_, l.output)) return false;
-    if (!product(cursor, attended_, l.output, residual(l.output.bias))) return false;
-    if (!add_up(cursor, 2 * index)) return false;
-    if (!norm(cursor, l.post_norm, l.gate_up)) return false;
-    if (!product(cursor, normed_, l.gate_up,
+    if (!each_token(cursor, kAll, [&](int64_t t) { keep(index, t); })) return false;
+    if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part][task]); })) return false;
+    if (part == kLast && !gather(cursor)) return false;
+    if (!split(cursor, part, attended, l.output)) return false;
+    if (!product(cursor, part, attended, l.output, residual(l.output.bias))) return false;
+    if (!add_up(cursor, 2 * index, part)) return false;
+    if (!norm(cursor, part, l.post_norm, l.gate_up)) return false;
+    if (!product(cursor, part, normed, l.gate_up,
                  [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}; }))
       return false;
-    if (!split(cursor, gated_, l.down)) return false;
-    if (!product(cursor, gated_, l.down, residual(l.down.bias))) return false;
-    return add_up(cursor, 2 * index + 1);
+    if (!split(cursor, part, gated, l.down)) return false;
+    if (!product(cursor, part, gated, l.down, residual(l.down.bias))) return false;
+    return add_up(cursor, 2 * index + 1, part);
   }
 
   // The sum of the ranks' parts of the hidden states, by one thread.
-  bool add_up(Cursor& cursor, size_t index) {
+  bool add_up(Cursor& cursor, size_t index, int part) {
     if (model_.exchange.base == nullptr) return true;
     return cursor(1, [&](int64_t) {
       const Exchange& e = model_.exchange;
       const int64_t began = nanoseconds();
-      penstock_all_reduce(e.base, e.rank, e.size, e.piece, step_.x, step_.num_tokens * model_.hidden, 0);
+      penstock_all_reduce(e.base, e.rank, e.size, e.piece, states_[part], counts_[part] * model_.hidden, 0);
       step_.sum_nanoseconds[index] = nanoseconds() - began;
     });
   }
@@ -183,7 +222,8 @@ class Decoder {
     if (rows == 0 || model_.head.n == 0) return;  // of a pipeline the last stage alone has a head
     const Linear& head = model_.head;
     if (!cursor(rows, [&](int64_t row) {
-          rms_norm(step_.x + step_.rows[row] * model_.hidden, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
+          const float* states = states_[kLast] + (gathered_ ? row : step_.rows[row]) * model_.hidden;
+          rms_norm(states, model_.final_norm, normed_.row(row), model_.hidden, model_.eps);
           if (splits(head)) split_row(head, normed_.row(row), parts_.row(row));
         }))
       return;
@@ -194,6 +234,7 @@ class Decoder {
     });
   }
 
+  enum { kAll, kLast };                   // tokens of a step; those that the last layer has behind its attention
   static constexpr int kPhases = 12;      // of a layer, sums over ranks and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;
@@ -202,10 +243,16 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
-  Count num_tokens_, num_rows_, num_attentions_;
-  int64_t parts_width_ = 0;  // floats of the widest row in parts
+  Count counts_[2], num_attentions_[2], num_rows_, num_gathered_;
+  float* states_[2] = {};          // the hidden states
+  const Buffer* heads_[2] = {};    // what the heads put out
+  bool gathered_ = false;          // whether the last layer has fewer tokens
+  int64_t parts_width_ = 0;        // floats of the widest row in parts
   Buffer qkv_, normed_, attended_, gated_, parts_;
-  std::vector<AttentionTask> plan_;
+  std::vector<float> last_;        // the states and, in `kept_`, heads of tokens whose logits are wanted
+  Buffer kept_;
+  std::vector<AttentionTask> plans_[2];
+  std::vector<int64_t> wanted_before_;
 };
 
 }  // namespace penstock

@@ -1,11 +1,11 @@
 // Products with weights packed in panels.
 //
 // A panel holds kPanel output features, two vectors, of all inputs: [k][kPanel], so that a product reads it from one end to
-// the other; of 8-bit integers [k / 4][kPanel][4], and of bfloat16 for a matrix unit [k / 2][kPanel][2], with zeros at the end. A
-// register tile multiplies up to kTile rows with it. Every number of the output is one sum over k in order, whatever the tile: a row's
-// result does not depend on how many rows are computed beside it. Weights that bfloat16 holds without loss are kept in it, which
-// is half the memory to read, and those that are 8-bit integers times a number per output feature as such integers, which is a
-// quarter; sums are floats all the same.
+// the other; of bfloat16 [k / 2][kPanel][2] and of 8-bit integers [k / 4][kPanel][4], with zeros at the end, so that those of an
+// output feature fill its lane. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k
+// in order, whatever the tile: a row's result does not depend on how many rows are computed beside it. Weights that bfloat16 holds
+// without loss are kept in it, which is half the memory to read, and those that are 8-bit integers times a number per output
+// feature as such integers, which is a quarter; sums are floats all the same.
 #pragma once
 
 #include <algorithm>
@@ -46,11 +46,11 @@ inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 // Inputs whose weights lie together.
 template <class Weight>
-constexpr int64_t kTogether = sizeof(Weight) == 1 ? 4 : sizeof(Weight) == 2 && kBlockInputs > 1 ? 2 : 1;
+constexpr int64_t kTogether = sizeof(float) / sizeof(Weight);
 
 // Panels have a multiple of so many inputs.
 template <class Weight>
-constexpr int64_t kFilledTo = sizeof(Weight) == 2 ? kBlockInputs : kTogether<Weight>;
+constexpr int64_t kFilledTo = sizeof(Weight) == 2 ? std::max(kBlockInputs, kTogether<Weight>) : kTogether<Weight>;
 
 // Numbers of a panel.
 template <class Weight>
@@ -62,9 +62,9 @@ int64_t panel_size(int64_t k) {
 template <class Weight>
 struct Weights {
   explicit Weights(const Weight* from) {
-    if constexpr (kTogether<Weight> == 1) {
+    if constexpr (sizeof(Weight) == 4) {
       of[0][0] = load(from), of[0][1] = load(from + kLanes);
-    } else if constexpr (kTogether<Weight> == 2) {
+    } else if constexpr (sizeof(Weight) == 2) {
       const vu left = load_pairs(from), right = load_pairs(from + 2 * kLanes);
       of[0][0] = reinterpret_cast<vf>(left << 16), of[0][1] = reinterpret_cast<vf>(right << 16);
       of[1][0] = cut(reinterpret_cast<vf>(left)), of[1][1] = cut(reinterpret_cast<vf>(right));
@@ -184,6 +184,10 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
 }
 #endif
 
+// Rows of the largest tile, by what the weights are. Sixteen registers have no room for the weights of two inputs beside the sums of
+// more than four rows.
+constexpr int64_t most_rows(int64_t kind) { return kind == kBfloat16 && kTile < 8 ? 4 : kTile; }
+
 using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
 
 template <class Weight, int... kRows>
@@ -228,9 +232,9 @@ class Product {
 #if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
     if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
 #endif
-    const int64_t count = (end - start + kTile - 1) / kTile;  // tiles of even sizes
-    const bool widen = linear_.kind != kFloat32 && count > 1;
-    if (widen) widen_panels(first_panel, last_panel);
+    const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of even sizes
+    const bool widen = linear_.kind == kInt8 && count > 1;
+    if (widen) widen_integers(first_panel, last_panel);
     const int64_t offset = first_panel * kPanel * linear_.k;  // of the panels that were widened
     const void* packed = widen ? wide_panels().data() - offset : linear_.packed;
     for (int64_t t = 0; t < count; ++t) {
@@ -277,22 +281,16 @@ class Product {
     return panels;
   }
 
-  void widen_panels(int64_t first, int64_t last) const {
-    if (linear_.kind == kInt8) widen<int8_t>(first, last);
-    else widen<uint16_t>(first, last);
-  }
-
-  template <class Weight>
-  void widen(int64_t first, int64_t last) const {
-    constexpr int64_t kStep = kTogether<Weight>;
+  void widen_integers(int64_t first, int64_t last) const {
+    constexpr int64_t kStep = kTogether<int8_t>;
     const int64_t k = linear_.k, count = (last - first) * kPanel * k;
     std::vector<float>& wide = wide_panels();
     if (static_cast<int64_t>(wide.size()) < count) wide.resize(count);
     float* to = wide.data();
     for (int64_t panel = first; panel < last; ++panel) {
-      const Weight* from = static_cast<const Weight*>(linear_.packed) + panel * panel_size<Weight>(k);
+      const int8_t* from = static_cast<const int8_t*>(linear_.packed) + panel * panel_size<int8_t>(k);
       for (int64_t j = 0; j < k; j += kStep, from += kStep * kPanel) {
-        const Weights<Weight> weights(from);
+        const Weights<int8_t> weights(from);
         for (int64_t t = 0; t < std::min(kStep, k - j); ++t, to += kPanel)
           store(to, weights.of[t][0]), store(to + kLanes, weights.of[t][1]);
       }

@@ -102,6 +102,7 @@ struct Group {
 
 // `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm.
 // `cosines` and `sines` [tokens, head size]. `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
+// `keep_states` is 0: of `x` the last layer puts out no more than the logits need, and leaves the rest as it was.
 // `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
 struct Step {
   int64_t num_tokens;
@@ -117,6 +118,7 @@ struct Step {
   int64_t num_rows;
   const int64_t* rows;
   float* logits;
+  int64_t keep_states;
   int64_t* sum_nanoseconds;
 };
 

@@ -20,11 +20,7 @@ constexpr int kPanel = 2 * kLanes;  // output features that are computed togethe
 constexpr int kTile = PENSTOCK_TILE;
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
-// A bfloat16 is the upper half of a float.
-inline vf load(const uint16_t* p) {
-  const vh half = *reinterpret_cast<const vh_unaligned*>(p);
-  return reinterpret_cast<vf>(__builtin_convertvector(half, vu) << 16);
-}
+// Two bfloat16 in a lane, of which each is the upper half of a float.
 inline vu load_pairs(const uint16_t* p) { return reinterpret_cast<vu>(*reinterpret_cast<const vi_unaligned*>(p)); }
 inline vi load_bytes(const int8_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
 // Byte `i` of each of the lanes' four, a number with a sign.

@@ -114,7 +114,9 @@ class NativeForward:
         return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """One call of the kernels, head included. States are what the layers put out, ``[tokens, hidden size]``."""
+        """One call of the kernels, head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are
+        kept, the last layer computes behind its keys and values no more than the logits need.
+        """
         x = self._entering(batch)
         for i, metadata in enumerate(batch.attention):
             self._groups[i] = group_struct(metadata)
@@ -135,6 +137,7 @@ class NativeForward:
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
+            keep_states,
             self._sum_nanoseconds.ctypes.data,
         )
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))

@@ -120,6 +120,7 @@ class Step(ctypes.Structure):
         ("num_rows", _Int),
         ("rows", _Pointer),
         ("logits", _Pointer),
+        ("keep_states", _Int),
         ("sum_nanoseconds", _Pointer),
     ]
 
