@@ -26,8 +26,7 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.param == "emulated":
             pretend(monkeypatch, "amx")
-        library = open_library("amx", 2)
-    return library
+        return open_library("amx", 2)
 
 
 ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated", *({isa} & set(runnable())))]
@@ -40,8 +39,7 @@ def rounding(request: pytest.FixtureRequest) -> NativeLibrary:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if kind == "emulated":
             pretend(monkeypatch, isa)
-        library = open_library(isa, 2, rounded=True)
-    return library
+        return open_library(isa, 2, rounded=True)
 
 
 def half(*shape: int) -> torch.Tensor:
