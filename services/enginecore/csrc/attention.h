@@ -65,7 +65,7 @@ struct Scratch {
   alignas(64) float scores[kTaskRows][kKeys];
   alignas(64) float output[kTaskRows][kMaxValueSize + 16];
   float peak[kTaskRows];
-  float total[kTaskRows];
+  vf total[kTaskRows];  // by lane: of keys whose number leaves the same remainder
 };
 
 // What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
@@ -99,23 +99,39 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const f
   }
 }
 
-// output[row][column..] += weights[row][0..count) x values, for kVectors vectors of columns.
+// Keys of a tile.
+struct Span {
+  int64_t from;
+  int64_t to;
+  bool empty() const { return from >= to; }
+};
+
+// Where the values of a tile's keys are and, a chunk each, what is read next.
+struct Values {
+  const float* of[kKeys / kChunk];
+  const float* ahead[kKeys / kChunk];
+};
+
+// output[row][column..] += weights[row][from..to) x values, for kVectors vectors of columns.
 template <int kRows, int kVectors>
-void value_tile(Scratch& s, int64_t row, int64_t key, const float* values, int64_t count, int64_t value_size, int64_t column,
-                const float* ahead) {
+void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values, int64_t value_size, int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.output[row + i][column + v * kLanes]);
-  for (int64_t t = 0; t < count; ++t) {
-    prefetch(ahead + t * value_size + column);
-    if constexpr (kVectors * kLanes > kChunk) prefetch(ahead + t * value_size + column + kChunk);
-    const float* value = values + t * value_size + column;
-    vf parts[kVectors];
-    for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
+  for (int64_t key = span.from; key < span.to;) {
+    const int64_t chunk = key / kChunk, end = std::min(span.to, (chunk + 1) * kChunk);
+    const float* value = values.of[chunk] + key % kChunk * value_size + column;
+    const float* ahead = values.ahead[chunk] + key % kChunk * value_size + column;
+    for (; key < end; ++key, value += value_size, ahead += value_size) {
+      prefetch(ahead);
+      if constexpr (kVectors * kLanes > kChunk) prefetch(ahead + kChunk);
+      vf parts[kVectors];
+      for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const vf weight = splat(s.scores[row + i][key + t]);
-      for (int v = 0; v < kVectors; ++v) sums[i][v] += weight * parts[v];
+      for (int i = 0; i < kRows; ++i) {
+        const vf weight = splat(s.scores[row + i][key]);
+        for (int v = 0; v < kVectors; ++v) sums[i][v] += weight * parts[v];
+      }
     }
   }
   for (int i = 0; i < kRows; ++i)
@@ -123,7 +139,7 @@ void value_tile(Scratch& s, int64_t row, int64_t key, const float* values, int64
 }
 
 using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead&);
-using ValueTile = void (*)(Scratch&, int64_t, int64_t, const float*, int64_t, int64_t, int64_t, const float*);
+using ValueTile = void (*)(Scratch&, int64_t, const Span&, const Values&, int64_t, int64_t);
 
 template <int... kRows>
 constexpr std::array<ScoreTile, sizeof...(kRows)> score_tiles(std::integer_sequence<int, kRows...>) {
@@ -137,13 +153,6 @@ constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{
 constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// Keys of a tile.
-struct Span {
-  int64_t from;
-  int64_t to;
-  bool empty() const { return from >= to; }
-};
-
 // Scales and masks the scores of a row, and turns them into weights: of the tile the row sees the keys of `seen`, one at least.
 inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& params, int64_t value_size) {
   float* scores = s.scores[row];
@@ -154,9 +163,11 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& param
       const vf capped = hyperbolic_tangent(x / splat(params.softcap)) * splat(params.softcap);
       x = x == x ? capped : x;  // the polynomial makes a number of what is none
     }
-    if (j < seen.from || j + kLanes > seen.to)
-      for (int i = 0; i < kLanes; ++i)
-        if (j + i < seen.from || j + i >= seen.to) x[i] = -INFINITY;
+    if (j < seen.from || j + kLanes > seen.to) {
+      const vi key = lanes() + static_cast<int32_t>(j);
+      x = key < static_cast<int32_t>(seen.from) ? splat(-INFINITY) : x;
+      x = key >= static_cast<int32_t>(seen.to) ? splat(-INFINITY) : x;
+    }
     store(scores + j, x);
     best = max(x, best);  // passes over what is no number
   }
@@ -170,12 +181,12 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& param
     total += weight;
   }
   if (peak != s.peak[row]) {
-    const float shrink = s.peak[row] == -INFINITY ? 0.0f : exponential(splat(s.peak[row] - peak))[0];
+    const vf shrink = s.peak[row] == -INFINITY ? vf{} : exponential(splat(s.peak[row] - peak));
     s.total[row] *= shrink;
-    for (int64_t d = 0; d < value_size; d += kLanes) store(s.output[row] + d, load(s.output[row] + d) * splat(shrink));
+    for (int64_t d = 0; d < value_size; d += kLanes) store(s.output[row] + d, load(s.output[row] + d) * shrink);
     s.peak[row] = peak;
   }
-  s.total[row] += sum(total);
+  s.total[row] += total;
 }
 
 inline int64_t lowest(const Params& params, int64_t position) {
@@ -185,15 +196,12 @@ inline int64_t lowest(const Params& params, int64_t position) {
   return low;
 }
 
-// output[row..row + count) += weights x values of the keys of `span`, whose first chunk begins at `key`.
-inline void add_values(Scratch& s, int64_t row, int64_t count, const Span& span, int64_t key, const float* values,
-                       int64_t value_size, const float* ahead) {
-  values += (span.from - key) * value_size;
+// output[row..row + count) += weights x values of the keys of `span`.
+inline void add_values(Scratch& s, int64_t row, int64_t count, const Span& span, const Values& values, int64_t value_size) {
+  if (span.empty()) return;
   int64_t column = 0;
-  for (; column + kPanel <= value_size; column += kPanel)
-    kValueTiles[count - 1](s, row, span.from, values, span.to - span.from, value_size, column, ahead);
-  for (; column < value_size; column += kLanes)
-    kNarrowValueTiles[count - 1](s, row, span.from, values, span.to - span.from, value_size, column, ahead);
+  for (; column + kPanel <= value_size; column += kPanel) kValueTiles[count - 1](s, row, span, values, value_size, column);
+  for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, span, values, value_size, column);
 }
 
 inline void attend(const Attention& a, const AttentionTask& task) {
@@ -209,7 +217,7 @@ inline void attend(const Attention& a, const AttentionTask& task) {
                 a.head_size * sizeof(float));
     std::fill_n(s.output[row], a.value_size, 0.0f);
     s.peak[row] = a.params.sinks != nullptr ? a.params.sinks[head] : -INFINITY;
-    s.total[row] = a.params.sinks != nullptr ? 1.0f : 0.0f;
+    s.total[row] = vf{a.params.sinks != nullptr ? 1.0f : 0.0f};
   }
   const int64_t begin = lowest(a.params, position), end = position + task.count;
   // A chunk that holds a key of begin..end, all of which some row sees: beyond them any key does, since it is masked.
@@ -241,25 +249,27 @@ inline void attend(const Attention& a, const AttentionTask& task) {
     }
     for (int64_t row = first_row; row < rows; ++row)
       if (const Span span = seen(row, 0, keys); !span.empty()) weigh(s, row, span, a.params, a.value_size);
-    for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk * kChunk; j < keys; j += kChunk) {
-      const float *values = value_chunk(base + j), *ahead = key_chunk(base + j + kKeys);
-      const int64_t last = std::min(keys, j + kChunk);
-      for (int64_t row = first_row, count; row < rows; row += count) {
-        count = std::min<int64_t>(kTile, rows - row);
-        const Span first = seen(row, j, last), final = seen(row + count - 1, j, last);
-        if (first.from == final.from && first.to == final.to) {
-          if (!first.empty()) add_values(s, row, count, first, j, values, a.value_size, ahead);
-        } else {
-          for (int64_t i = row; i < row + count; ++i)
-            if (const Span span = seen(i, j, last); !span.empty()) add_values(s, i, 1, span, j, values, a.value_size, ahead);
-        }
+    Values values;
+    for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk; j * kChunk < keys; ++j)
+      values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
+    for (int64_t row = first_row, count; row < rows; row += count) {
+      count = std::min<int64_t>(kTile, rows - row);
+      // What all of them see they add together, and each in order: before it what the first ones see alone, after it the last ones.
+      const Span all{seen(row + count - 1, 0, keys).from, seen(row, 0, keys).to};
+      if (all.empty()) {
+        for (int64_t i = row; i < row + count; ++i) add_values(s, i, 1, seen(i, 0, keys), values, a.value_size);
+        continue;
       }
+      for (int64_t i = row; i < row + count; ++i)
+        add_values(s, i, 1, Span{seen(i, 0, keys).from, all.from}, values, a.value_size);
+      add_values(s, row, count, all, values, a.value_size);
+      for (int64_t i = row; i < row + count; ++i) add_values(s, i, 1, Span{all.to, seen(i, 0, keys).to}, values, a.value_size);
     }
   }
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t head = task.head + row % heads;
     float* to = a.output + (start + row / heads) * a.output_stride + head * a.value_size;
-    const vf scale = splat(1.0f) / splat(s.total[row]);
+    const vf scale = splat(1.0f / sum(s.total[row]));
     for (int64_t d = 0; d < a.value_size; d += kLanes) store(to + d, load(s.output[row] + d) * scale);
   }
 }

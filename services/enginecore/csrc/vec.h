@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 namespace penstock {
 
@@ -31,16 +32,30 @@ inline vf splat(float x) { return x - vf{}; }
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 
+// The numbers of the lanes.
+inline vi lanes() {
+  vi numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = i;
+  return numbers;
+}
+
 inline float sum(vf v) {
   float total = 0;
   for (int i = 0; i < kLanes; ++i) total += v[i];
   return total;
 }
 
+// Each lane has the number of the lane `kAway` from it, by the bits of its index.
+template <int kAway, int... kLane>
+inline vf exchanged(vf v, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(v, v, (kLane ^ kAway)...);
+}
+
+template <int kAway = kLanes / 2>
 inline float largest(vf v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+  v = max(v, exchanged<kAway>(v, std::make_integer_sequence<int, kLanes>{}));
+  if constexpr (kAway > 1) return largest<kAway / 2>(v);
+  else return v[0];
 }
 
 // e^x within 2 ulp; below -87.3 it is e^-87.3, which no sum of weights notices. Polynomial of Cephes' expf.
