@@ -1,5 +1,5 @@
 // What a processor gives, for roofline.py: bytes read and bytes copied per second, from memory, and products with sums of floats
-// that are in registers, by so many threads at once. Compiled with the vectors of one of the kernels' instruction sets.
+// that are in registers, of floats and, where there are instructions for them, of pairs of bfloat16, by so many threads at once. Compiled with the vectors of one of the kernels' instruction sets.
 
 #include <sys/mman.h>
 
@@ -14,6 +14,10 @@
 #include <vector>
 
 #include "vec.h"
+
+#if defined(PENSTOCK_AVX512_BF16)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -60,6 +64,19 @@ void multiply() {
   use(sums);
 }
 
+#if defined(PENSTOCK_AVX512_BF16)
+void multiply_pairs() {
+  vf sums[kSums] = {};
+  vf x = penstock::splat(0.5f), y = penstock::splat(0.25f);
+  asm volatile("" : "+m"(x), "+m"(y));
+  for (int64_t i = 0; i < kTurns; ++i)
+#pragma GCC unroll 16
+    for (int j = 0; j < kSums; ++j)
+      sums[j] = _mm512_dpbf16_ps(sums[j], reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y));
+  use(sums);
+}
+#endif
+
 double thread_seconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -100,7 +117,12 @@ int main(int argc, char** argv) {
   const double bytes = 4.0 * kFloats * threads;
   const double reading = fastest(threads, [&](int i) { read(from[i]); });
   const double copying = fastest(threads, [&](int i) { std::memcpy(to[i], from[i], 4 * kFloats); });
+  const double flops = 2.0 * kTurns * kSums * kLanes * threads;
   const double multiplying = fastest(threads, [](int) { multiply(); });
-  std::printf("%f %f %f\n", bytes / reading / 1e9, 2 * bytes / copying / 1e9, 2.0 * kTurns * kSums * kLanes * threads / multiplying / 1e9);
+  double pairs = 0;
+#if defined(PENSTOCK_AVX512_BF16)
+  pairs = 2 * flops / fastest(threads, [](int) { multiply_pairs(); });
+#endif
+  std::printf("%f %f %f %f\n", bytes / reading / 1e9, 2 * bytes / copying / 1e9, flops / multiplying / 1e9, pairs / 1e9);
   return 0;
 }

@@ -101,6 +101,20 @@ def test_inputs_that_may_be_rounded_are_multiplied_as_one_part(rounding: NativeL
     )
 
 
+@pytest.mark.skipif("avx512_bf16" not in runnable(), reason="this processor has no AVX512-BF16")
+def test_the_emulated_instruction_gives_the_bits_of_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers too small to be normal, infinite ones and none among them."""
+    real = open_library("avx512_bf16", 2, rounded=True)
+    with monkeypatch.context() as patched:
+        pretend(patched, "avx512_bf16")
+        emulation = open_library("avx512_bf16", 2, rounded=True)
+    bits = torch.randint(0, 2**32, (40, 70), generator=torch.Generator().manual_seed(0)) - 2**31
+    x, weight = torch.cat([bits.to(torch.int32).view(torch.float32), torch.randn(40, 70)]), half(33, 70)
+    got, wanted = (multiply(each, PackedWeight(each, weight), x) for each in (real, emulation))
+    assert got[40:].isfinite().all()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_pairs_of_weights_are_multiplied_with_floats_unless_inputs_may_be_rounded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
