@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENGINE = ROOT / "services" / "enginecore"
 BUILD = ROOT / "build" / "sanitize"
+SOURCES = sorted((ENGINE / "csrc").glob("*.cpp"))
 EMULATION = ROOT / "tests" / "emulation"
 EMULATED = {"amx", "avx512_bf16"}
 """Instruction sets whose kernels can be compiled with that folder's header."""
@@ -121,21 +122,20 @@ def memory(tests: list[str]) -> bool:
         return False
     kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
     has = torch.cpu.get_capabilities()
-    sources = sorted((ENGINE / "csrc").glob("*.cpp"))
     library = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
     built = []
     for isa, flags in kinds.items():
         missing = [need for need in CAPABILITIES[isa] if not has.get(need, False)]
         if missing:
             print(f"{isa}: skipped, this processor has no {', '.join(missing)}")
-        elif words := compile_with((*library, *flags), sources, BUILD / f"kernels_{isa}.so"):
+        elif words := compile_with((*library, *flags), SOURCES, BUILD / f"kernels_{isa}.so"):
             print(f"{isa}: does not compile: {words}")
             return False
         else:
             built.append(isa)
     for isa in EMULATED & kinds.keys():
         options = (*library, f"-I{EMULATION}", *(flag for flag in kinds[isa] if flag.startswith("-D")))
-        if words := compile_with(options, sources, BUILD / "emulated" / f"kernels_{isa}.so"):
+        if words := compile_with(options, SOURCES, BUILD / "emulated" / f"kernels_{isa}.so"):
             print(f"{isa}, emulated: does not compile: {words}")
             return False
         built.append(f"{isa}, emulated")
@@ -160,7 +160,7 @@ def threads(rounds: int) -> bool:
     if not can_fail("ThreadSanitizer"):
         return False
     program = BUILD / "threads"
-    if words := compile_with((*THREADS, *ONE_SET), [HERE / "threads.cpp", ENGINE / "csrc" / "pool.cpp"], program):
+    if words := compile_with((*THREADS, *ONE_SET), [HERE / "threads.cpp", *SOURCES], program):
         print(words)
         return False
     return told("thread pool, ThreadSanitizer", run([str(program), str(rounds)]))

@@ -33,7 +33,7 @@ std::vector<float> numbers(int64_t count, uint32_t seed) {
 
 struct Weight {
   Weight(Operators& operators, int64_t n, int64_t k, uint32_t seed) : packed(panels(n) * kPanel * k) {
-    linear = {packed.data(), nullptr, n, k, 0};
+    linear = {packed.data(), nullptr, nullptr, n, k, kFloat32, 0};
     const std::vector<float> plain = numbers(n * k, seed);
     operators.pack(plain.data(), linear);
   }
@@ -69,12 +69,19 @@ class Caller {
     std::vector<float> keys(6 * kChunk * kHead), values(keys.size());
     const Group group{slots.data(), table, 5, kChunk};
     const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
-    std::vector<float> x = numbers(tokens * kHidden, 7), cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
-    std::vector<float> logits(rows.size() * qkv_.linear.n), again(logits.size());
-    decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), cosines.data(), sines.data(),
-                       static_cast<int64_t>(rows.size()), rows.data(), logits.data()});
+    const std::vector<float> cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
+    const auto forward = [&](int64_t keep_states, std::vector<float>& logits) {
+      std::vector<float> x = numbers(tokens * kHidden, 7);
+      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), cosines.data(), sines.data(),
+                         static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states});
+      return x;
+    };
+    std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
+    forward(0, logits);
+    const std::vector<float> x = forward(1, kept);
+    check(logits == kept, "logits depend on whether states are kept");
     decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data());
-    check(logits == again, "the head alone gives other logits");
+    check(kept == again, "the head alone gives other logits");
   }
 
   void multiply(int64_t rows) {
