@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,28 @@ def runtime(name: str) -> str:
     ).stdout.strip()
 
 
+def libraries() -> list[str] | None:
+    """Compile them, as many at once as there are processors. Of which instruction sets they are; None when one fails."""
+    kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
+    has = torch.cpu.get_capabilities()
+    flags = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
+    builds = {}
+    for isa, own in kinds.items():
+        if missing := [need for need in CAPABILITIES[isa] if not has.get(need, False)]:
+            print(f"{isa}: skipped, this processor has no {', '.join(missing)}")
+        else:
+            builds[isa] = ((*flags, *own), BUILD / f"kernels_{isa}.so")
+    for isa in sorted(EMULATED & kinds.keys()):
+        defined = [flag for flag in kinds[isa] if flag.startswith("-D")]
+        builds[f"{isa}, emulated"] = ((*flags, f"-I{EMULATION}", *defined), BUILD / "emulated" / f"kernels_{isa}.so")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = list(pool.map(lambda build: compile_with(build[0], SOURCES, build[1]), builds.values()))
+    for what, words in zip(builds, said, strict=True):
+        if words:
+            print(f"{what}: does not compile: {words}")
+    return None if any(said) else list(builds)
+
+
 def memory(tests: list[str]) -> bool:
     """The kernels' unit tests on sanitized libraries, for every instruction set of this processor."""
     if reason := lacking(MEMORY):
@@ -120,28 +143,12 @@ def memory(tests: list[str]) -> bool:
         return True
     if not (can_fail("AddressSanitizer") and can_fail("UndefinedBehaviorSanitizer")):
         return False
-    kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
-    has = torch.cpu.get_capabilities()
-    library = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
-    built = []
-    for isa, flags in kinds.items():
-        missing = [need for need in CAPABILITIES[isa] if not has.get(need, False)]
-        if missing:
-            print(f"{isa}: skipped, this processor has no {', '.join(missing)}")
-        elif words := compile_with((*library, *flags), SOURCES, BUILD / f"kernels_{isa}.so"):
-            print(f"{isa}: does not compile: {words}")
-            return False
-        else:
-            built.append(isa)
-    for isa in EMULATED & kinds.keys():
-        options = (*library, f"-I{EMULATION}", *(flag for flag in kinds[isa] if flag.startswith("-D")))
-        if words := compile_with(options, SOURCES, BUILD / "emulated" / f"kernels_{isa}.so"):
-            print(f"{isa}, emulated: does not compile: {words}")
-            return False
-        built.append(f"{isa}, emulated")
+    if (built := libraries()) is None:
+        return False
     files = tests or [f"tests/unit/enginecore/{name}" for name in TESTS]
     done = run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.sanitizers.plugin", *files],
+        # What failed of these tests elsewhere stays in pytest's cache.
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.sanitizers.plugin", *files],
         {
             "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')} {runtime('libstdc++.so.6')}",
             "PENSTOCK_SANITIZED": str(BUILD),
