@@ -19,7 +19,7 @@ from penstock_enginecore.forward.native_models import KNOWN
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.tiny_models import QUICK_ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
@@ -50,7 +50,7 @@ def computing(engine: EngineCore) -> str:
     return str(info["computing"])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", QUICK_ARCHITECTURES)
 def test_every_family_gives_the_same_tokens_in_a_ragged_batch_in_chunks_and_on_prefix_hits(
     architecture: str, tmp_path: Path
 ) -> None:

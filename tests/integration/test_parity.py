@@ -10,7 +10,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
-from tests.fakes.models.tiny_models import ARCHITECTURES, CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.tiny_models import CHUNK, QUICK_ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
@@ -23,7 +23,7 @@ class Case(NamedTuple):
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=QUICK_ARCHITECTURES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)
