@@ -1,36 +1,81 @@
 """What must hold in every state of a network, and where it has come to its rest. Names begin with the invariants' numbers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from penstock_common.types.data_parallel import (
     FirstRequest,
     PauseMode,
     Pauses,
     PrepareFailed,
+    RankGroup,
     RankReport,
-    Reconfigure,
     StartDpWave,
     StartWave,
 )
-from penstock_enginecore.core.data_parallel.effects import Forward
-from penstock_enginecore.core.data_parallel.rank import Phase
-from tests.modelcheck.numbers import DOWN, Left, State
+from penstock_coordinator.group import GroupMachine
+from penstock_coordinator.waves import Waves
+from penstock_enginecore.core.data_parallel.effects import Exchange, Forward, ResumeRefused
+from penstock_enginecore.core.data_parallel.rank import Phase, Rank
+from tests.modelcheck.protocol import Protocol
 from tests.modelcheck.violation import Violation
 
-if TYPE_CHECKING:
-    from tests.modelcheck.world import World
 
-
-def broken(world: World, rule: str, detail: str) -> None:
-    if rule.split()[0] not in world.protocol.unchecked:
+def broken(protocol: Protocol, rule: str, detail: str) -> None:
+    if rule.split()[0] not in protocol.unchecked:
         raise Violation(rule, detail)
 
 
-def check_forward(world: World, state: State, at: int, step: Forward) -> None:
-    ranks = [world.parts.values[state[i]].rank for i in range(world.engine_count) if i != at and state[i] != DOWN]
-    others = [rank for rank in ranks if rank.group.epoch == step.epoch]
+# Of a rank.
+
+
+def check_rank(old: Rank, new: Rank) -> None:
+    """What holds for a rank whatever happens to it."""
+    there, here = new.place, old.place
+    if there.wave < here.wave or (there.epoch, there.wave, there.step) < (here.epoch, here.wave, here.step):
+        raise Violation("4 a wave decreased", f"{here} -> {there}")
+    if new.pauses < old.pauses:
+        raise Violation("6 a turn of pause and resume was taken back", f"{old.pauses} -> {new.pauses}")
+
+
+def check_switch(old: Rank, new: Rank, *, told: bool) -> None:
+    """Who serves goes to another epoch where an exchange or the coordinator has ``told`` it to."""
+    if new.group != old.group and old.phase is not Phase.OUTSIDE and not told:
+        raise Violation("14 a rank switches alone", str(old))
+
+
+def check_twice(protocol: Protocol, old: Rank, new: Rank, name: str, message: Any) -> None:
+    """What anybody may say again changes nothing the second time."""
+    again, more = getattr(new, name)(message)
+    if again != new or any(type(effect) is not ResumeRefused for effect in more):
+        broken(protocol, "6 a duplicate changes something", f"{message} at {new}: {more}")
+    pending = old.pauses.on and not old.paused
+    if name == "resume" and pending and new != old:
+        broken(protocol, "9 a resume was taken before the pause was complete", f"{message} at {old}")
+
+
+# Of ranks.
+
+
+def check_collective(entered: Sequence[Exchange | Forward], *, opening: bool) -> None:
+    """Who is in one collective of an epoch is in the same; ``opening``: whether it is the epoch's first."""
+    if len({type(collective) for collective in entered}) > 1:
+        raise Violation("1 ranks are in different collectives", str(entered))
+    places = {_place_of(collective, opening=opening) for collective in entered}
+    if len(places) > 1:
+        raise Violation("4 ranks in one collective are in different places", str(entered))
+
+
+def _place_of(collective: Exchange | Forward, *, opening: bool) -> tuple[Any, ...]:
+    if isinstance(collective, Exchange):
+        row = collective.row
+        return row.epoch, row.step, None if opening else row.wave
+    return collective.epoch, collective.wave, collective.step, collective.pauses
+
+
+def check_forward(living: Iterable[Rank], step: Forward) -> None:
+    """``living``: the other ranks, of any epoch."""
+    others = [rank for rank in living if rank.group.epoch == step.epoch]
     told = [rank.pauses for rank in others if rank.paused and rank.pauses > step.pauses]
     paused = [rank for rank in others if rank.paused and rank.pauses == step.pauses]
     waits = step.pauses.mode is PauseMode.WAIT
@@ -40,63 +85,68 @@ def check_forward(world: World, state: State, at: int, step: Forward) -> None:
         raise Violation("7 a step after a pause was complete", f"{step} {told}")
 
 
-def check_running(world: World, state: State) -> None:
-    waves = world.parts.values[state[world.coordinator_at]].waves
-    if not waves.running:
-        return
-    ranks = [world.parts.values[state[at]].rank for at in range(world.engine_count) if state[at] != DOWN]
+# Of the coordinator.
+
+
+def check_running(protocol: Protocol, waves: Waves, living: Sequence[Rank]) -> None:
+    """``living``: all ranks that are."""
     here = waves.group.epoch, waves.wave
-    if len(ranks) == world.engine_count and not any(
+    if not waves.running or not {rank.engine for rank in living}.issuperset(waves.group.members):
+        return
+    if not any(
         (rank.group.epoch, rank.wave) > here or ((rank.group.epoch, rank.wave) == here and rank.phase is not Phase.IDLE)
-        for rank in ranks
+        for rank in living
     ):
-        broken(world, "5 the coordinator says running of a wave that nobody is in", str(waves))
+        broken(protocol, "5 the coordinator says running of a wave that nobody is in", str(waves))
 
 
-def check_expelled(world: World, before: State, after: State, event: Any) -> None:
-    """Who lives stays in the group when its coordinator names it anew, unless it said that it cannot."""
-    old, new = world.parts.values[before[world.coordinator_at]], world.parts.values[after[world.coordinator_at]]
-    message = world.described_message(event)[1] if type(event) is int else None
-    ranks = [world.parts.values[number].rank for number in after[: world.engine_count] if number != DOWN]
+def check_expelled(old: GroupMachine, new: GroupMachine, living: Sequence[Rank], name: str, message: Any) -> None:
+    """Who lives stays in the group when its coordinator names it anew, unless it said that it cannot. ``name``: of the event."""
     if new.group == old.standby:
-        left = [r for r in ranks if r.engine in old.group.members and r.group != new.group and not r.ready]
+        left = [r for r in living if r.engine in old.group.members and r.group != new.group and not r.ready]
         if left:
             raise Violation("14 a change is taken as done that is not", str(left))
     if new.highest == old.highest or new.group.epoch != new.highest or new.group == old.standby:
         return
     if type(message) is PrepareFailed or (type(message) is RankReport and message.group == new.group):
         return
-    if old.recovering and event != ("recovered",):
+    if old.recovering and name != "recovered":
         raise Violation("16 a coordinator decides before all had time to report", str(new.group))
-    lost = {r.engine for r in ranks if r.group == old.group} & set(old.group.members) - set(new.group.members)
+    lost = {r.engine for r in living if r.group == old.group} & set(old.group.members) - set(new.group.members)
     if lost:
         raise Violation("15 a rank that lives is expelled", f"{lost} by {new.group}")
 
 
-def check_size(world: World, before: State, after: State) -> None:
+def check_size(old: GroupMachine, new: GroupMachine) -> None:
     """Whoever is named is enough to go on."""
-    old, new = world.parts.values[before[world.coordinator_at]], world.parts.values[after[world.coordinator_at]]
     if new.highest > old.highest and new.group.epoch == new.highest and len(new.group.members) < new.min_size:
         raise Violation("15 a group is named that is too small", str(new))
 
 
-def check_epochs(world: World, state: State) -> None:
+def check_epochs(groups: Iterable[RankGroup]) -> None:
     """An epoch is one group."""
-    machine = world.parts.values[state[world.coordinator_at]]
-    engines_ = [world.parts.values[number] for number in state[: world.engine_count] if number != DOWN]
-    groups = {machine.group, machine.standby}
-    groups |= {engine.rank.group for engine in engines_ if engine.rank.phase is not Phase.OUTSIDE}
-    groups |= {engine.rank.standby for engine in engines_}
-    groups |= {message.group for _, _, message in world.under_way(state) if type(message) is Reconfigure}
-    if len({group.epoch for group in groups}) < len(groups):
-        raise Violation("16 an epoch was given out twice", str(groups))
+    known = set(groups)
+    if len({group.epoch for group in known}) < len(known):
+        raise Violation("16 an epoch was given out twice", str(known))
 
 
-def check_told(world: World, before: Any, after: Any, message: Any, sent: Any) -> None:
+# Of coordinator and frontends.
+
+
+def check_again(after: Any, name: str, arguments: Sequence[Any]) -> None:
+    """What may come twice changes nothing the second time."""
+    if name in ("peer_lost", "scale", "repeat", "recovered"):
+        return
+    again, _ = getattr(after, name)(*arguments)
+    if again != after:
+        raise Violation("6 a duplicate changes something", f"{name} {arguments} at {after}")
+
+
+def check_told(protocol: Protocol, before: Any, after: Any, message: Any, sent: Any) -> None:
     told = {start.engine for start in sent if isinstance(start, StartDpWave)}
     excluded = set(after.view.group.members) - told if told else set()
     if isinstance(message, FirstRequest) and excluded:
-        broken(world, "3 a rank is excluded that reported no start", f"{excluded} after {message}")
+        broken(protocol, "3 a rank is excluded that reported no start", f"{excluded} after {message}")
     if isinstance(message, StartWave) and excluded - {message.engine}:
         raise Violation("3 a rank is excluded that reported no start", f"{excluded} after {message}")
     recovering = getattr(after, "recovering", False)
@@ -104,33 +154,36 @@ def check_told(world: World, before: Any, after: Any, message: Any, sent: Any) -
         raise Violation("11 what is known of a wave goes back", f"{before} -> {after}")
 
 
-def check_rest(world: World, state: State, left: Left) -> Pauses | None:
-    """Where nothing is left to happen everything is done. The pause that is on, if one is."""
-    machine = world.part(state, world.coordinator_at)
-    living = {name: world.parts.values[n] for name, n in zip(world.names, state, strict=False) if n != DOWN}
+# At rest.
+
+
+def check_rest(machine: GroupMachine | None, living: Mapping[str, Rank], live: object) -> Pauses | None:
+    """Where nothing is left to happen everything is done. ``machine``: None where no coordinator is. ``living``: ranks by name.
+    ``live``: the requests that there are, if any. Returns the pause that is on, if one is.
+    """
     if machine and len(living) < machine.min_size:
         return None
-    groups = [machine.group] if machine else [engine.rank.group for engine in living.values()]
+    groups = [machine.group] if machine else [rank.group for rank in living.values()]
     names = max(groups, key=lambda group: group.epoch).members
     if any(name not in living for name in names):
         raise Violation("15 the group waits for a rank that is dead", str(machine))
-    ranks = [living[name].rank for name in names]
+    ranks = [living[name] for name in names]
     waiting = [rank for rank in ranks if rank.phase is not Phase.IDLE]
-    if waiting and (machine or left.live):
+    if waiting and (machine or live):
         raise Violation("2 a rank waits for ever", str(waiting))
-    if any(engine.rank.phase is not Phase.OUTSIDE for name, engine in living.items() if name not in names):
+    if any(rank.phase is not Phase.OUTSIDE for name, rank in living.items() if name not in names):
         raise Violation("20 a rank outside of the group thinks that it is in it", str(living))
     _check_agreed(machine, ranks, waiting)
     if ranks[0].pauses.on and not waiting:
         if not all(rank.paused for rank in ranks):
             raise Violation("8 a pause is never complete", str(ranks))
         return ranks[0].pauses
-    if left.live:
-        raise Violation("2 a request is never run", f"{left.live:b} of {living}")
+    if live:
+        raise Violation("2 a request is never run", f"{live} of {living}")
     return None
 
 
-def _check_agreed(machine: Any, ranks: list[Any], waiting: list[Any]) -> None:
+def _check_agreed(machine: GroupMachine | None, ranks: Sequence[Rank], waiting: Sequence[Rank]) -> None:
     if not waiting:
         if len({rank.pauses for rank in ranks}) > 1:
             raise Violation("7 a pause or resume has not reached all", str(ranks))

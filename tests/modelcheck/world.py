@@ -18,25 +18,28 @@ from penstock_common.types.data_parallel import (
     StartDpWave,
 )
 from penstock_coordinator.group import ScaleRefused
-from penstock_enginecore.core.data_parallel.effects import Exchange, ResumeRefused
-from penstock_enginecore.core.data_parallel.rank import Phase
+from penstock_enginecore.core.data_parallel.effects import Exchange
+from penstock_enginecore.core.data_parallel.rank import Phase, Rank
 from tests.modelcheck import engine as engines
 from tests.modelcheck.bounds import Bounds
 from tests.modelcheck.engine import Ended, Engine, Entered
 from tests.modelcheck.invariants import (
     broken,
+    check_again,
+    check_collective,
     check_epochs,
     check_expelled,
     check_forward,
     check_rest,
     check_running,
     check_size,
+    check_switch,
     check_told,
+    check_twice,
 )
 from tests.modelcheck.messages import NAMES, Add, PauseCall, ResumeCall, is_stale_for_engine, is_stale_for_others
 from tests.modelcheck.numbers import DOWN, NOTHING, Left, State, Step, Table
 from tests.modelcheck.protocol import Protocol
-from tests.modelcheck.violation import Violation
 
 Label = tuple[Any, ...]
 MODES = {"wait": PauseMode.WAIT, "keep": PauseMode.KEEP, "abort": PauseMode.ABORT}
@@ -365,9 +368,8 @@ class World:
             same = self._other_step(number, bit) == (number, 0)
         if not same:
             self.doing = at, bit
-            broken(
-                self, "6 what is old changes something", f"{self.described_message(bit)} at {self.parts.values[number]}"
-            )
+            detail = f"{self.described_message(bit)} at {self.parts.values[number]}"
+            broken(self.protocol, "6 what is old changes something", detail)
 
     # Without faults.
 
@@ -405,7 +407,7 @@ class World:
             ticked = self._other(ticked, at, ("repeat",))
         if ticked != state:
             return ("ticks",), ticked
-        pause = check_rest(self, state, left)
+        pause = check_rest(self.part(state, self.coordinator_at), self._living(state), left.live)
         if pause is None:
             return None
         living = (at for at in range(self.engine_count) if state[at] != DOWN)
@@ -474,7 +476,7 @@ class World:
         self.doing = at, event
         step = self._step(state[at], event)
         if step.forward is not None:
-            check_forward(self, state, at, step.forward)
+            check_forward(self._living(state, but=at).values(), step.forward)
         after = list(state)
         after[at] = step.engine
         if step.ended or step.moved:
@@ -530,8 +532,7 @@ class World:
                 done = self._twice(engine, engine.rank.resume, "resume", pauses)
             case _:
                 raise AssertionError(event)
-        if self._switches_alone(engine.rank, done.engine.rank, event):
-            raise Violation("14 a rank switches alone", str(engine.rank))
+        check_switch(engine.rank, done.engine.rank, told=event == "result" or isinstance(event, Reconfigure))
         told = 0
         for message in done.told:
             for at in range(self.engine_count, self.coordinator_at):
@@ -541,31 +542,24 @@ class World:
         entered = type(done.engine.slot) is Entered and done.engine.slot is not engine.slot
         return Step(self.parts.number(done.engine), told | self._mask(done.sent), ended, moved, entered, done.forward)
 
-    def _switches_alone(self, before: Any, after: Any, event: Any) -> bool:
-        """Whether a rank that serves goes to another epoch, and neither an exchange nor the coordinator made it."""
-        moved = after.group != before.group and before.phase is not Phase.OUTSIDE
-        return moved and event != "result" and not isinstance(event, Reconfigure)
-
     def _twice(self, engine: Engine, event: Any, name: str, message: Any) -> engines.Done:
         rank, effects = event(message)
-        again, more = getattr(rank, name)(message)
-        if again != rank or any(type(effect) is not ResumeRefused for effect in more):
-            broken(self, "6 a duplicate changes something", f"{message} at {rank}: {more}")
-        pending = engine.rank.pauses.on and not engine.rank.paused
-        if name == "resume" and pending and rank != engine.rank:
-            broken(self, "9 a resume was taken before the pause was complete", f"{message} at {engine.rank}")
+        check_twice(self.protocol, engine.rank, rank, name, message)
         return engines.settle(engine, rank, effects)
 
     def _other(self, state: State, at: int, event: Any) -> State:
         self.doing = at, event
         number, mask = self._other_step(state[at], event)
-        before, state = state, self._put(state, at, number)
+        old, new = self.parts.values[state[at]], self.parts.values[number]
+        state = self._put(state, at, number)
         if at == self.coordinator_at:
-            check_running(self, state)
-            check_expelled(self, before, state, event)
-            check_size(self, before, state)
+            living = list(self._living(state).values())
+            name, arguments = self._named(event)
+            check_running(self.protocol, new.waves, living)
+            check_expelled(old, new, living, name, arguments[0] if arguments else None)
+            check_size(old, new)
             if mask:
-                check_epochs(self, state)
+                check_epochs(self._groups(state))
         return self._send(state, mask) if mask else state
 
     def _other_step(self, number: int, event: Any) -> tuple[int, int]:
@@ -575,19 +569,30 @@ class World:
         if step is not None:
             return step
         part = self.parts.values[number]
-        if type(event) is int:
-            _, message = self.messages.values[event.bit_length() - 1]
-            name, arguments = NAMES[type(message)], (message,)
-        else:
-            message, name, arguments = event, event[0], event[1:]
+        name, arguments = self._named(event)
         after, sent = getattr(part, name)(*arguments)
-        if name not in ("peer_lost", "scale", "repeat", "recovered"):
-            again, _ = getattr(after, name)(*arguments)
-            if again != after:
-                raise Violation("6 a duplicate changes something", f"{message} at {after}")
-        check_told(self, part, after, message, sent)
+        check_again(after, name, arguments)
+        check_told(self.protocol, part, after, arguments[0] if arguments else None, sent)
         step = self._others[key] = self.parts.number(after), self._mask(sent)
         return step
+
+    def _named(self, event: Any) -> tuple[str, tuple[Any, ...]]:
+        """The method that an event of a frontend or the coordinator is, and its arguments."""
+        if type(event) is not int:
+            return event[0], event[1:]
+        _, message = self.messages.values[event.bit_length() - 1]
+        return NAMES[type(message)], (message,)
+
+    def _living(self, state: State, but: int = DOWN) -> dict[str, Rank]:
+        numbers = enumerate(state[: self.engine_count])
+        return {self.names[at]: self.parts.values[n].rank for at, n in numbers if n != DOWN and at != but}
+
+    def _groups(self, state: State) -> set[RankGroup]:
+        """Those that anybody knows, or is being told of."""
+        machine, ranks = self.parts.values[state[self.coordinator_at]], self._living(state).values()
+        told = {message.group for _, _, message in self.under_way(state) if type(message) is Reconfigure}
+        inside = {rank.group for rank in ranks if rank.phase is not Phase.OUTSIDE}
+        return {machine.group, machine.standby} | inside | {rank.standby for rank in ranks} | told
 
     def _complete(self, parts: list[int], at: int) -> None:
         """All members have entered a collective: it ends for each of them."""
@@ -607,18 +612,8 @@ class World:
         if any(type(engine.slot) is not Entered or engine.rank.group != group for engine in members):
             return None
         entered = [engine.slot.collective for engine in members]
-        kinds = {type(collective) for collective in entered}
-        if len(kinds) > 1:
-            raise Violation("1 ranks are in different collectives", str(entered))
-        if kinds == {Exchange}:
-            rows = tuple(collective.row for collective in entered)
-            opening = members[0].rank.opening
-            places = {(row.epoch, row.step, None if opening else row.wave) for row in rows}
-        else:
-            rows = ()
-            places = {(step.epoch, step.wave, step.step, step.pauses) for step in entered}
-        if len(places) > 1:
-            raise Violation("4 ranks in one collective are in different places", str(entered))
+        check_collective(entered, opening=members[0].rank.opening)
+        rows = tuple(collective.row for collective in entered if isinstance(collective, Exchange))
         return tuple(
             self.parts.number(engine._replace(slot=Ended(engine.slot.collective, engine.slot.batch, rows)))
             for engine in members
