@@ -117,6 +117,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
     # Members.
 
+    def founded(self, size: int, *, min_size: int, waits: bool) -> tuple[Self, Sent]:
+        """The first rank says how large the group is to be."""
+        return self._with(size=size, min_size=min_size, waits=waits), ()
+
     def report(self, message: RankReport) -> tuple[Self, Sent]:
         """A rank says where it is: it registers, keeps its lease, or has been through an epoch's first exchange."""
         epoch, engine = message.group.epoch, message.engine

@@ -79,8 +79,8 @@ class GroupOfPool:
             self._max_size = registration.max_size
             if not registration.report.group.epoch:
                 self.target_size = registration.size
-                self._machine = msgspec.structs.replace(
-                    self._machine, size=registration.size, min_size=registration.min_size, waits=registration.waits
+                self._machine, _ = self._machine.founded(
+                    registration.size, min_size=registration.min_size, waits=registration.waits
                 )
         epoch, remembered = registration.report.group.epoch, registration.target_size
         if self._machine.recovering and remembered and epoch >= (self._remembered_in or 0):
