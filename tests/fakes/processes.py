@@ -64,6 +64,11 @@ class Service:
         """One more flag, for the next start."""
         self._arguments.append(f"--{key}={value}")
 
+    def run_by(self, module: str, *words: object) -> None:
+        """From the next start on, another module runs this one: it gets ``words``, then the name of this one and the flags."""
+        self._arguments = [*map(str, words), self.module, *self._arguments]
+        self.module = module
+
     @property
     def address(self) -> str:
         """host:port of the gRPC server."""

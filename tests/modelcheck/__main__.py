@@ -4,6 +4,7 @@ python -m tests.modelcheck                      # every configuration, two at a 
 python -m tests.modelcheck --states 100000      # no more than so many of each
 python -m tests.modelcheck --only pause         # those whose names have the word
 python -m tests.modelcheck --mutations          # each defect, and the shortest way to it
+python -m tests.modelcheck --replay FOLDER      # traces that processes left in it
 """
 
 import argparse
@@ -11,10 +12,13 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from tests.modelcheck.configurations import EVERY, Configuration, explored
 from tests.modelcheck.explore import Found, explore
 from tests.modelcheck.mutations import MUTATIONS
+from tests.modelcheck.replay import replay
+from tests.modelcheck.violation import Violation
 from tests.modelcheck.world import World
 
 
@@ -54,6 +58,16 @@ def show_mutations() -> bool:
     return every
 
 
+def show_replay(folder: Path) -> bool:
+    """Whether the processes did what is explored here."""
+    try:
+        print(replay(folder))
+    except Violation as violation:
+        print(violation)
+        return False
+    return True
+
+
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.modelcheck", description=__doc__.splitlines()[0])
@@ -61,7 +75,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="networks whose names have this in them")
     parser.add_argument("--jobs", type=int, default=2, help="networks at a time (default: 2)")
     parser.add_argument("--mutations", action="store_true", help="show the defects that must be found")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="replay the traces of a group's processes")
     options = parser.parse_args()
+    if options.replay:
+        return 0 if show_replay(options.replay) else 1
     if options.mutations:
         return 0 if show_mutations() else 1
     chosen = [configuration for configuration in EVERY if options.only in configuration.name]

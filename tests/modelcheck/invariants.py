@@ -133,13 +133,13 @@ def check_epochs(groups: Iterable[RankGroup]) -> None:
 # Of coordinator and frontends.
 
 
-def check_again(after: Any, name: str, arguments: Sequence[Any]) -> None:
+def check_again(after: Any, name: str, *arguments: Any, **more: Any) -> None:
     """What may come twice changes nothing the second time."""
     if name in ("peer_lost", "scale", "repeat", "recovered"):
         return
-    again, _ = getattr(after, name)(*arguments)
+    again, _ = getattr(after, name)(*arguments, **more)
     if again != after:
-        raise Violation("6 a duplicate changes something", f"{name} {arguments} at {after}")
+        raise Violation("6 a duplicate changes something", f"{name} {arguments or more} at {after}")
 
 
 def check_told(protocol: Protocol, before: Any, after: Any, message: Any, sent: Any) -> None:

@@ -571,7 +571,7 @@ class World:
         part = self.parts.values[number]
         name, arguments = self._named(event)
         after, sent = getattr(part, name)(*arguments)
-        check_again(after, name, arguments)
+        check_again(after, name, *arguments)
         check_told(self.protocol, part, after, arguments[0] if arguments else None, sent)
         step = self._others[key] = self.parts.number(after), self._mask(sent)
         return step

@@ -47,14 +47,16 @@ class RankGroup(Cluster):
     the frontend.
     """
 
-    def __init__(self, model: Path, *, size: int, spares: int = 0, **engine_flags: Any) -> None:
+    def __init__(
+        self, model: Path, *, size: int, spares: int = 0, lease_seconds: float = LEASE, **engine_flags: Any
+    ) -> None:
         self.size = size
         self._admin_address = f"127.0.0.1:{(port := free_port())}"
         super().__init__(
             model,
             engines=size + spares,
             spares=spares,
-            lease_seconds=LEASE,
+            lease_seconds=lease_seconds,
             frontend_flags={"admin__port": port},
             data_parallel__size=size,
             **engine_flags,

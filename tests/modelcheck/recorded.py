@@ -1,0 +1,30 @@
+"""``python -m tests.modelcheck.recorded FOLDER SERVICE FLAGS``: a service whose machines leave their traces in a folder.
+
+An engine's driver and a coordinator's pools make their machines from recorded classes instead of their own.
+"""
+
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+from tests.modelcheck.recorder import Recorder
+
+SEAMS = {
+    "penstock_enginecore": ("penstock_enginecore.core.data_parallel.driver", "Rank"),
+    "penstock_coordinator": ("penstock_coordinator.pool_group", "GroupMachine"),
+}
+"""Where each service makes its machine, and what it calls the class there."""
+
+
+def main() -> None:
+    folder, service = sys.argv[1:3]
+    module, machine = SEAMS[service]
+    sys.argv = [service, *sys.argv[3:]]
+    with Recorder(Path(folder)) as recorder:
+        setattr(importlib.import_module(module), machine, recorder.maker(machine))
+        runpy.run_module(service, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

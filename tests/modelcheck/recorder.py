@@ -1,0 +1,79 @@
+"""Machines that write down what happens to them, before whoever drives them acts on it."""
+
+import contextlib
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.modelcheck.trace import MACHINES, SUFFIX, Begin, Line, Machine, events_of
+
+
+class Recorder(contextlib.ExitStack):
+    """Writes a file per machine into a folder, until it is closed. What ``maker`` makes stands where a service has the machine's
+    class.
+
+    What it makes is a class of its own for each machine, whose events are the machine's and are then written: the machine does
+    not know of it, and no event gets past it. A line is one write to the file, so that what was acted on survives SIGKILL.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._made = 0
+
+    def maker(self, name: str, machine: type[Machine] | None = None) -> Callable[..., Machine]:
+        """Makes machines of this name that are recorded; of another class if there is one, such as one with a defect."""
+        machine = machine or MACHINES[name]
+
+        def make(*args: Any, **kwargs: Any) -> Machine:
+            self._made += 1
+            path = self._folder / f"{name}-{os.getpid()}-{self._made}{SUFFIX}"
+            record = _Record(self.enter_context(path.open("xb", buffering=0)))
+            events = {event: _recorded(method, record) for event, method in events_of(machine).items()}
+            made = msgspec.defstruct(f"Recorded{name}", [], bases=(machine,), namespace=events, frozen=True)
+            state = made(*args, **kwargs)
+            record.write(Begin(name, time.monotonic_ns(), _raw(state)))
+            return state
+
+        return make
+
+
+class _Record:
+    """The lines of one machine."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self.written = 0
+
+    def write(self, line: Begin | Line) -> None:
+        encoded = msgspec.json.encode(line) + b"\n"
+        if self._file.write(encoded) != len(encoded):
+            raise OSError(f"{self._file.name}: no space for a line")
+        self.written += 1
+
+
+def _recorded(event: Callable[..., Any], record: _Record) -> Callable[..., Any]:
+    signature = inspect.signature(event)
+
+    @functools.wraps(event)
+    def happens(self: Machine, *args: Any, **kwargs: Any) -> Any:
+        after, sent = event(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = {key: _raw(value) for key, value in list(bound.arguments.items())[1:]}
+        told = [(type(message).__name__, _raw(message)) for message in sent]
+        record.write(Line(record.written, time.monotonic_ns(), event.__name__, arguments, told, _raw(after)))
+        return after, sent
+
+    return happens
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
