@@ -1,4 +1,4 @@
-"""Groups as processes that change their size under 32 streams: transformers' tokens, and how long streams stood still.
+"""Groups as processes that change their size under 32 streams: transformers' tokens, and how long steps and streams stood still.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """
@@ -13,11 +13,13 @@ import pytest_asyncio
 
 from tests.e2e.test_data_parallel import KILLS, Expected
 from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import read
 from tests.fakes.systems.rank_group import RankGroup, metric
 from tests.fakes.systems.streams import Load, greedy
 
 COUNT, STREAMS, EXPERTS, FEWEST = 60, 32, 8, 2
+CHANGES = 3
 PROMPTS = [[1 + i, *range(2, 2 + 3 * i + 1), 5] for i in range(6)]
 SHARED = {
     "data_parallel__min_size": FEWEST,
@@ -54,18 +56,33 @@ async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) ->
         yield running
 
 
+def switches(rank: Service) -> tuple[float, float]:
+    """Planned changes that a rank has been through, and the seconds in which they stopped its steps."""
+    count, seconds = (metric(rank, f"penstock:group_switch_seconds_{what}") for what in ("count", "sum"))
+    return count, seconds
+
+
 async def test_streams_go_on_while_a_group_goes_from_two_ranks_to_four_and_to_three(
     group: RankGroup, model: tuple[Path, Expected]
 ) -> None:
     calls = [group.stub.Generate(greedy(prompt, COUNT, int(i == 0))) for i, prompt in enumerate(PROMPTS)]
     assert [answer.token_ids for answer in await asyncio.gather(*map(read, calls))] == model[1]
     async with Load(group, PROMPTS, model[1], STREAMS) as load:
-        for size in (2, 4, 3):
-            await load.answered(len(PROMPTS))
-            began = time.monotonic()
-            await group.scale(size)
-            await load.answered(2 * STREAMS)
-            print(f"to {size} ranks: {load.longest_gap(began):.3f} s between two tokens of a stream, at most")
+        for _ in range(CHANGES):
+            for size in (2, 4, 3):
+                await load.answered(len(PROMPTS))
+                inside = [engine for engine, _ in await group.members()]
+                before = {rank: switches(rank) for rank in inside}
+                began = time.monotonic()
+                await group.scale(size)
+                stopped = []
+                for rank in {engine for engine, _ in await group.members()} & before.keys():
+                    count, seconds = (now - then for now, then in zip(switches(rank), before[rank], strict=True))
+                    assert (count > 0) == (size != len(inside))
+                    stopped.append(seconds / max(count, 1))
+                await load.answered(2 * STREAMS)
+                gap = load.longest_gap(began)
+                print(f"to {size} ranks: steps stopped for {1000 * max(stopped):.1f} ms, streams for {gap:.3f} s")
     print(f"{load.num_answers} answers")
     for engine, _ in await group.members():
         assert metric(engine, "penstock:exchange_seconds_count") > 0

@@ -44,6 +44,12 @@ class GroupCollector(Collector):
             state.recovery_seconds,
         )
         yield self._summary(
+            "penstock:group_switch_seconds",
+            "From the last step in a group to the next one's first exchange being over, of planned changes",
+            state.num_switches,
+            state.switch_seconds,
+        )
+        yield self._summary(
             "penstock:exchange_seconds",
             "In exchanges before steps, waiting for other ranks among it",
             state.num_exchanges,

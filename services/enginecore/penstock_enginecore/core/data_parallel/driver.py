@@ -37,6 +37,7 @@ from penstock_enginecore.core.data_parallel.links import Links
 from penstock_enginecore.core.data_parallel.rank import Effects, Phase, Rank
 from penstock_enginecore.core.data_parallel.row_codec import pack_row, unpack_row
 from penstock_enginecore.core.data_parallel.shared_experts import SharedExperts
+from penstock_enginecore.core.data_parallel.standstill import Standstill
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler
 from penstock_enginecore.core.scheduler.pause import PauseState
 from penstock_enginecore.core.steps_in_flight import DrainAborts
@@ -95,8 +96,7 @@ class GroupDriver:
         self._pausing: list[Future[None]] = []
         self._resume_refused = False
         self._repeat_at = clock() + REPEAT_INTERVAL
-        self._lost_at: float | None = None
-        self._recovered = (0, 0.0)
+        self._standstill = Standstill(clock)
         self._num_dummy_steps = 0
         self._exchanged = (0, 0.0)
 
@@ -120,7 +120,7 @@ class GroupDriver:
     @property
     def state(self) -> GroupState:
         """For metrics."""
-        rank, (count, seconds) = self._rank, self._recovered
+        rank, standstill = self._rank, self._standstill
         members = rank.group.members
         return GroupState(
             epoch=rank.group.epoch,
@@ -128,8 +128,10 @@ class GroupDriver:
             rank=members.index(rank.engine) if rank.engine in members else None,
             suspended=rank.phase in (Phase.OUTSIDE, Phase.BROKEN),
             num_dummy_steps=self._num_dummy_steps,
-            num_recoveries=count,
-            recovery_seconds=seconds,
+            num_recoveries=standstill.num_recoveries,
+            recovery_seconds=standstill.recovery_seconds,
+            num_switches=standstill.num_switches,
+            switch_seconds=standstill.switch_seconds,
             num_exchanges=self._exchanged[0],
             exchange_seconds=self._exchanged[1],
             expert_balance=None if self._experts is None else self._experts.balance,
@@ -162,9 +164,9 @@ class GroupDriver:
         self._apply(rank, effects)
 
     def _move_from_standstill(self) -> None:
-        if self._lost_at is None or self._rank.phase is not Phase.BROKEN:
+        if self._rank.phase is not Phase.BROKEN:
             return
-        if self._clock() - self._lost_at >= self._move_after and self._scheduler.has_requests:
+        if self._standstill.seconds_since_loss >= self._move_after and self._scheduler.has_requests:
             failure = Unavailable("the group of the rank has lost a member and stands still", reason="GROUP_SUSPENDED")
             self._scheduler.abort_all(RequestError.from_exception(failure))
 
@@ -198,12 +200,12 @@ class GroupDriver:
             self.links.close_before(self._rank.group.epoch)
             if not self._joined(self._rank.group.epoch):
                 return
-        self._apply(*self._rank.gathered([unpack_row(row) for row in rows]))
-        if opened and self._lost_at is not None:
-            count, seconds = self._recovered
-            self._recovered = (count + 1, seconds + self._clock() - self._lost_at)
-            logger.info("the group of epoch %d goes on", self._rank.group.epoch)
-            self._lost_at = None
+        rank, effects = self._rank.gathered([unpack_row(row) for row in rows])
+        if rank.opening:
+            self._standstill.switching()
+        self._apply(rank, effects)
+        if opened and self._standstill.opened():
+            logger.info("the group of epoch %d goes on", rank.group.epoch)
 
     def _joined(self, epoch: int) -> bool:
         """Have the experts compute with the group of this epoch. Returns False where they cannot."""
@@ -224,14 +226,10 @@ class GroupDriver:
         elif epoch == rank.group.epoch:
             logger.warning("a collective of epoch %d broke off: %s", epoch, why)
             self.links.give_up_before(epoch + 1)  # or others would wait for what this rank computes no more
-            self._lost()
+            self._standstill.lost()
             self._apply(*rank.peer_lost())
             if unprepared:
                 self.to_coordinator(PrepareFailed(rank.engine, epoch))
-
-    def _lost(self) -> None:
-        if self._lost_at is None:
-            self._lost_at = self._clock()
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
         """Compute the step that the ranks agreed on. Returns what to tell each client, by client id."""
@@ -301,6 +299,7 @@ class GroupDriver:
     def _do(self, effect: Effect) -> None:
         match effect:
             case Exchange(group, row):
+                self._standstill.exchanging()
                 self.links.exchange(group.epoch, pack_row(row))
             case Forward():
                 self._forward = effect
@@ -308,7 +307,7 @@ class GroupDriver:
                 self._forward = None  # it had not begun: steps are taken in before anything else is looked at
             case AbortCollective():
                 self.links.give_up_before(self._rank.group.epoch)
-                self._lost()
+                self._standstill.lost()
             case Hold(mode):
                 self._hold(mode)
             case Release():

@@ -119,6 +119,7 @@ def test_survivors_of_a_death_in_a_step_repeat_it_and_keep_their_requests():
         assert first.engine.scheduler.stats().num_preemptions == third.engine.scheduler.stats().num_preemptions == 0
         assert ranks.room.machine.group.members == (first.name, third.name)
         assert first.driver.state.num_recoveries == 1
+        assert first.driver.state.num_switches == 0
         assert not first.engine.has_requests
 
 
@@ -149,7 +150,10 @@ def test_a_group_changes_its_size_between_two_steps(size):
         ranks.room.wait(lambda: ranks.room.machine.finished and len(ranks.room.machine.group.members) == size)
         ranks.all[0].wait_for_ends(requests[0])
         assert_as_expected(ranks.all[0].engine, ranks.all[0].transcript, requests[0])
-        assert all(rank.driver.state.num_recoveries == 0 for rank in ranks.all)
+        states = [rank.driver.state for rank in ranks.all]
+        assert all(state.num_recoveries == 0 for state in states)
+        assert [state.num_switches for state in states] == ([1, 0] if size == 1 else [1, 1, 0])
+        assert states[0].switch_seconds > 0
         last = ranks.all[-1]
         last.add(requests[1])
         if size == 1:
