@@ -15,8 +15,8 @@ import pytest_asyncio
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.common.v1 import control_pb2
 from tests.e2e.test_data_parallel import PROMPTS, Expected, model
-from tests.fakes.engines.rank_faults import CHANGING, NAME, SERVING, VARIABLE
-from tests.fakes.engines.worker_faults import Fault, fired, installed
+from tests.fakes.engines.rank_faults import CHANGING, SERVING
+from tests.fakes.systems.faulty_ranks import FaultyRanks
 from tests.fakes.systems.rank_group import RankGroup, held, metric, until
 from tests.fakes.systems.streams import Streams
 
@@ -57,27 +57,20 @@ def report() -> Any:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ranks(model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RankGroup]:
+async def ranks(model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyRanks]:
     directory = tmp_path_factory.mktemp("faults")
-    group = RankGroup(model[0], size=RANKS, expert_parallel__enabled="true", plugins=f'["{NAME}"]')
-    found = installed(directory / "plugin", NAME, "tests.fakes.engines.rank_faults")
-    for engine in group.engines:
-        engine.environment = {**found, VARIABLE: str(directory / str(engine.port))}
-    group.faults = directory  # type: ignore[attr-defined]
-    async with group:
+    async with FaultyRanks(model[0], directory, size=RANKS, expert_parallel__enabled="true") as group:
         yield group
 
 
 @pytest.mark.parametrize(("point", "rank"), CASES, ids=[f"{point.replace(' ', '-')}-{rank}" for point, rank in CASES])
 async def test_every_stream_is_what_it_would_have_been(
-    ranks: RankGroup, model: tuple[Path, Expected], report: dict[tuple[str, int], Row], point: str, rank: int
+    ranks: FaultyRanks, model: tuple[Path, Expected], report: dict[tuple[str, int], Row], point: str, rank: int
 ) -> None:
     row = report[point, rank] = Row()
     order = await ranks.members()
     (victim, _), (other, _) = order[rank], order[1 - rank]
     third = order[2][0]
-    armed = ranks.faults / str(victim.port)  # type: ignore[attr-defined]
-    armed.with_suffix(".done").unlink(missing_ok=True)
     changing = point in CHANGING
     if changing:
         await third.kill()
@@ -102,11 +95,11 @@ async def test_every_stream_is_what_it_would_have_been(
         row.wrong = await streams.end()
     else:
         await streams.begin()
-        Fault(0, point, "kill").arm(armed)
+        ranks.arm(victim, point)
         if changing:
             await third.start()
         row.wrong = await streams.end()
-        while fired(armed) is None:  # a process starts for longer than a stream lasts
+        while not ranks.fired(victim):  # a process starts for longer than a stream lasts
             before = moved(ranks)
             row.wrong += await (await streams.begin()).end()
     await victim.ended()

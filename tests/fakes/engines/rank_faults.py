@@ -32,11 +32,15 @@ SERVING: tuple[Serving, ...] = get_args(Serving)
 go to experts, and what those made of them goes back; of the first and of the last layer. sampled: nobody knows it yet.
 before outputs: they have left the loop, and not the process.
 """
-Changing = Literal["preparing", "prepared", "switching", "opening"]
+Changing = Literal["preparing", "met", "prepared", "switching", "opening", "opened"]
 CHANGING: tuple[Changing, ...] = get_args(Changing)
-"""Of a change of the members. preparing: told to. prepared: it has met the others beside the group that serves. switching: all
-have agreed to. opening: before the new group's first exchange.
+"""Of a change of the members, at whoever is in the next group. preparing: told to. met: the others too, beside the group that
+serves; what it lacks of the model is not read yet. prepared: it is. switching: all have agreed to; a newcomer waits for them to.
+opening: before the new group's first exchange. opened: behind it.
 """
+Leaving = Literal["preparing", "prepared", "leaving"]
+LEAVING: tuple[Leaving, ...] = get_args(Leaving)
+"""At whoever is not in the next group. leaving: all have agreed to switch, and nobody knows where its requests have gone."""
 
 
 def install() -> None:
@@ -94,8 +98,9 @@ def _watch_experts(faults: Faults) -> None:
 
 def _watch_changes(faults: Faults) -> None:
     from penstock_enginecore.core.data_parallel.driver import GroupDriver
-    from penstock_enginecore.core.data_parallel.effects import Exchange, Join, Prepare
+    from penstock_enginecore.core.data_parallel.effects import Exchange, Join, Leave, Prepare
     from penstock_enginecore.core.data_parallel.events import Connected
+    from penstock_enginecore.parallel.group_link import SocketLink
 
     def doing(driver: Any, effect: Any) -> None:
         match effect:
@@ -105,6 +110,10 @@ def _watch_changes(faults: Faults) -> None:
                 faults.at("switching")
             case Exchange() if driver._rank.opening:
                 faults.at("opening")
+            case Leave():
+                faults.at("leaving")
 
     wrap(GroupDriver, "_do", before=doing)
     wrap(GroupDriver, "take", after=lambda _, event: faults.at("prepared") if isinstance(event, Connected) else None)
+    wrap(GroupDriver, "_gathered", before=lambda driver, _: faults.at("opened") if driver._rank.opening else None)
+    wrap(SocketLink, "connect", after=lambda _: faults.at("met"))

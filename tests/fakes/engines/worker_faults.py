@@ -43,11 +43,13 @@ _FROM_OUTSIDE = ("idle", "draining")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What happens to the worker of ``rank`` when it comes to ``point`` next. flip: its best logit changes sign."""
+    """What happens when the worker of ``rank`` comes to ``point`` next. flip: its best logit changes sign."""
 
     rank: int
     point: str
     does: Literal["kill", "stop", "flip"]
+    pid: int = 0
+    """The process that it happens to; 0: the worker."""
 
     def arm(self, path: Path) -> None:
         """For the worker to see, whole or not at all."""
@@ -102,7 +104,7 @@ class Faults:
         """The process is here."""
         fault = self.due(point, "kill", "stop")
         if fault is not None:
-            os.kill(os.getpid(), signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
+            os.kill(fault.pid or os.getpid(), signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
 
 
 def install() -> None:

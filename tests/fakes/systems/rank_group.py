@@ -96,7 +96,7 @@ class RankGroup(Cluster):
             while not await self._is_whole(size):
                 told = await self._told()
                 if told is not None and told.target_size != size and len(told.group.members) == told.target_size:
-                    await self.admin.Scale(admin_pb.ScaleRequest(replicas=size))
+                    await self.ask_for(size)
                 await asyncio.sleep(0.05)
 
     async def ask_for(self, size: int) -> int:

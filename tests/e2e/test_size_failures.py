@@ -1,0 +1,141 @@
+"""Processes of a data-parallel group killed at every named point of a change of its size (make rank-failures).
+
+Every one of 32 streams at a time is what transformers says; the group goes on with the ranks that there are, and has its new size
+once the killed process has been started again.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.test_data_parallel import Expected
+from tests.e2e.test_group_sizes import FEWEST, PROMPTS, SHARED, STREAMS, model
+from tests.fakes.engines.rank_faults import CHANGING, LEAVING
+from tests.fakes.processes import Service
+from tests.fakes.systems.faulty_ranks import FaultyRanks
+from tests.fakes.systems.rank_group import metric, until
+from tests.fakes.systems.streams import Load
+
+__all__ = ["model"]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(os.environ.get("PENSTOCK_RANK_FAILURES") != "full", reason="make rank-failures runs it"),
+]
+RANKS = 4
+GROWING, SHRINKING = (2, 4), (4, 3)
+FIRST, STAYS, COMES, LEAVES, COORDINATOR = "rank 0", "rank 1", "one that comes", "one that leaves", "the coordinator"
+Case = tuple[tuple[int, int], str, str]
+CASES: list[Case] = [
+    *itertools.product([GROWING], [FIRST, STAYS, COMES, COORDINATOR], CHANGING),
+    *itertools.product([SHRINKING], [FIRST, STAYS, COORDINATOR], CHANGING),
+    *itertools.product([SHRINKING], [LEAVES], LEAVING),
+]
+"""From how many ranks to how many, who is killed, and where; the coordinator, as rank 0 comes there."""
+
+
+def _name(case: Case) -> str:
+    (before, after), who, point = case
+    return f"{before} to {after}, {who}, {point}"
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[list[str]]:
+    lines: list[str] = []
+    yield lines
+    print(
+        "",
+        "| ranks | killed | at | ranks seen | steps stood still, s | streams, s |",
+        "|---|---|---|---|--:|--:|",
+        sep="\n",
+    )
+    print(*lines, sep="\n")
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[{}, SHARED], ids=["whole models", "shared experts"]
+)
+async def ranks(
+    request: pytest.FixtureRequest, model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[FaultyRanks]:
+    """Four engines, of which two are to be ranks first."""
+    directory = tmp_path_factory.mktemp("faults")
+    options = {"size": FEWEST, "spares": RANKS - FEWEST, **request.param}
+    async with FaultyRanks(model[0], directory, **options) as group:
+        yield group
+
+
+class Sizes:
+    """How many ranks a group has, one after the other, as its frontend sees it while the block runs."""
+
+    def __init__(self, ranks: FaultyRanks) -> None:
+        self._ranks = ranks
+        self.seen: list[int] = []
+
+    async def __aenter__(self) -> "Sizes":
+        self._task = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _look(self) -> None:
+        while True:
+            size = len(await self._ranks.members())
+            if [size] != self.seen[-1:]:
+                self.seen.append(size)
+            await asyncio.sleep(0.02)
+
+
+async def whom(ranks: FaultyRanks, who: str) -> Service:
+    """The engine that comes to a point. Those that leave are the last ones by name, and so are those that come."""
+    inside = [engine for engine, _ in await ranks.members()]
+    match who:
+        case "one that comes" | "one that leaves":
+            assert (ranks.engines[-1] in inside) == (who == LEAVES)
+            return ranks.engines[-1]
+        case "rank 1":
+            return inside[1]
+        case _:
+            return inside[0]
+
+
+def recovered(engine: Service) -> float:
+    return metric(engine, "penstock:group_recovery_seconds_sum")
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+async def test_no_stream_fails_and_the_group_comes_to_its_size(
+    ranks: FaultyRanks, model: tuple[Path, Expected], report: list[str], case: Case
+) -> None:
+    (before, after), who, point = case
+    for size in (RANKS, FEWEST, before):  # whoever died before is at its place again
+        await ranks.scale(size)
+    comes = await whom(ranks, who)
+    victim = ranks.coordinator if who == COORDINATOR else comes
+    others = [engine for engine, _ in await ranks.members() if engine is not victim]
+    stood = [recovered(engine) for engine in others]
+    async with Load(ranks, PROMPTS, model[1], STREAMS) as load, Sizes(ranks) as sizes:
+        await load.answered(STREAMS)
+        began = asyncio.get_running_loop().time()
+        ranks.arm(comes, point, victim)
+        asked = asyncio.create_task(ranks.ask_for(after))
+        await until(ranks.fired, comes)
+        await victim.ended()
+        if victim is not ranks.coordinator:
+            await ranks.whole(RANKS - 1)
+        await victim.restart()
+        await asked
+        await ranks.whole(after)
+        await load.answered(STREAMS)
+        gap = load.longest_gap(began)
+    longest = max(recovered(engine) - then for engine, then in zip(others, stood, strict=True))
+    shown = ", ".join(map(str, sizes.seen))
+    report.append(f"| {before} to {after} | {who} | {point} | {shown} | {longest:.3f} | {gap:.2f} |")
