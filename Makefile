@@ -267,8 +267,8 @@ group-kills: setup ## Kill ranks of a data-parallel group KILLS times (20), when
 	@PENSTOCK_GROUP_KILLS=$${KILLS:-20} $(PYTEST) tests/e2e/test_data_parallel.py $(wildcard tests/e2e/test_group_*.py) -n 0 -q -s
 
 .PHONY: rank-failures
-rank-failures: setup ## Ranks of a data-parallel group killed at every named point under 32 streams (10 minutes)
-	@PENSTOCK_RANK_FAILURES=full $(PYTEST) tests/e2e/test_rank_failures.py -n 0 -q -s
+rank-failures: setup ## Ranks and coordinator of a data-parallel group killed at every named point, also while its size changes (40 minutes)
+	@PENSTOCK_RANK_FAILURES=full $(PYTEST) tests/e2e/test_rank_failures.py tests/e2e/test_size_failures.py -n 0 -q -s
 
 .PHONY: clean
 clean: ## Remove the environment and caches

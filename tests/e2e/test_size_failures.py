@@ -44,17 +44,23 @@ def _name(case: Case) -> str:
     return f"{before} to {after}, {who}, {point}"
 
 
+class Report:
+    """What is printed at the end."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.num_answers = 0
+
+    def __str__(self) -> str:
+        head = ["| ranks | killed | at | ranks seen | steps stood still, s | streams, s |", "|---|---|---|---|--:|--:|"]
+        return "\n".join(["", *head, *self.lines, f"{self.num_answers} answers, all right"])
+
+
 @pytest.fixture(scope="module")
-def report() -> Iterator[list[str]]:
-    lines: list[str] = []
-    yield lines
-    print(
-        "",
-        "| ranks | killed | at | ranks seen | steps stood still, s | streams, s |",
-        "|---|---|---|---|--:|--:|",
-        sep="\n",
-    )
-    print(*lines, sep="\n")
+def report() -> Iterator[Report]:
+    made = Report()
+    yield made
+    print(made)
 
 
 @pytest_asyncio.fixture(
@@ -113,7 +119,7 @@ def recovered(engine: Service) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
 async def test_no_stream_fails_and_the_group_comes_to_its_size(
-    ranks: FaultyRanks, model: tuple[Path, Expected], report: list[str], case: Case
+    ranks: FaultyRanks, model: tuple[Path, Expected], report: Report, case: Case
 ) -> None:
     (before, after), who, point = case
     for size in (RANKS, FEWEST, before):  # whoever died before is at its place again
@@ -138,4 +144,5 @@ async def test_no_stream_fails_and_the_group_comes_to_its_size(
         gap = load.longest_gap(began)
     longest = max(recovered(engine) - then for engine, then in zip(others, stood, strict=True))
     shown = ", ".join(map(str, sizes.seen))
-    report.append(f"| {before} to {after} | {who} | {point} | {shown} | {longest:.3f} | {gap:.2f} |")
+    report.lines.append(f"| {before} to {after} | {who} | {point} | {shown} | {longest:.3f} | {gap:.2f} |")
+    report.num_answers += load.num_answers
