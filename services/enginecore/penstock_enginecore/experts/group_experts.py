@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,15 +24,14 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 """Experts that are read together: so many of a layer are in memory twice for a moment."""
-_Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """``aside``: weights that were read while another group served, by layer and expert."""
+    """``aside``: experts that were read while another group served, by layer and expert, packed: only copying them is left."""
 
     placement: Placement
-    aside: dict[tuple[int, int], _Weights] = field(default_factory=dict)
+    aside: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
 
 class GroupExperts:
@@ -125,8 +124,8 @@ class GroupExperts:
         lacking = [(slot, expert) for slot, expert in enumerate(wanted) if layer.held[slot] != expert]
         ready = prepared.aside
         for slot, expert in lacking:
-            if not aside and (weights := ready.pop((layer.layer, expert), None)) is not None:
-                layer.write(slot, expert, weights)
+            if not aside and (packed := ready.pop((layer.layer, expert), None)) is not None:
+                layer.put(slot, expert, packed)
         lacking = [(slot, expert) for slot, expert in lacking if layer.held[slot] != expert]
         for first in range(0, len(lacking), _AT_ONCE):
             if given_up():
@@ -137,6 +136,6 @@ class GroupExperts:
             for index, (slot, expert) in enumerate(some):
                 weights = {name: each[index] for name, each in read.items()}
                 if aside:
-                    ready[layer.layer, expert] = {name: each.clone() for name, each in weights.items()}
+                    ready[layer.layer, expert] = layer.packed(weights)
                 else:
                     layer.write(slot, expert, weights)

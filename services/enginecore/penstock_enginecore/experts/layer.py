@@ -55,6 +55,26 @@ class DispatchedExperts(torch.nn.Module):
                 weight.data[slot].copy_(weights[name])
         self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
+    def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What ``slot_memory`` is of an expert with these weights, in memory of its own, for ``put``. Steps may be computed
+        meanwhile. Raises as ``write``.
+        """
+        experts: Any = self.experts
+        if hasattr(experts, "packed"):
+            memory: list[torch.Tensor] = experts.packed(weights)
+            return memory
+        copies = [
+            torch.empty_like(weight.data[0]).copy_(weights[name])
+            for name, weight in experts.named_parameters(recurse=False)
+        ]
+        return [copy.flatten().view(torch.uint8) for copy in copies]
+
+    def put(self, slot: int, expert: int, packed: Sequence[torch.Tensor]) -> None:
+        """Have ``expert``, which was ``packed``, in a slot."""
+        for memory, values in zip(self.slot_memory(slot), packed, strict=True):
+            memory.copy_(values)
+        self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
+
     def join(self, membership: Membership | None) -> None:
         """Compute with this group from now on; None: alone."""
         self._membership = membership

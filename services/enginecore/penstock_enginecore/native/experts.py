@@ -50,6 +50,14 @@ class PackedExperts(torch.nn.Module):
         self._up[expert].overwrite(self._library, *self._rows(weights, self._up_name))
         self._down[expert].overwrite(self._library, *self._rows(weights, "down_proj"))
 
+    def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What ``slot_memory`` is where these weights were written, in memory of its own. Another thread may call it while one
+        computes. Raises ValueError where they do not fit.
+        """
+        library = self._library.beside
+        up = self._up[0].like(library, *self._rows(weights, self._up_name))
+        return up.memory + self._down[0].like(library, *self._rows(weights, "down_proj")).memory
+
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
         """Whether ``module`` is experts in float32 on the CPU that are described, and of a kind that is known."""

@@ -72,11 +72,17 @@ class NativeLibrary:
 
     def __init__(self, path: Path, isa: str, num_threads: int, *, rounded: bool = False) -> None:
         self._functions = _load(path)
+        self._beside = functools.partial(NativeLibrary, path, isa, 1, rounded=rounded)
         self.isa = isa
         self.num_threads = num_threads
         self.lanes: int = self._functions.penstock_lanes()
         self.parts: int = self._functions.penstock_parts(rounded)
         self._context = _Context(self._functions, num_threads)
+
+    @functools.cached_property
+    def beside(self) -> "NativeLibrary":
+        """The same kernels for another thread, which compute on that alone."""
+        return self._beside()
 
     def filled_to(self, kind: int) -> int:
         """Panels of numbers of ``kind`` have a multiple of so many inputs."""

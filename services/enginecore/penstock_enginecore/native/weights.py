@@ -51,14 +51,22 @@ class PackedWeight:
 
     def overwrite(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Pack others in their place, of the same shapes. Raises ValueError where their numbers need another dtype."""
-        if self.dtype != torch.float32 and not (self.dtype == torch.bfloat16 and fits_bfloat16(weight)):
-            raise ValueError(f"{str(self.dtype).removeprefix('torch.')} does not hold every number of the weight")
+        self._check(weight, bias)
         weight = weight.detach().float().contiguous()
-        if weight.shape != (self.n, self.k) or (bias is None) != (self._bias is None):
-            raise ValueError(f"a weight {list(weight.shape)} does not go where [{self.n}, {self.k}] is")
         library.call("pack", weight.data_ptr(), self.pointer)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
+
+    def like(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "PackedWeight":
+        """Others, packed as this one is. Raises as ``overwrite``."""
+        self._check(weight, bias)
+        return PackedWeight(library, weight, bias, half=self.dtype == torch.bfloat16)
+
+    def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if self.dtype != torch.float32 and not (self.dtype == torch.bfloat16 and fits_bfloat16(weight)):
+            raise ValueError(f"{str(self.dtype).removeprefix('torch.')} does not hold every number of the weight")
+        if weight.shape != (self.n, self.k) or (bias is None) != (self._bias is None):
+            raise ValueError(f"a weight {list(weight.shape)} does not go where [{self.n}, {self.k}] is")
 
     @property
     def layout(self) -> str:

@@ -1,5 +1,6 @@
 """Packed experts against transformers' own."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -140,6 +141,43 @@ def test_weights_that_bfloat16_holds_are_kept_in_it(library: NativeLibrary) -> N
     assert 2 * packed.num_bytes == whole
     step = route(8)
     torch.testing.assert_close(packed(*step), experts(*step), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_an_expert_is_packed_aside_while_steps_compute_as_it_would_be_in_its_place(
+    library: NativeLibrary, kind: str, half: bool
+) -> None:
+    experts, others = make(kind), make(kind)
+    with torch.no_grad():
+        for one, other in zip(experts.parameters(), others.parameters(), strict=True):
+            one.copy_(one.bfloat16() if half else one)
+            other.copy_(-2 * one)
+    packed = PackedExperts(library, experts)
+    step = route(30)
+    expected = packed(*step)
+    weights = [{name: each[i] for name, each in others.named_parameters()} for i in range(NUM_EXPERTS)]
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(lambda: [packed.packed(each) for each in weights for _ in range(20)][::20])
+        while not making.done():
+            assert torch.equal(packed(*step), expected)
+    for i, each in enumerate(weights):
+        packed.write(i, each)
+        assert all(map(torch.equal, packed.slot_memory(i), making.result()[i]))
+    assert torch.equal(packed(*step), PackedExperts(library, others)(*step))
+
+
+def test_an_expert_that_does_not_fit_is_not_packed_aside(library: NativeLibrary) -> None:
+    experts = make("mixtral")
+    weights = {name: each[0] for name, each in experts.named_parameters()}
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(parameter.bfloat16())
+    packed = PackedExperts(library, experts)
+    with pytest.raises(ValueError, match="bfloat16 does not hold every number"):
+        packed.packed({name: each + 1e-6 for name, each in weights.items()})
+    with pytest.raises(ValueError, match=r"a weight \[.*\] does not go where"):
+        packed.packed({name: each[:, :-1].bfloat16().float() for name, each in weights.items()})
 
 
 def test_experts_take_the_place_of_their_module_with_its_hooks_and_give_it_back(library: NativeLibrary) -> None:
