@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -101,7 +102,13 @@ async def test_every_stream_is_what_it_would_have_been(
         row.wrong = await streams.end()
         while not ranks.fired(victim):  # a process starts for longer than a stream lasts
             before = moved(ranks)
-            row.wrong += await (await streams.begin()).end()
+            try:
+                await streams.begin()
+            except grpc.aio.AioRpcError as refused:
+                if refused.code() is not grpc.StatusCode.INVALID_ARGUMENT or not ranks.fired(victim):
+                    raise
+                break  # no request may name a rank that was killed just before
+            row.wrong += await streams.end()
     await victim.ended()
     assert not row.wrong
     row.moved = int(moved(ranks) - before)
