@@ -1,5 +1,6 @@
 // What a processor gives, for roofline.py: bytes read and bytes copied per second, from memory, and products with sums of floats
-// that are in registers, of floats and, where there are instructions for them, of pairs of bfloat16, by so many threads at once. Compiled with the vectors of one of the kernels' instruction sets.
+// that are in registers, of floats and, where there are instructions for them, of pairs of bfloat16, by so many threads at once.
+// Compiled with the vectors of one of the kernels' instruction sets.
 
 #include <sys/mman.h>
 
@@ -54,28 +55,17 @@ void read(const float* from) {
   use(sums);
 }
 
-void multiply() {
+// `add(sum, x, y)`: the next sum, of as many products as a lane has.
+template <class Add>
+void multiply(const Add& add) {
   vf sums[kSums] = {};
   vf x = penstock::splat(0.5f), y = penstock::splat(0.25f);
   asm volatile("" : "+m"(x), "+m"(y));
   for (int64_t i = 0; i < kTurns; ++i)
 #pragma GCC unroll 16
-    for (int j = 0; j < kSums; ++j) sums[j] = sums[j] * x + y;
+    for (int j = 0; j < kSums; ++j) sums[j] = add(sums[j], x, y);
   use(sums);
 }
-
-#if defined(PENSTOCK_AVX512_BF16)
-void multiply_pairs() {
-  vf sums[kSums] = {};
-  vf x = penstock::splat(0.5f), y = penstock::splat(0.25f);
-  asm volatile("" : "+m"(x), "+m"(y));
-  for (int64_t i = 0; i < kTurns; ++i)
-#pragma GCC unroll 16
-    for (int j = 0; j < kSums; ++j)
-      sums[j] = _mm512_dpbf16_ps(sums[j], reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y));
-  use(sums);
-}
-#endif
 
 double thread_seconds() {
   timespec now;
@@ -118,10 +108,13 @@ int main(int argc, char** argv) {
   const double reading = fastest(threads, [&](int i) { read(from[i]); });
   const double copying = fastest(threads, [&](int i) { std::memcpy(to[i], from[i], 4 * kFloats); });
   const double flops = 2.0 * kTurns * kSums * kLanes * threads;
-  const double multiplying = fastest(threads, [](int) { multiply(); });
+  const double multiplying = fastest(threads, [](int) { multiply([](vf sum, vf x, vf y) { return sum * x + y; }); });
   double pairs = 0;
 #if defined(PENSTOCK_AVX512_BF16)
-  pairs = 2 * flops / fastest(threads, [](int) { multiply_pairs(); });
+  const auto add_pairs = [](vf sum, vf x, vf y) -> vf {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y));
+  };
+  pairs = 2 * flops / fastest(threads, [&](int) { multiply(add_pairs); });
 #endif
   std::printf("%f %f %f %f\n", bytes / reading / 1e9, 2 * bytes / copying / 1e9, flops / multiplying / 1e9, pairs / 1e9);
   return 0;

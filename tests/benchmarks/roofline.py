@@ -134,6 +134,7 @@ def main() -> None:
         f"{ceilings.flops:.0f} GFLOP/s" + (f", {ceilings.pairs:.0f} in pairs of bfloat16" if ceilings.pairs else "")
     )
     table = Table("weights", "outputs x inputs", "rows", "ms", "GB/s", "of memory", "GFLOP/s", "of products")
+    most = ceilings.pairs if library.parts and ceilings.pairs else ceilings.flops
     for case, seconds in taken.items():
         read, flops = case.weight_bytes / seconds / 1e9, case.flops / seconds / 1e9
         table.add_row(
@@ -144,7 +145,7 @@ def main() -> None:
             f"{read:.1f}",
             f"{read / ceilings.memory:.0%}",
             f"{flops:.0f}",
-            f"{flops / ((library.parts and ceilings.pairs) or ceilings.flops):.0%}",
+            f"{flops / most:.0%}",
         )
     console.print(table)
 

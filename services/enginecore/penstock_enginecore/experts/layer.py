@@ -46,14 +46,14 @@ class DispatchedExperts(torch.nn.Module):
         """Have ``expert`` in a slot: ``weights`` by the names that they have in ``experts``. Raises ValueError, after which
         nothing is there, where they do not fit.
         """
-        self.hold([*self.held[:slot], EMPTY, *self.held[slot + 1 :]])
+        self._hold(slot, EMPTY)
         experts: Any = self.experts
         if hasattr(experts, "write"):
             experts.write(slot, weights)
         else:
             for name, weight in experts.named_parameters(recurse=False):
                 weight.data[slot].copy_(weights[name])
-        self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
+        self._hold(slot, expert)
 
     def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """What ``slot_memory`` is of an expert with these weights, in memory of its own, for ``put``. Steps may be computed
@@ -73,6 +73,9 @@ class DispatchedExperts(torch.nn.Module):
         """Have ``expert``, which was ``packed``, in a slot."""
         for memory, values in zip(self.slot_memory(slot), packed, strict=True):
             memory.copy_(values)
+        self._hold(slot, expert)
+
+    def _hold(self, slot: int, expert: int) -> None:
         self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
     def join(self, membership: Membership | None) -> None:
