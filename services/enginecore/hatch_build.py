@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-pthread")
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512", "-DPENSTOCK_LANES=16", "-DPENSTOCK_TILE=12")
 _X86 = {
-    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-DPENSTOCK_AMX"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DPENSTOCK_AMX"),
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-DPENSTOCK_AVX512_BF16"),
     "avx512": _AVX512,
     "avx2": ("-march=x86-64-v3", "-DPENSTOCK_LANES=8", "-DPENSTOCK_TILE=6"),

@@ -74,6 +74,21 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
   return sums;
 }
 
+// Those of `b`, rounded to nearest even, then those of `a`.
+inline __m512bh _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
+  uint16_t to[32];
+  for (int i = 0; i < 32; ++i) {
+    const float x = i < 16 ? b[i] : a[i - 16];
+    const float kept = emulated::flushed(x);
+    uint32_t bits;
+    std::memcpy(&bits, &kept, sizeof bits);
+    to[i] = static_cast<uint16_t>((x == x ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits | 0x400000u) >> 16);
+  }
+  __m512bh out;
+  std::memcpy(&out, to, sizeof out);
+  return out;
+}
+
 inline void _tile_release() { emulated::unit = {}; }
 
 inline void _tile_loadconfig(const void* config) {

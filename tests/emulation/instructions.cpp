@@ -35,3 +35,12 @@ EXPORT void add_pairs(float* c, const void* a, const void* b) {
   sums = _mm512_dpbf16_ps(sums, left, right);
   std::memcpy(c, &sums, sizeof sums);
 }
+
+// to = a and, behind them, b, each rounded.
+EXPORT void round_both(void* to, const float* a, const float* b) {
+  __m512 first, second;
+  std::memcpy(&first, a, sizeof first);
+  std::memcpy(&second, b, sizeof second);
+  const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
+  std::memcpy(to, &rounded, sizeof rounded);
+}

@@ -12,21 +12,17 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <utility>
 #include <vector>
 
+#include "attention_pairs.h"
+#include "attention_tiles.h"
 #include "model.h"
 #include "vec.h"
 
 namespace penstock {
-
-constexpr int64_t kKeys = 64;
-constexpr int64_t kTaskRows = 4 * kTile;
-constexpr int64_t kMaxValueSize = 512;
 
 struct AttentionTask {
   int64_t request;
@@ -59,99 +55,6 @@ inline void plan_attention(const Attention& a, std::vector<AttentionTask>& tasks
   std::stable_sort(tasks.begin(), tasks.end(),
                    [&cost](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
 }
-
-struct Scratch {
-  alignas(64) float query[kTaskRows][kMaxValueSize + 16];
-  alignas(64) float scores[kTaskRows][kKeys];
-  alignas(64) float output[kTaskRows][kMaxValueSize + 16];
-  float peak[kTaskRows];
-  vf total[kTaskRows];  // by lane: of keys whose number leaves the same remainder
-};
-
-// What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
-// are done before memory has answered.
-struct Ahead {
-  const float* left;
-  const float* right;
-};
-
-inline void prefetch(const float* p) { __builtin_prefetch(p, 0, 2); }
-
-// scores[row][0..kPanel) = query . keys, for the two vectors of keys at `left` and `right`.
-template <int kRows>
-void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
-                const Ahead& ahead) {
-  vf sums[kRows][2] = {};
-  for (int64_t d = 0; d < head_size; ++d) {
-    prefetch(ahead.left + d * kChunk);
-    prefetch(ahead.right + d * kChunk);
-    const vf l = load(left + d * kChunk), r = load(right + d * kChunk);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const vf q = splat(s.query[row + i][d]);
-      sums[i][0] += q * l;
-      sums[i][1] += q * r;
-    }
-  }
-  for (int i = 0; i < kRows; ++i) {
-    store(&s.scores[row + i][key], sums[i][0]);
-    store(&s.scores[row + i][key + kLanes], sums[i][1]);
-  }
-}
-
-// Keys of a tile.
-struct Span {
-  int64_t from;
-  int64_t to;
-  bool empty() const { return from >= to; }
-};
-
-// Where the values of a tile's keys are and, a chunk each, what is read next.
-struct Values {
-  const float* of[kKeys / kChunk];
-  const float* ahead[kKeys / kChunk];
-};
-
-// output[row][column..] += weights[row][from..to) x values, for kVectors vectors of columns.
-template <int kRows, int kVectors>
-void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values, int64_t value_size, int64_t column) {
-  vf sums[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i)
-    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.output[row + i][column + v * kLanes]);
-  for (int64_t key = span.from; key < span.to;) {
-    const int64_t chunk = key / kChunk, end = std::min(span.to, (chunk + 1) * kChunk);
-    const float* value = values.of[chunk] + key % kChunk * value_size + column;
-    const float* ahead = values.ahead[chunk] + key % kChunk * value_size + column;
-    for (; key < end; ++key, value += value_size, ahead += value_size) {
-      prefetch(ahead);
-      if constexpr (kVectors * kLanes > kChunk) prefetch(ahead + kChunk);
-      vf parts[kVectors];
-      for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
-        const vf weight = splat(s.scores[row + i][key]);
-        for (int v = 0; v < kVectors; ++v) sums[i][v] += weight * parts[v];
-      }
-    }
-  }
-  for (int i = 0; i < kRows; ++i)
-    for (int v = 0; v < kVectors; ++v) store(&s.output[row + i][column + v * kLanes], sums[i][v]);
-}
-
-using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead&);
-using ValueTile = void (*)(Scratch&, int64_t, const Span&, const Values&, int64_t, int64_t);
-
-template <int... kRows>
-constexpr std::array<ScoreTile, sizeof...(kRows)> score_tiles(std::integer_sequence<int, kRows...>) {
-  return {&score_tile<kRows + 1>...};
-}
-template <int kVectors, int... kRows>
-constexpr std::array<ValueTile, sizeof...(kRows)> value_tiles(std::integer_sequence<int, kRows...>) {
-  return {&value_tile<kRows + 1, kVectors>...};
-}
-constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{});
-constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
-constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
 // Scales and masks the scores of a row, and turns them into weights: of the tile the row sees the keys of `seen`, one at least.
 inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& params, int64_t value_size) {
@@ -196,15 +99,8 @@ inline int64_t lowest(const Params& params, int64_t position) {
   return low;
 }
 
-// output[row..row + count) += weights x values of the keys of `span`.
-inline void add_values(Scratch& s, int64_t row, int64_t count, const Span& span, const Values& values, int64_t value_size) {
-  if (span.empty()) return;
-  int64_t column = 0;
-  for (; column + kPanel <= value_size; column += kPanel) kValueTiles[count - 1](s, row, span, values, value_size, column);
-  for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, span, values, value_size, column);
-}
-
-inline void attend(const Attention& a, const AttentionTask& task) {
+template <class Tiles>
+void attend_by(const Attention& a, const AttentionTask& task) {
   static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
   Scratch& s = *scratch;
   const int64_t heads = task.heads, rows = task.count * heads;
@@ -215,6 +111,7 @@ inline void attend(const Attention& a, const AttentionTask& task) {
     const int64_t head = task.head + row % heads;
     std::memcpy(s.query[row], a.query + (start + row / heads) * a.query_stride + head * a.head_size,
                 a.head_size * sizeof(float));
+    Tiles::take_query(s, row, a.head_size);
     std::fill_n(s.output[row], a.value_size, 0.0f);
     s.peak[row] = a.params.sinks != nullptr ? a.params.sinks[head] : -INFINITY;
     s.total[row] = vf{a.params.sinks != nullptr ? 1.0f : 0.0f};
@@ -241,29 +138,33 @@ inline void attend(const Attention& a, const AttentionTask& task) {
       const int64_t left = base + j, right = left + kLanes;
       const float *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
       const Ahead ahead{value_chunk(left), value_chunk(right)};
-      for (int64_t row = first_row; row < rows;) {
-        const int64_t count = std::min<int64_t>(kTile, rows - row);
-        kScoreTiles[count - 1](s, row, j, left_keys, right_keys, a.head_size, ahead);
-        row += count;
-      }
+      Tiles::score(s, first_row, rows, j, left_keys, right_keys, a.head_size, ahead);
     }
     for (int64_t row = first_row; row < rows; ++row)
-      if (const Span span = seen(row, 0, keys); !span.empty()) weigh(s, row, span, a.params, a.value_size);
+      if (const Span span = seen(row, 0, keys); !span.empty()) {
+        weigh(s, row, span, a.params, a.value_size);
+        Tiles::take_weights(s, row);
+      }
     Values values;
-    for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk; j * kChunk < keys; ++j)
+    const int64_t first_chunk = std::max<int64_t>(0, begin - base) / kChunk, end_chunk = (keys + kChunk - 1) / kChunk;
+    for (int64_t j = first_chunk; j < end_chunk; ++j)
       values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
+    Tiles::take_values(values, first_chunk, end_chunk, a.value_size);
+    const auto shared = [&](int64_t row) { return Tiles::shared(seen(row, 0, keys)); };
+    const auto add = [&](int64_t row, int64_t count, const Span& span) { Tiles::add(s, row, count, span, values, a.value_size); };
     for (int64_t row = first_row, count; row < rows; row += count) {
       count = std::min<int64_t>(kTile, rows - row);
       // What all of them see they add together, and each in order: before it what the first ones see alone, after it the last ones.
-      const Span all{seen(row + count - 1, 0, keys).from, seen(row, 0, keys).to};
-      if (all.empty()) {
-        for (int64_t i = row; i < row + count; ++i) add_values(s, i, 1, seen(i, 0, keys), values, a.value_size);
-        continue;
+      const Span all{shared(row + count - 1).from, shared(row).to};
+      for (int64_t i = row; i < row + count; ++i) {
+        Tiles::add_first(s, i, seen(i, 0, keys), a.value_size);
+        add(i, 1, all.empty() ? shared(i) : Span{shared(i).from, all.from});
       }
-      for (int64_t i = row; i < row + count; ++i)
-        add_values(s, i, 1, Span{seen(i, 0, keys).from, all.from}, values, a.value_size);
-      add_values(s, row, count, all, values, a.value_size);
-      for (int64_t i = row; i < row + count; ++i) add_values(s, i, 1, Span{all.to, seen(i, 0, keys).to}, values, a.value_size);
+      add(row, count, all);
+      for (int64_t i = row; i < row + count; ++i) {
+        if (!all.empty()) add(i, 1, Span{all.to, shared(i).to});
+        Tiles::add_last(s, i, seen(i, 0, keys), a.value_size);
+      }
     }
   }
   for (int64_t row = 0; row < rows; ++row) {
@@ -272,6 +173,13 @@ inline void attend(const Attention& a, const AttentionTask& task) {
     const vf scale = splat(1.0f / sum(s.total[row]));
     for (int64_t d = 0; d < a.value_size; d += kLanes) store(to + d, load(s.output[row] + d) * scale);
   }
+}
+
+inline void attend(const Attention& a, const AttentionTask& task) {
+#if defined(PENSTOCK_PAIRS)
+  if (a.params.rounded != 0) return attend_by<PairTiles>(a, task);
+#endif
+  attend_by<FloatTiles>(a, task);
 }
 
 // Token `token`'s keys and values into the cache.

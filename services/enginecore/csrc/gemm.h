@@ -16,13 +16,12 @@
 #include <vector>
 
 #include "model.h"
+#include "pairs.h"
 #include "parts.h"
 #include "vec.h"
 
 #if defined(PENSTOCK_AMX)
 #include "amx.h"
-#elif defined(PENSTOCK_AVX512_BF16)
-#include <immintrin.h>
 #endif
 
 namespace penstock {
@@ -161,7 +160,7 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
 }
 
 #if defined(PENSTOCK_AVX512_BF16)
-// The same of rows of one part. A lane adds the product of a pair's second input and weight to its sum, then that of the first.
+// The same of rows of one part.
 template <int kRows>
 void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
@@ -172,12 +171,12 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
   for (int64_t j = 0; j < whole_blocks(k) / 2; ++j, b += 2 * kPanel) {
     __builtin_prefetch(b + kAhead);
     __builtin_prefetch(b + kAhead + kPanel);
-    const auto left = reinterpret_cast<__m512bh>(load_pairs(b)), right = reinterpret_cast<__m512bh>(load_pairs(b + kPanel));
+    const vu left = load_pairs(b), right = load_pairs(b + kPanel);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const auto x = reinterpret_cast<__m512bh>(rows[i][j] - vu{});
-      sums[i][0] = _mm512_dpbf16_ps(sums[i][0], left, x);
-      sums[i][1] = _mm512_dpbf16_ps(sums[i][1], right, x);
+      const vu x = rows[i][j] - vu{};
+      sums[i][0] = add_pairs(sums[i][0], left, x);
+      sums[i][1] = add_pairs(sums[i][1], right, x);
     }
   }
   finish<kRows>(sums, output, row, panel);

@@ -46,13 +46,15 @@ struct Cache {
   int64_t value_stride;
 };
 
-// How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null.
+// How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null. `rounded` is not 0: numbers may be
+// rounded to bfloat16 where they are multiplied.
 struct Params {
   int64_t window;
   int64_t chunk;
   float scaling;
   float softcap;
   const float* sinks;
+  int64_t rounded;
 };
 
 // `gate_up`: rows of gate and up alternate, a vector's lanes of each.

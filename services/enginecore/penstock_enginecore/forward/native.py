@@ -221,7 +221,7 @@ class NativeForward:
         attention, mlp = layer.self_attn, layer.mlp
         projections = _projections(layer)
         bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        how, sinks = params_struct(params)
+        how, sinks = params_struct(params, self._library)
         self._keep.append(sinks)
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         query_norm, key_norm = (None if norm is None else self._vector(norm.weight) for norm in norms)

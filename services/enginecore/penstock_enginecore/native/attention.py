@@ -74,7 +74,7 @@ class NativeAttention(AttentionBackend):
         tokens, num_heads, head_size = query.shape
         query = query.contiguous()
         output = query.new_empty(tokens, num_heads, value.shape[2])
-        how, sinks = params_struct(params)
+        how, sinks = params_struct(params, self._library)
         attention = Attention(
             metadata.num_requests,
             metadata.query_start_loc.ctypes.data,
@@ -108,8 +108,8 @@ def group_struct(metadata: AttentionMetadata) -> Group:
     return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
 
 
-def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]:
-    """The kernels' view of ``params``, and the tensor that it points into, which must outlive it."""
+def params_struct(params: AttentionParams, library: NativeLibrary) -> tuple[Params, torch.Tensor | None]:
+    """The view that the kernels of ``library`` have of ``params``, and the tensor that it points into, which must outlive it."""
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
     struct = Params(
         params.sliding_window or 0,
@@ -117,5 +117,6 @@ def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]
         params.scaling,
         params.softcap or 0.0,
         None if sinks is None else sinks.data_ptr(),
+        library.parts == 1,
     )
     return struct, sinks

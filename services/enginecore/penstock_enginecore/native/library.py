@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_cd")
 _CAPABILITIES = {
-    "amx": (*_AVX512, "amx_tile", "amx_bf16"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
     "avx512_bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "avx2": ("avx2", "fma3"),

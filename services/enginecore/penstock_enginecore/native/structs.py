@@ -54,6 +54,7 @@ class Params(ctypes.Structure):
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("sinks", _Pointer),
+        ("rounded", _Int),
     ]
 
 

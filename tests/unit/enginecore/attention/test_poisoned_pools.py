@@ -15,6 +15,7 @@ from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.native.attention import NativeAttention
 from penstock_enginecore.native.library import open_library
 from tests.fakes.engines.instruction_sets import runnable
+from tests.fakes.engines.rounding import ROUNDING, open_rounding
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
 
 POISONS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf, "largest": torch.finfo(torch.float32).max}
@@ -29,22 +30,32 @@ HEADS = {"all heads": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
 
 @dataclass(frozen=True)
 class Backend:
-    """``name`` of a backend, or the instruction set of kernels."""
+    """``name`` of a backend, or the instruction set of kernels; ``rounding``: which may round, emulated or not."""
 
     name: str
+    rounding: str = ""
 
     def make(self) -> AttentionBackend:
         if self.name in ("cpu", "reference"):
             return create_backend(self.name, CPU)
-        return create_backend("auto", CPU, partial(NativeAttention, open_library(self.name, 2)))
+        library = open_rounding(self.name, self.rounding) if self.rounding else open_library(self.name, 2)
+        return create_backend("auto", CPU, partial(NativeAttention, library))
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
         return (1, 4, 16) if self.name in ("cpu", "reference") else (16, 48)
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.rounding}".strip()
 
-BACKENDS = [Backend(name) for name in ("reference", "cpu", *runnable())]
-every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+BACKENDS = [
+    *(Backend(name) for name in ("reference", "cpu", *runnable())),
+    *(
+        Backend(isa, kind) for isa, kind in ROUNDING if (isa, kind) != ("amx", "emulated")
+    ),  # the same text as its neighbour
+]
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
 
 class Pool:

@@ -17,6 +17,7 @@ from penstock_enginecore.native.library import KernelsError, NativeLibrary, open
 from penstock_enginecore.native.weights import PackedWeight, multiply
 from tests.emulation.build import emulated, pretend
 from tests.fakes.engines.instruction_sets import runnable
+from tests.fakes.engines.rounding import ROUNDING, open_rounding
 
 KINDS = ["emulated", *({"amx"} & set(runnable()))]
 
@@ -29,17 +30,10 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
         return open_library("amx", 2)
 
 
-ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated", *({isa} & set(runnable())))]
-
-
-@pytest.fixture(scope="module", params=ROUNDING, ids=lambda each: " ".join(each))
+@pytest.fixture(scope="module", params=ROUNDING, ids=" ".join)
 def rounding(request: pytest.FixtureRequest) -> NativeLibrary:
     """Kernels that may round inputs."""
-    isa, kind = request.param
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if kind == "emulated":
-            pretend(monkeypatch, isa)
-        return open_library(isa, 2, rounded=True)
+    return open_rounding(*request.param)
 
 
 def half(*shape: int) -> torch.Tensor:

@@ -104,6 +104,25 @@ def test_a_product_of_pairs_is_that_of_the_manual(instructions: ctypes.CDLL, exp
         assert np.array_equal(sums.view(np.uint32)[numbers], expected.view(np.uint32)[numbers])
 
 
+def test_rounding_is_that_of_the_manual(instructions: ctypes.CDLL) -> None:
+    """VCVTNE2PS2BF16: any bits; those of numbers that are none stay none, with the sign they have."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        bits = rng.integers(0, 2**32, 32, dtype=np.uint32)
+        bits[:4] = (
+            0x3F808000,
+            0x3F818000,
+            0x7F7FFFFF,
+            0x00400000,
+        )  # halfway to even and to odd, the largest, a tiny one
+        x, out = bits.view(np.float32), np.zeros(32, np.uint16)
+        instructions.round_both(*(each.ctypes.data_as(ctypes.c_void_p) for each in (out, x[:16], x[16:])))
+        kept = flushed(x).view(np.uint32).astype(np.uint64)
+        nearest = ((kept + 0x7FFF + (kept >> 16 & 1)) >> 16).astype(np.uint16)
+        quiet = (bits >> 16 | 0x40).astype(np.uint16)
+        assert np.array_equal(out, np.where(np.isnan(x), quiet, nearest))
+
+
 def test_a_cleared_tile_is_zeros_in_its_shape_alone(instructions: ctypes.CDLL) -> None:
     c = np.ones((16, 16), np.float32)
     instructions.clear(config((3, 8)), c.ctypes.data_as(ctypes.c_void_p))

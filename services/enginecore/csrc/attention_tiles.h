@@ -1,0 +1,145 @@
+// What a task of attention computes with, and its products of floats.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "model.h"
+#include "vec.h"
+
+namespace penstock {
+
+constexpr int64_t kKeys = 64;
+constexpr int64_t kTaskRows = 4 * kTile;
+constexpr int64_t kMaxValueSize = 512;
+
+struct Scratch {
+  alignas(64) float query[kTaskRows][kMaxValueSize + 2 * kLanes];
+  alignas(64) float scores[kTaskRows][kKeys];
+  alignas(64) float output[kTaskRows][kMaxValueSize + 16];
+  float peak[kTaskRows];
+  vf total[kTaskRows];  // by lane: of keys whose number leaves the same remainder
+};
+
+// What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
+// are done before memory has answered.
+struct Ahead {
+  const float* left;
+  const float* right;
+};
+
+inline void prefetch(const float* p) { __builtin_prefetch(p, 0, 2); }
+
+// scores[row][0..kPanel) = query . keys, for the two vectors of keys at `left` and `right`.
+template <int kRows>
+void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
+                const Ahead& ahead) {
+  vf sums[kRows][2] = {};
+  for (int64_t d = 0; d < head_size; ++d) {
+    prefetch(ahead.left + d * kChunk);
+    prefetch(ahead.right + d * kChunk);
+    const vf l = load(left + d * kChunk), r = load(right + d * kChunk);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const vf q = splat(s.query[row + i][d]);
+      sums[i][0] += q * l;
+      sums[i][1] += q * r;
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    store(&s.scores[row + i][key], sums[i][0]);
+    store(&s.scores[row + i][key + kLanes], sums[i][1]);
+  }
+}
+
+// Keys of a tile.
+struct Span {
+  int64_t from;
+  int64_t to;
+  bool empty() const { return from >= to; }
+};
+
+// Where the values of a tile's keys are and, a chunk each, what is read next.
+struct Values {
+  const float* of[kKeys / kChunk];
+  const float* ahead[kKeys / kChunk];
+};
+
+// output[row][column..] += weights[row][from..to) x values, for kVectors vectors of columns.
+template <int kRows, int kVectors>
+void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values, int64_t value_size, int64_t column) {
+  vf sums[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i)
+    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.output[row + i][column + v * kLanes]);
+  for (int64_t key = span.from; key < span.to;) {
+    const int64_t chunk = key / kChunk, end = std::min(span.to, (chunk + 1) * kChunk);
+    const float* value = values.of[chunk] + key % kChunk * value_size + column;
+    const float* ahead = values.ahead[chunk] + key % kChunk * value_size + column;
+    for (; key < end; ++key, value += value_size, ahead += value_size) {
+      prefetch(ahead);
+      if constexpr (kVectors * kLanes > kChunk) prefetch(ahead + kChunk);
+      vf parts[kVectors];
+      for (int v = 0; v < kVectors; ++v) parts[v] = load(value + v * kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const vf weight = splat(s.scores[row + i][key]);
+        for (int v = 0; v < kVectors; ++v) sums[i][v] += weight * parts[v];
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int v = 0; v < kVectors; ++v) store(&s.output[row + i][column + v * kLanes], sums[i][v]);
+}
+
+using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead&);
+using ValueTile = void (*)(Scratch&, int64_t, const Span&, const Values&, int64_t, int64_t);
+
+template <int... kRows>
+constexpr std::array<ScoreTile, sizeof...(kRows)> score_tiles(std::integer_sequence<int, kRows...>) {
+  return {&score_tile<kRows + 1>...};
+}
+template <int kVectors, int... kRows>
+constexpr std::array<ValueTile, sizeof...(kRows)> value_tiles(std::integer_sequence<int, kRows...>) {
+  return {&value_tile<kRows + 1, kVectors>...};
+}
+constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{});
+constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
+constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
+
+// Scores and sums of values of floats.
+struct FloatTiles {
+  // Of the query in row `row`, of which there are `head_size` numbers.
+  static void take_query(Scratch&, int64_t, int64_t) {}
+
+  // Of rows `row`.. and the keys of a panel, `key`.. of the tile.
+  static void score(Scratch& s, int64_t row, int64_t rows, int64_t key, const float* left, const float* right, int64_t head_size,
+                    const Ahead& ahead) {
+    for (int64_t count; row < rows; row += count) {
+      count = std::min<int64_t>(kTile, rows - row);
+      kScoreTiles[count - 1](s, row, key, left, right, head_size, ahead);
+    }
+  }
+
+  // The weights of a row's keys are in place of its scores.
+  static void take_weights(Scratch&, int64_t) {}
+
+  // The values of the tile's chunks from..to.
+  static void take_values(const Values&, int64_t, int64_t, int64_t) {}
+
+  // What of the keys that a row sees is added together with that of other rows.
+  static Span shared(const Span& seen) { return seen; }
+
+  static void add(Scratch& s, int64_t row, int64_t count, const Span& span, const Values& values, int64_t value_size) {
+    if (span.empty()) return;
+    int64_t column = 0;
+    for (; column + kPanel <= value_size; column += kPanel) kValueTiles[count - 1](s, row, span, values, value_size, column);
+    for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, span, values, value_size, column);
+  }
+
+  // What a row sees before and behind what is shared.
+  static void add_first(Scratch&, int64_t, const Span&, int64_t) {}
+  static void add_last(Scratch&, int64_t, const Span&, int64_t) {}
+};
+
+}  // namespace penstock

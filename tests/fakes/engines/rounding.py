@@ -1,0 +1,18 @@
+"""Kernels that may round inputs of products to bfloat16: emulated everywhere, and real where the processor has them."""
+
+import pytest
+
+from penstock_enginecore.native.library import NativeLibrary, open_library
+from tests.emulation.build import pretend
+from tests.fakes.engines.instruction_sets import runnable
+
+ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated", *({isa} & set(runnable())))]
+"""Instruction sets, and ``emulated`` or the set itself."""
+
+
+def open_rounding(isa: str, kind: str) -> NativeLibrary:
+    """One of ``ROUNDING``, with two threads."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if kind == "emulated":
+            pretend(monkeypatch, isa)
+        return open_library(isa, 2, rounded=True)

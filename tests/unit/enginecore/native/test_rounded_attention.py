@@ -1,0 +1,95 @@
+"""Attention of kernels that may round: queries, keys, values and weights are bfloat16 where they are multiplied."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, StepPlan
+from penstock_enginecore.attention.factory import create_backend
+from penstock_enginecore.native.attention import NativeAttention
+from penstock_enginecore.native.library import NativeLibrary, open_library
+from tests.emulation.build import pretend
+from tests.fakes.engines.rounding import ROUNDING, open_rounding
+from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step, random_lengths
+from tests.unit.enginecore.native.test_kernels import attend, keep
+
+
+@pytest.fixture(scope="module", params=ROUNDING, ids=" ".join)
+def rounding(request: pytest.FixtureRequest) -> NativeLibrary:
+    return open_rounding(*request.param)
+
+
+def rounded(step: Step) -> Step:
+    """With queries, keys and values that bfloat16 holds."""
+    half = [each.bfloat16().float() for each in (step.query, step.key, step.value, step.cache.keys, step.cache.values)]
+    return Step(half[0], half[1], half[2], replace(step.cache, keys=half[3], values=half[4]), step.metadata)
+
+
+def check(library: NativeLibrary, step: Step, params: AttentionParams) -> None:
+    """Beside rounded queries, keys and values only weights are rounded, each by a share of 2^-8 at most."""
+    known = rounded(step)
+    sizes = replace(known, value=known.value.abs(), cache=replace(known.cache, values=known.cache.values.abs()))
+    error = (attend(library, step, params) - known.run("reference", params)).abs()
+    bound = sizes.run("reference", params) * 2.0**-8 * 1.001 + 1e-5
+    assert (error <= bound).all(), float((error / bound).max())
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_attention_is_that_of_rounded_numbers_within_the_rounding_of_weights(
+    rounding: NativeLibrary, params: AttentionParams
+) -> None:
+    for seed in range(4):
+        check(rounding, make_step(*random_lengths(seed), block_size=16, seed=seed), params)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "head_size_v"),
+    [((1, 1), 16, 16), ((6, 2), 64, 64), ((71, 1), 32, 32), ((8, 2), 128, 128), ((4, 4), 24, 16), ((2, 1), 25, 48)],
+)
+def test_any_number_of_heads_and_sizes_of_keys_odd_ones_too(
+    rounding: NativeLibrary, heads: tuple[int, int], head_size: int, head_size_v: int
+) -> None:
+    lengths = [1, 70, 5], [200, 70, 90]
+    step = make_step(*lengths, block_size=16, heads=heads, head_size=head_size, head_size_v=head_size_v)
+    check(rounding, step, AttentionParams(scaling=head_size**-0.5))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_querys_bits_are_its_own_whatever_is_computed_beside_it(rounding: NativeLibrary, window: int | None) -> None:
+    params = AttentionParams(scaling=0.25, sliding_window=window)
+    whole = make_step([150, 40], [150, 170], block_size=16, heads=(6, 2), head_size=32, head_size_v=32)
+    expected = attend(rounding, whole, params)
+    backend = NativeAttention(rounding, create_backend("cpu", CPU))
+    cache = keep(whole, backend)
+    for start, end in ((0, 1), (1, 2), (32, 34), (63, 70), (64, 65), (65, 150), (149, 150)):
+        part = slice(start, end)
+        metadata = AttentionMetadata(
+            np.array([0, end - start]),
+            np.array([end]),
+            whole.metadata.block_table[:1],
+            whole.metadata.slot_mapping[part],
+            16,
+        )
+        plan = StepPlan(metadata, CPU)
+        got = backend.attend(whole.query[part], whole.key[part], whole.value[part], cache, plan, params)
+        assert torch.equal(got, expected[part])
+
+
+def test_what_is_no_number_reaches_the_rows_that_see_it(rounding: NativeLibrary) -> None:
+    step = make_step([1, 1, 1], [20, 20, 20], block_size=16)
+    step.query[0] = torch.nan
+    slots = step.metadata.slots(1, 7, 8)
+    step.cache.values[torch.from_numpy(slots)] = torch.inf
+    output = attend(rounding, step, AttentionParams(scaling=0.25))
+    assert output[0].isnan().all()
+    assert output[1].isinf().all()
+    assert output[2].isfinite().all()
+
+
+def test_without_leave_to_round_attention_is_that_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "avx512_bf16")
+    step, params = make_step(*random_lengths(1), block_size=16), AttentionParams(scaling=0.25)
+    got = attend(open_library("avx512_bf16", 1), step, params)
+    torch.testing.assert_close(got, step.run("reference", params), rtol=2e-5, atol=4e-6)
