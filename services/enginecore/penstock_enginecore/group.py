@@ -31,7 +31,7 @@ class EngineRank:
             **ready.config,
             "block_size": str(ready.block_size),
             "max_num_seqs": str(ready.max_num_seqs),
-            "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
+            "max_num_batched_tokens": str(engine.config.scheduler.step_tokens),
         }
         self._max_size = 0
         experts = engine.executor.experts

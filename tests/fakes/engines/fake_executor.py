@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
@@ -125,6 +126,7 @@ class FakeExecutor:
         unhurried: bool = False,
         late: bool = False,
         runs_ahead: bool = False,
+        step_tokens: int = STEP_TOKENS,
         windows: tuple[int | None, ...] = (None, None),
         pooling: PoolingLimits | None = None,
     ) -> None:
@@ -136,6 +138,7 @@ class FakeExecutor:
             hidden_size=4,
             pooling=pooling,
             runs_ahead=runs_ahead,
+            step_tokens=step_tokens,
         )
         self.fail_at_step = fail_at_step
         self.fails = fails

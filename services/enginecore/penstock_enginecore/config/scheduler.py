@@ -7,11 +7,24 @@ from msgspec import Meta
 
 from penstock_common.config.checks import check_fields
 
+STEP_TOKENS = 2048
+"""Of a step, unless the configuration or the model says otherwise."""
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a step and of the queue."""
 
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Tokens of a step.")] = 2048
+    max_num_batched_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="Tokens of a step; unset: 512 on CPUs where prompts may be split, so that the first of them have "
+                "their tokens before the last are computed, else 2048.",
+            ),
+        ]
+        | None
+    ) = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65_536, description="Requests that run at once.")] = 256
     policy: Annotated[
         Literal["fcfs", "priority"],
@@ -55,3 +68,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         check_fields("scheduler", self)
+
+    @property
+    def step_tokens(self) -> int:
+        """``max_num_batched_tokens``; unset: the most that a model may leave it at."""
+        return STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

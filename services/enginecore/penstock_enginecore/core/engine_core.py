@@ -10,12 +10,13 @@ from penstock_common.errors import ConfigError
 from penstock_common.types.kv_events import KvCacheEvent
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
 from penstock_enginecore.core.grammar_intake import GrammarIntake
 from penstock_enginecore.core.hold import Hold
 from penstock_enginecore.core.iteration_log import IterationLog
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import Clock, Scheduler, SchedulerContext, create_scheduler
 from penstock_enginecore.core.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -57,7 +58,6 @@ class EngineCore:
         monotonic_clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
     ) -> None:
-        self.config = config
         self.executor = executor
         self.wake: Callable[[], None] = lambda: None
         self.stalled = False
@@ -67,10 +67,8 @@ class EngineCore:
             raise ConfigError(
                 f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
             )
-        scheduling = config.scheduler
-        if scheduling.async_scheduling is None:
-            runs_ahead = model.runs_ahead and not config.data_parallel.grouped
-            scheduling = msgspec.structs.replace(scheduling, async_scheduling=runs_ahead)
+        scheduling = _settled(config, model)
+        self.config = config = msgspec.structs.replace(config, scheduler=scheduling)
         num_stages = config.executor.pipeline_parallel_size
         # One step in each stage, and where tokens are not waited for, one more that the first stage need not wait for.
         max_steps = max(config.executor.max_concurrent_batches, num_stages + bool(scheduling.async_scheduling))
@@ -246,3 +244,17 @@ class EngineCore:
         """Release the device."""
         self._grammars.shutdown()
         self.executor.shutdown()
+
+
+def _settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
+    """The scheduler's configuration, with what it leaves to the model filled in."""
+    scheduling = config.scheduler
+    if scheduling.async_scheduling is None:
+        runs_ahead = model.runs_ahead and not config.data_parallel.grouped
+        scheduling = msgspec.structs.replace(scheduling, async_scheduling=runs_ahead)
+    if scheduling.max_num_batched_tokens is None:
+        splits = scheduling.enable_chunked_prefill and model.supports_chunked_prefill
+        most = scheduling.step_tokens
+        tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most)) if splits else most
+        scheduling = msgspec.structs.replace(scheduling, max_num_batched_tokens=tokens)
+    return scheduling

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 
 
@@ -22,5 +23,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the model is pooled for; None when it generates."""
     runs_ahead: bool = False
     """Whether steps are prepared while others run, where ``scheduler.async_scheduling`` does not say."""
+    step_tokens: int = STEP_TOKENS
+    """Tokens of a step, where ``scheduler.max_num_batched_tokens`` does not say and prompts may be split."""
     supports_chunked_prefill: bool = True
     """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""

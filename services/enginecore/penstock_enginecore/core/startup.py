@@ -29,7 +29,7 @@ def size_engine(
         config.cache,
         requested_max_model_len=config.model.max_model_len,
         model_max_len=model.max_len,
-        max_tokens_in_flight=config.scheduler.max_num_batched_tokens * max_steps,
+        max_tokens_in_flight=config.scheduler.step_tokens * max_steps,
     )
     tokens = (sized.num_blocks - 1) * sized.block_size
     groups = len(sized.groups)

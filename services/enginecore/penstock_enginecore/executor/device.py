@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 
 from penstock_common.errors import ConfigError
+from penstock_enginecore.config.scheduler import STEP_TOKENS
 
 logger = logging.getLogger(__name__)
 
+_CPU_STEP_TOKENS = 512
+"""Products of more rows are no faster on a CPU, and activations of so many stay in its caches."""
 CAPABILITY = (8, 0)
 """The least that kernels are compiled for: bfloat16 and asynchronous copies, from Ampere on."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -36,6 +39,11 @@ def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Pat
     if count or any(dev.glob("nvidia[0-9]*")):
         logger.warning("computing on the CPU, although there is a GPU: %s", reason)
     return torch.device("cpu")
+
+
+def step_tokens(device: torch.device) -> int:
+    """Tokens of a step on ``device``, beyond which a step takes longer and computes no more in its time."""
+    return _CPU_STEP_TOKENS if device.type == "cpu" else STEP_TOKENS
 
 
 def _too_old(rank: int) -> str:

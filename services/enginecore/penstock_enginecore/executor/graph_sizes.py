@@ -9,7 +9,7 @@ def sizes_to_capture(config: EngineCoreConfig) -> list[int]:
     if not config.kernels.capture_at_start:
         return []
     limits = config.scheduler
-    sizes = decode_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    sizes = decode_sizes(min(limits.max_num_seqs, limits.step_tokens))
     wanted = config.kernels.graph_sizes
     if wanted:
         sizes = [size for size in sizes if any(decode_sizes(each)[-1] == size for each in wanted)]

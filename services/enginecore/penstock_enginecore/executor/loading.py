@@ -81,7 +81,7 @@ def load_runner(
         stage = StageConfig(
             links=links,
             stage_layers=config.executor.stage_layers,
-            max_tokens=config.scheduler.max_num_batched_tokens,
+            max_tokens=config.scheduler.step_tokens,
             max_seqs=config.scheduler.max_num_seqs,
         )
         return StageRunner(model, build_stage(model, _with_part(forward, split), stage), links)

@@ -91,7 +91,7 @@ class Worker:
         if self._device.type == "cpu":
             return cpu_kv_cache_bytes() // self._config.num_neighbours
         torch.cuda.reset_peak_memory_stats(self._device)
-        self.runner.profile(self._engine.scheduler.max_num_batched_tokens, self._engine.scheduler.max_num_seqs)
+        self.runner.profile(self._engine.scheduler.step_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()
         left = cuda_kv_cache_bytes(self._engine.cache, self._device)
         return max(left - self._graph_bytes(), 0)

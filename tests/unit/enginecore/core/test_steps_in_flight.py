@@ -4,6 +4,7 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import StructuredOutput
+from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from tests.fakes.engines.engine_harness import (
     CLIENT,
@@ -143,3 +144,23 @@ def test_where_the_model_runs_ahead_so_does_the_engine_unless_it_is_told_not_to(
     assert in_flight(engine) == (1 if ahead else 0)
     assert bool(transcript.frames) is not ahead
     run_to_end(engine, transcript=transcript)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_num_batched_tokens": None}, 24),
+        ({"max_num_batched_tokens": None, "max_num_seqs": 30}, 30),
+        ({"max_num_batched_tokens": None, "enable_chunked_prefill": False}, 90),
+        ({"max_num_batched_tokens": 40}, 40),
+    ],
+    ids=str,
+)
+def test_steps_are_as_large_as_the_model_has_use_for_unless_told_otherwise(config, tokens):
+    """Prompts that are not split find room, and so does each of the requests that may run."""
+    executor = FakeExecutor(step_tokens=24)
+    engine = make_engine(executor, **config)
+    add(engine, make_request(90, max_tokens=1))
+    run_to_end(engine)
+    assert max(scheduled.total_num_scheduled_tokens for scheduled in executor.steps) == tokens
+    assert engine.config.scheduler.max_num_batched_tokens == (tokens if tokens < 90 else STEP_TOKENS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.executor.device import resolve_device
+from penstock_enginecore.executor.device import resolve_device, step_tokens
 
 
 @pytest.fixture
@@ -102,3 +102,8 @@ def test_a_machine_without_a_gpu_is_no_reason_to_warn(
     with caplog.at_level(logging.WARNING):
         assert resolve_device("auto", 0, dev=tmp_path) == torch.device("cpu")
     assert caplog.text == ""
+
+
+def test_steps_on_cpus_are_smaller() -> None:
+    assert step_tokens(torch.device("cpu")) == 512
+    assert step_tokens(torch.device("cuda", 0)) == 2048

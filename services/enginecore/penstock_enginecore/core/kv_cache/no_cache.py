@@ -13,7 +13,7 @@ def size_without_kv_cache(
     The blocks are numbers only, no memory stands behind them. A prompt must fit into a step, so ``max_model_len`` is at
     most ``scheduler.max_num_batched_tokens``. Raises ConfigError for a requested length that is longer.
     """
-    budget = scheduler.max_num_batched_tokens
+    budget = scheduler.step_tokens
     length = min(model_max_len, budget) if requested_max_model_len is None else requested_max_model_len
     if length > model_max_len:
         raise ConfigError(f"model.max_model_len is {length}; the model itself allows {model_max_len} tokens")

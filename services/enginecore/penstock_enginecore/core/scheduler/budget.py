@@ -21,9 +21,9 @@ class StepBudget:
     ) -> None:
         """``max_model_len`` in tokens. Raises ConfigError when a prompt that must be computed at once may be too long for it."""
         # Each running request needs a token of every step.
-        self.max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.max_num_running = min(config.max_num_seqs, config.step_tokens)
         self.chunked_prefill = config.enable_chunked_prefill and supports_chunked_prefill
-        self.max_num_tokens = config.max_num_batched_tokens
+        self.max_num_tokens = config.step_tokens
         if num_stages > 1 and self.chunked_prefill:
             # What fills a step comes to the stages in pieces, so that all of them soon compute some of it.
             piece = max(self.max_num_tokens // (_PIECES * num_stages), _SMALLEST_PIECE, self.max_num_running)

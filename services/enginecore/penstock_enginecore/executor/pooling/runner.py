@@ -9,6 +9,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.executor.device import step_tokens
 from penstock_enginecore.executor.pooling.batch import PoolingBatch, PoolingInputs
 from penstock_enginecore.forward.backbone import probe_states
 from penstock_enginecore.forward.build import BuiltBackbone
@@ -43,6 +44,7 @@ class PoolingRunner:
             eos_token_ids=self._model.eos_token_ids,
             dtype=str(self._model.dtype).removeprefix("torch."),
             pooling=self._pooler.limits,
+            step_tokens=step_tokens(self._backbone.device),
             supports_chunked_prefill=not self._model.is_encoder,
         )
 
