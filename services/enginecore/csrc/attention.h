@@ -6,6 +6,9 @@
 // positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018): a row's
 // result does not depend on how many rows are computed beside it, nor on how its prompt was cut.
 //
+// Each kSegment keys from positions that are multiples of kSegment give sums of their own, which are added up in order. So where
+// there are fewer tasks than threads, segments are tasks (Flash-Decoding, Dao et al. 2023), and the results are the same.
+//
 // What a row does not see takes no part in it, whatever it is: nothing times no number is no number. Chunks without a key that
 // the task sees are not read, they may be another request's by now. Of the others, scores of keys that a row does not see are
 // replaced, and its sum of values leaves theirs out.
@@ -15,14 +18,19 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "attention_pairs.h"
 #include "attention_tiles.h"
+#include "buffer.h"
 #include "model.h"
 #include "vec.h"
 
 namespace penstock {
+
+constexpr int64_t kSegment = 1024;  // keys, a multiple of kKeys
+constexpr int64_t kAllSegments = -1;
 
 struct AttentionTask {
   int64_t request;
@@ -31,6 +39,15 @@ struct AttentionTask {
   int64_t count;
   int64_t head;  // first query head
   int64_t heads;
+  int64_t segment = kAllSegments;
+  int64_t part = 0;  // where the sums of its rows go; of merges those of the first segment, behind which the others lie
+};
+
+// `merges`: tasks whose segments are tasks of their own, in `num_parts` rows of sums.
+struct AttentionPlan {
+  std::vector<AttentionTask> tasks;
+  std::vector<AttentionTask> merges;
+  int64_t num_parts = 0;
 };
 
 inline int64_t chunk_of(const Group& group, int64_t request, int64_t position) {
@@ -38,9 +55,69 @@ inline int64_t chunk_of(const Group& group, int64_t request, int64_t position) {
   return (block * group.block_size + position % group.block_size) / kChunk;
 }
 
-// The longest work first, so that threads end together.
-inline void plan_attention(const Attention& a, std::vector<AttentionTask>& tasks) {
-  tasks.clear();
+inline int64_t lowest(const Params& params, int64_t position) {
+  int64_t low = 0;
+  if (params.window > 0) low = std::max(low, position - params.window + 1);
+  if (params.chunk > 0) low = std::max(low, position / params.chunk * params.chunk);
+  return low;
+}
+
+// The rows of a task.
+struct Rows {
+  Rows(const Attention& a, const AttentionTask& task)
+      : params(a.params), first_head(task.head), heads(task.heads), count(task.count * task.heads),
+        token(a.query_start[task.request] + task.first),
+        position(a.seq_lens[task.request] - (a.query_start[task.request + 1] - a.query_start[task.request]) + task.first) {}
+
+  // Keys that some row sees.
+  int64_t begin() const { return lowest(params, position); }
+  int64_t end() const { return position + count / heads; }
+  Span segments() const { return {begin() / kSegment, (end() + kSegment - 1) / kSegment}; }
+
+  // What a row sees of the keys from..to, counted from `from`. Neither bound falls from a row to the next.
+  Span seen(int64_t row, int64_t from, int64_t to) const {
+    const int64_t at = position + row / heads;
+    return {std::max<int64_t>(0, lowest(params, at) - from), std::min(to, at + 1) - from};
+  }
+  bool sees(int64_t row, int64_t segment) const { return !seen(row, segment * kSegment, (segment + 1) * kSegment).empty(); }
+
+  int64_t head(int64_t row) const { return first_head + row % heads; }
+  const float* query(const Attention& a, int64_t row) const {
+    return a.query + (token + row / heads) * a.query_stride + head(row) * a.head_size;
+  }
+  float* output(const Attention& a, int64_t row) const {
+    return a.output + (token + row / heads) * a.output_stride + head(row) * a.value_size;
+  }
+
+  const Params& params;
+  int64_t first_head, heads, count;
+  int64_t token, position;  // of the first row
+};
+
+// Where there are few tasks, those of several segments become one for each: from the first on, for layers see what they see.
+inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
+  std::vector<AttentionTask> tasks;
+  for (AttentionTask& task : plan.tasks) {
+    const Rows rows(a, task);
+    const int64_t segments = (rows.end() + kSegment - 1) / kSegment;
+    if (segments == 1) {
+      tasks.push_back(task);
+      continue;
+    }
+    task.part = plan.num_parts;
+    plan.merges.push_back(task);
+    for (int64_t segment = 0; segment < segments; ++segment, plan.num_parts += rows.count) {
+      tasks.push_back(task);
+      tasks.back().segment = segment, tasks.back().part = plan.num_parts;
+    }
+  }
+  plan.tasks = std::move(tasks);
+}
+
+// The longest work first, so that `threads` end together.
+inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan) {
+  std::vector<AttentionTask>& tasks = plan.tasks;
+  tasks.clear(), plan.merges.clear(), plan.num_parts = 0;
   const int64_t group = a.num_heads / a.num_kv_heads, heads = std::min(group, kTaskRows), run = kTaskRows / heads;
   for (int64_t request = 0; request < a.num_requests; ++request) {
     const int64_t queries = a.query_start[request + 1] - a.query_start[request];
@@ -51,7 +128,11 @@ inline void plan_attention(const Attention& a, std::vector<AttentionTask>& tasks
           tasks.push_back({request, kv_head, first, last - first, kv_head * group + head, std::min(heads, group - head)});
     }
   }
-  const auto cost = [&a](const AttentionTask& task) { return task.count * task.heads * a.seq_lens[task.request]; };
+  if (threads > 1 && static_cast<int64_t>(tasks.size()) < 2 * threads) split_over_keys(a, plan);
+  const auto cost = [&a](const AttentionTask& task) {
+    const int64_t keys = a.seq_lens[task.request];
+    return task.count * task.heads * (task.segment == kAllSegments ? keys : std::min(keys, kSegment));
+  };
   std::stable_sort(tasks.begin(), tasks.end(),
                    [&cost](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
 }
@@ -74,7 +155,8 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& param
     store(scores + j, x);
     best = max(x, best);  // passes over what is no number
   }
-  const float peak = std::max(s.peak[row], largest(best));
+  Sums& sums = s.part;
+  const float peak = std::max(sums.peak[row], largest(best));
   vf total{};
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     const vf x = load(scores + j), distance = x - splat(peak);
@@ -83,40 +165,24 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& param
     store(scores + j, weight);
     total += weight;
   }
-  if (peak != s.peak[row]) {
-    const vf shrink = s.peak[row] == -INFINITY ? vf{} : exponential(splat(s.peak[row] - peak));
-    s.total[row] *= shrink;
-    for (int64_t d = 0; d < value_size; d += kLanes) store(s.output[row] + d, load(s.output[row] + d) * shrink);
-    s.peak[row] = peak;
+  if (peak != sums.peak[row]) {
+    const vf shrink = sums.peak[row] == -INFINITY ? vf{} : exponential(splat(sums.peak[row] - peak));
+    sums.total[row] *= shrink;
+    for (int64_t d = 0; d < value_size; d += kLanes) store(sums.output[row] + d, load(sums.output[row] + d) * shrink);
+    sums.peak[row] = peak;
   }
-  s.total[row] += total;
+  sums.total[row] += total;
 }
 
-inline int64_t lowest(const Params& params, int64_t position) {
-  int64_t low = 0;
-  if (params.window > 0) low = std::max(low, position - params.window + 1);
-  if (params.chunk > 0) low = std::max(low, position / params.chunk * params.chunk);
-  return low;
-}
-
+// What a segment's keys give the rows: into `s.part`.
 template <class Tiles>
-void attend_by(const Attention& a, const AttentionTask& task) {
-  static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
-  Scratch& s = *scratch;
-  const int64_t heads = task.heads, rows = task.count * heads;
-  const int64_t start = a.query_start[task.request] + task.first;
-  const int64_t queries = a.query_start[task.request + 1] - a.query_start[task.request];
-  const int64_t position = a.seq_lens[task.request] - queries + task.first;  // of the first row
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t head = task.head + row % heads;
-    std::memcpy(s.query[row], a.query + (start + row / heads) * a.query_stride + head * a.head_size,
-                a.head_size * sizeof(float));
-    Tiles::take_query(s, row, a.head_size);
-    std::fill_n(s.output[row], a.value_size, 0.0f);
-    s.peak[row] = a.params.sinks != nullptr ? a.params.sinks[head] : -INFINITY;
-    s.total[row] = vf{a.params.sinks != nullptr ? 1.0f : 0.0f};
+void attend_segment(const Attention& a, const AttentionTask& task, const Rows& rows, int64_t segment, Scratch& s) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    std::fill_n(s.part.output[row], a.value_size, 0.0f);
+    s.part.peak[row] = -INFINITY;
+    s.part.total[row] = vf{};
   }
-  const int64_t begin = lowest(a.params, position), end = position + task.count;
+  const int64_t begin = std::max(rows.begin(), segment * kSegment), end = std::min(rows.end(), (segment + 1) * kSegment);
   // A chunk that holds a key of begin..end, all of which some row sees: beyond them any key does, since it is masked.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
@@ -127,21 +193,17 @@ void attend_by(const Attention& a, const AttentionTask& task) {
   };
   for (int64_t base = begin / kKeys * kKeys; base < end; base += kKeys) {
     const int64_t keys = std::min(kKeys, end - base);
-    // What a row sees of keys from..to of the tile. Neither bound falls from a row to the next.
-    const auto seen = [&](int64_t row, int64_t from, int64_t to) {
-      const int64_t at = position + row / heads;
-      return Span{std::max(from, lowest(a.params, at) - base), std::min(to, at + 1 - base)};
-    };
+    const auto seen = [&](int64_t row) { return rows.seen(row, base, base + keys); };
     // A row whose position is before the tile sees nothing of it.
-    const int64_t first_row = std::max<int64_t>(0, base - position) * heads;
+    const int64_t first_row = std::max<int64_t>(0, base - rows.position) * rows.heads;
     for (int64_t j = std::max<int64_t>(0, begin - base) / kPanel * kPanel; j < keys; j += kPanel) {
       const int64_t left = base + j, right = left + kLanes;
       const float *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
       const Ahead ahead{value_chunk(left), value_chunk(right)};
-      Tiles::score(s, first_row, rows, j, left_keys, right_keys, a.head_size, ahead);
+      Tiles::score(s, first_row, rows.count, j, left_keys, right_keys, a.head_size, ahead);
     }
-    for (int64_t row = first_row; row < rows; ++row)
-      if (const Span span = seen(row, 0, keys); !span.empty()) {
+    for (int64_t row = first_row; row < rows.count; ++row)
+      if (const Span span = seen(row); !span.empty()) {
         weigh(s, row, span, a.params, a.value_size);
         Tiles::take_weights(s, row);
       }
@@ -150,36 +212,127 @@ void attend_by(const Attention& a, const AttentionTask& task) {
     for (int64_t j = first_chunk; j < end_chunk; ++j)
       values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
     Tiles::take_values(values, first_chunk, end_chunk, a.value_size);
-    const auto shared = [&](int64_t row) { return Tiles::shared(seen(row, 0, keys)); };
+    const auto shared = [&](int64_t row) { return Tiles::shared(seen(row)); };
     const auto add = [&](int64_t row, int64_t count, const Span& span) { Tiles::add(s, row, count, span, values, a.value_size); };
-    for (int64_t row = first_row, count; row < rows; row += count) {
-      count = std::min<int64_t>(kTile, rows - row);
+    for (int64_t row = first_row, count; row < rows.count; row += count) {
+      count = std::min<int64_t>(kTile, rows.count - row);
       // What all of them see they add together, and each in order: before it what the first ones see alone, after it the last ones.
       const Span all{shared(row + count - 1).from, shared(row).to};
       for (int64_t i = row; i < row + count; ++i) {
-        Tiles::add_first(s, i, seen(i, 0, keys), a.value_size);
+        Tiles::add_first(s, i, seen(i), a.value_size);
         add(i, 1, all.empty() ? shared(i) : Span{shared(i).from, all.from});
       }
       add(row, count, all);
       for (int64_t i = row; i < row + count; ++i) {
         if (!all.empty()) add(i, 1, Span{all.to, shared(i).to});
-        Tiles::add_last(s, i, seen(i, 0, keys), a.value_size);
+        Tiles::add_last(s, i, seen(i), a.value_size);
       }
     }
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t head = task.head + row % heads;
-    float* to = a.output + (start + row / heads) * a.output_stride + head * a.value_size;
-    const vf scale = splat(1.0f / sum(s.total[row]));
-    for (int64_t d = 0; d < a.value_size; d += kLanes) store(to + d, load(s.output[row] + d) * scale);
+}
+
+// What no key gives.
+inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
+  if (a.params.sinks == nullptr) return;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    std::fill_n(whole.output[row], a.value_size, 0.0f);
+    whole.peak[row] = a.params.sinks[rows.head(row)];
+    whole.total[row] = vf{1.0f};
   }
 }
 
-inline void attend(const Attention& a, const AttentionTask& task) {
+// Adds what a segment's keys give a row.
+inline void add_segment(const Attention& a, const Rows& rows, int64_t segment, int64_t row, Scratch& s) {
+  if (!rows.sees(row, segment)) return;
+  const Sums& part = s.part;
+  Sums& whole = s.whole;
+  if (a.params.sinks == nullptr && (segment == 0 || !rows.sees(row, segment - 1))) {  // its first
+    std::memcpy(whole.output[row], part.output[row], a.value_size * sizeof(float));
+    whole.peak[row] = part.peak[row], whole.total[row] = part.total[row];
+    return;
+  }
+  const float peak = std::max(whole.peak[row], part.peak[row]);
+  // Keys none of which has a finite score weigh nothing, or are no numbers.
+  const auto scale = [peak](float of) { return of == -INFINITY ? splat(1.0f) : exponential(splat(of - peak)); };
+  const vf old = scale(whole.peak[row]), more = scale(part.peak[row]);
+  whole.peak[row] = peak;
+  whole.total[row] = whole.total[row] * old + part.total[row] * more;
+  for (int64_t d = 0; d < a.value_size; d += kLanes)
+    store(whole.output[row] + d, load(whole.output[row] + d) * old + load(part.output[row] + d) * more);
+}
+
+inline void put_out(const Attention& a, const Rows& rows, const Sums& sums) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    float* to = rows.output(a, row);
+    const vf scale = splat(1.0f / sum(sums.total[row]));
+    for (int64_t d = 0; d < a.value_size; d += kLanes) store(to + d, load(sums.output[row] + d) * scale);
+  }
+}
+
+// Sums of a row in memory: its total, its peak, its output.
+inline int64_t part_width(const Attention& a) { return a.value_size + 2 * kLanes; }
+
+inline void store_part(const Attention& a, const Sums& sums, int64_t row, float* to) {
+  store(to, sums.total[row]);
+  to[kLanes] = sums.peak[row];
+  std::memcpy(to + 2 * kLanes, sums.output[row], a.value_size * sizeof(float));
+}
+
+inline void load_part(const Attention& a, Sums& sums, int64_t row, const float* from) {
+  sums.total[row] = load(from);
+  sums.peak[row] = from[kLanes];
+  std::memcpy(sums.output[row], from + 2 * kLanes, a.value_size * sizeof(float));
+}
+
+inline Scratch& attention_scratch() {
+  static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
+  return *scratch;
+}
+
+template <class Tiles>
+void attend_by(const Attention& a, const AttentionTask& task, const Buffer& parts) {
+  Scratch& s = attention_scratch();
+  const Rows rows(a, task);
+  const Span segments = rows.segments();
+  if (task.segment != kAllSegments && task.segment < segments.from) return;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    std::memcpy(s.query[row], rows.query(a, row), a.head_size * sizeof(float));
+    Tiles::take_query(s, row, a.head_size);
+  }
+  if (task.segment != kAllSegments) {
+    attend_segment<Tiles>(a, task, rows, task.segment, s);
+    for (int64_t row = 0; row < rows.count; ++row) store_part(a, s.part, row, parts.row(task.part + row));
+    return;
+  }
+  const bool alone = a.params.sinks == nullptr && segments.to - segments.from == 1;
+  begin_whole(a, rows, s.whole);
+  for (int64_t segment = segments.from; segment < segments.to; ++segment) {
+    attend_segment<Tiles>(a, task, rows, segment, s);
+    for (int64_t row = 0; row < rows.count && !alone; ++row) add_segment(a, rows, segment, row, s);
+  }
+  put_out(a, rows, alone ? s.part : s.whole);
+}
+
+// `parts`: rows of `part_width`, the plan's `num_parts`.
+inline void attend(const Attention& a, const AttentionTask& task, const Buffer& parts) {
 #if defined(PENSTOCK_PAIRS)
-  if (a.params.rounded != 0) return attend_by<PairTiles>(a, task);
+  if (a.params.rounded != 0) return attend_by<PairTiles>(a, task, parts);
 #endif
-  attend_by<FloatTiles>(a, task);
+  attend_by<FloatTiles>(a, task, parts);
+}
+
+// Adds up the segments of a task that were tasks of their own.
+inline void merge_segments(const Attention& a, const AttentionTask& task, const Buffer& parts) {
+  Scratch& s = attention_scratch();
+  const Rows rows(a, task);
+  begin_whole(a, rows, s.whole);
+  const Span segments = rows.segments();
+  for (int64_t segment = segments.from; segment < segments.to; ++segment)
+    for (int64_t row = 0; row < rows.count; ++row) {
+      load_part(a, s.part, row, parts.row(task.part + segment * rows.count + row));
+      add_segment(a, rows, segment, row, s);
+    }
+  put_out(a, rows, s.whole);
 }
 
 // Token `token`'s keys and values into the cache.

@@ -56,7 +56,7 @@ void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& 
                      int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
-    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.output[row + i][column + v * kLanes]);
+    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
   const vu seen = mask - vu{};
   const uint32_t* value = p.values + pairs.from * value_size + column;
   for (int64_t pair = pairs.from; pair < pairs.to; ++pair, value += value_size) {
@@ -69,7 +69,7 @@ void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& 
     }
   }
   for (int i = 0; i < kRows; ++i)
-    for (int v = 0; v < kVectors; ++v) store(&s.output[row + i][column + v * kLanes], sums[i][v]);
+    for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
 using PairScoreTile = void (*)(Scratch&, const PairScratch&, int64_t, int64_t, int64_t);

@@ -14,12 +14,18 @@ constexpr int64_t kKeys = 64;
 constexpr int64_t kTaskRows = 4 * kTile;
 constexpr int64_t kMaxValueSize = 512;
 
-struct Scratch {
-  alignas(64) float query[kTaskRows][kMaxValueSize + 2 * kLanes];
-  alignas(64) float scores[kTaskRows][kKeys];
+// What some keys give the rows of a task.
+struct Sums {
   alignas(64) float output[kTaskRows][kMaxValueSize + 16];
   float peak[kTaskRows];
   vf total[kTaskRows];  // by lane: of keys whose number leaves the same remainder
+};
+
+struct Scratch {
+  alignas(64) float query[kTaskRows][kMaxValueSize + 2 * kLanes];
+  alignas(64) float scores[kTaskRows][kKeys];
+  Sums part;   // of a segment's keys
+  Sums whole;  // of all segments so far
 };
 
 // What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
@@ -71,7 +77,7 @@ template <int kRows, int kVectors>
 void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values, int64_t value_size, int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
-    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.output[row + i][column + v * kLanes]);
+    for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
   for (int64_t key = span.from; key < span.to;) {
     const int64_t chunk = key / kChunk, end = std::min(span.to, (chunk + 1) * kChunk);
     const float* value = values.of[chunk] + key % kChunk * value_size + column;
@@ -89,7 +95,7 @@ void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values,
     }
   }
   for (int i = 0; i < kRows; ++i)
-    for (int v = 0; v < kVectors; ++v) store(&s.output[row + i][column + v * kLanes], sums[i][v]);
+    for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
 using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead&);

@@ -67,10 +67,14 @@ class Decoder {
     attended_.resize(tokens, m.num_heads * m.head_size);
     gated_.resize(tokens, m.intermediate);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
-    plan_attention(attention(0), plans_[kAll]);  // the same for all layers but the last
+    plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers but the last
     plans_[kLast] = plans_[kAll];
     if (few) leave_out(plans_[kLast]);
-    for (int part : {kAll, kLast}) num_attentions_[part] = static_cast<int64_t>(plans_[part].size());
+    segments_.resize(plans_[kAll].num_parts, part_width(attention(0)));
+    for (int part : {kAll, kLast}) {
+      num_attentions_[part] = static_cast<int64_t>(plans_[part].tasks.size());
+      num_merges_[part] = static_cast<int64_t>(plans_[part].merges.size());
+    }
     pool_.run(forward_job_);
   }
 
@@ -106,14 +110,16 @@ class Decoder {
   }
 
   // Leaves out attention of which nothing is wanted.
-  void leave_out(std::vector<AttentionTask>& plan) {
+  void leave_out(AttentionPlan& plan) {
     wanted_before_.assign(step_.num_tokens + 1, 0);
     for (int64_t i = 0; i < step_.num_rows; ++i) wanted_before_[step_.rows[i] + 1] = 1;
     for (int64_t t = 0; t < step_.num_tokens; ++t) wanted_before_[t + 1] += wanted_before_[t];
-    std::erase_if(plan, [this](const AttentionTask& task) {
+    const auto idle = [this](const AttentionTask& task) {
       const int64_t from = step_.query_start[task.request] + task.first;
       return wanted_before_[from] == wanted_before_[from + task.count];
-    });
+    };
+    std::erase_if(plan.tasks, idle);
+    std::erase_if(plan.merges, idle);
   }
 
   // Behind its attention the last layer has no more tokens than the logits need, unless all states are kept.
@@ -173,7 +179,10 @@ class Decoder {
     if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
     if (!each_token(cursor, kAll, [&](int64_t t) { keep(index, t); })) return false;
-    if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part][task]); })) return false;
+    if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part].tasks[task], segments_); }))
+      return false;
+    if (!cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); }))
+      return false;
     if (part == kLast && !gather(cursor)) return false;
     if (!split(cursor, part, attended, l.output)) return false;
     if (!product(cursor, part, attended, l.output, residual(l.output.bias))) return false;
@@ -235,7 +244,7 @@ class Decoder {
   }
 
   enum { kAll, kLast };                   // tokens of a step; those that the last layer has behind its attention
-  static constexpr int kPhases = 12;      // of a layer, sums over ranks and splitting of inputs among them
+  static constexpr int kPhases = 13;      // of a layer, sums over ranks and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
@@ -243,7 +252,7 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
-  Count counts_[2], num_attentions_[2], num_rows_, num_gathered_;
+  Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_;
   float* states_[2] = {};          // the hidden states
   const Buffer* heads_[2] = {};    // what the heads put out
   bool gathered_ = false;          // whether the last layer has fewer tokens
@@ -251,7 +260,8 @@ class Decoder {
   Buffer qkv_, normed_, attended_, gated_, parts_;
   std::vector<float> last_;        // the states and, in `kept_`, heads of tokens whose logits are wanted
   Buffer kept_;
-  std::vector<AttentionTask> plans_[2];
+  AttentionPlan plans_[2];
+  Buffer segments_;                // sums of attention by segments
   std::vector<int64_t> wanted_before_;
 };
 

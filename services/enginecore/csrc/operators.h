@@ -52,10 +52,12 @@ class Operators {
   }
 
   void attend(const Attention& attention) {
-    pool_.prepare(1);
+    pool_.prepare(2);
     attention_ = attention;
-    plan_attention(attention_, plan_);
-    num_tasks_ = static_cast<int64_t>(plan_.size());
+    plan_attention(attention_, pool_.threads(), plan_);
+    parts_.resize(plan_.num_parts, part_width(attention_));
+    num_tasks_ = static_cast<int64_t>(plan_.tasks.size());
+    num_merges_ = static_cast<int64_t>(plan_.merges.size());
     pool_.run(attend_job_);
   }
 
@@ -128,7 +130,8 @@ class Operators {
   }
 
   void attend(Cursor& cursor) {
-    cursor(num_tasks_, [this](int64_t task) { penstock::attend(attention_, plan_[task]); });
+    if (!cursor(num_tasks_, [this](int64_t task) { penstock::attend(attention_, plan_.tasks[task], parts_); })) return;
+    cursor(num_merges_, [this](int64_t task) { merge_segments(attention_, plan_.merges[task], parts_); });
   }
 
   void write(Cursor& cursor) {
@@ -163,7 +166,7 @@ class Operators {
   const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
   const Pool::Job mask_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->mask(cursor); }, this};
   const Pool::Job sample_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this};
-  Count num_copies_, num_tasks_;
+  Count num_copies_, num_tasks_, num_merges_;
   const float* packing_ = nullptr;
   Linear linear_{};
   Buffer padded_;
@@ -173,7 +176,8 @@ class Operators {
   Grouped grouped_{};
   std::vector<GroupTask> products_;
   Attention attention_{};
-  std::vector<AttentionTask> plan_;
+  AttentionPlan plan_;
+  Buffer parts_;
   Write write_{};
   Mask mask_{};
   Sampling sampling_{};

@@ -80,7 +80,7 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 12288;  // of a program; of which there are twelve at most per layer of a decoder
+  static constexpr int kMaxPhases = 16384;  // of a program; of which there are thirteen at most per layer of a decoder
   // A program and what it works on, as one: a thread that comes late has both of one program.
   struct Job {
     void (*program)(void* argument, Cursor& cursor);
@@ -90,6 +90,7 @@ class Pool {
   // The calling thread counts as one of `threads`.
   explicit Pool(int threads);
   ~Pool();
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 

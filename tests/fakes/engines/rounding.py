@@ -10,9 +10,9 @@ ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated
 """Instruction sets, and ``emulated`` or the set itself."""
 
 
-def open_rounding(isa: str, kind: str) -> NativeLibrary:
-    """One of ``ROUNDING``, with two threads."""
+def open_rounding(isa: str, kind: str, num_threads: int = 2) -> NativeLibrary:
+    """One of ``ROUNDING``."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if kind == "emulated":
             pretend(monkeypatch, isa)
-        return open_library(isa, 2, rounded=True)
+        return open_library(isa, num_threads, rounded=True)
