@@ -177,6 +177,7 @@ inline void weigh(Scratch& s, int64_t row, const Span& seen, const Params& param
 // What a segment's keys give the rows: into `s.part`.
 template <class Tiles>
 void attend_segment(const Attention& a, const AttentionTask& task, const Rows& rows, int64_t segment, Scratch& s) {
+  using Number = typename Tiles::Number;
   for (int64_t row = 0; row < rows.count; ++row) {
     std::fill_n(s.part.output[row], a.value_size, 0.0f);
     s.part.peak[row] = -INFINITY;
@@ -186,10 +187,10 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
   // A chunk that holds a key of begin..end, all of which some row sees: beyond them any key does, since it is masked.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
-    return a.cache.keys + chunk(key) * a.cache.key_stride + task.kv_head * a.head_size * kChunk;
+    return static_cast<const Number*>(a.cache.keys) + chunk(key) * a.cache.key_stride + task.kv_head * a.head_size * kChunk;
   };
   const auto value_chunk = [&](int64_t key) {
-    return a.cache.values + chunk(key) * a.cache.value_stride + task.kv_head * a.value_size * kChunk;
+    return static_cast<const Number*>(a.cache.values) + chunk(key) * a.cache.value_stride + task.kv_head * a.value_size * kChunk;
   };
   for (int64_t base = begin / kKeys * kKeys; base < end; base += kKeys) {
     const int64_t keys = std::min(kKeys, end - base);
@@ -198,8 +199,8 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
     const int64_t first_row = std::max<int64_t>(0, base - rows.position) * rows.heads;
     for (int64_t j = std::max<int64_t>(0, begin - base) / kPanel * kPanel; j < keys; j += kPanel) {
       const int64_t left = base + j, right = left + kLanes;
-      const float *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
-      const Ahead ahead{value_chunk(left), value_chunk(right)};
+      const Number *left_keys = key_chunk(left) + left % kChunk, *right_keys = key_chunk(right) + right % kChunk;
+      const Ahead<Number> ahead{value_chunk(left), value_chunk(right)};
       Tiles::score(s, first_row, rows.count, j, left_keys, right_keys, a.head_size, ahead);
     }
     for (int64_t row = first_row; row < rows.count; ++row)
@@ -207,11 +208,9 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
         weigh(s, row, span, a.params, a.value_size);
         Tiles::take_weights(s, row);
       }
-    Values values;
-    const int64_t first_chunk = std::max<int64_t>(0, begin - base) / kChunk, end_chunk = (keys + kChunk - 1) / kChunk;
-    for (int64_t j = first_chunk; j < end_chunk; ++j)
+    Values<Number> values;
+    for (int64_t j = std::max<int64_t>(0, begin - base) / kChunk; j * kChunk < keys; ++j)
       values.of[j] = value_chunk(base + j * kChunk), values.ahead[j] = key_chunk(base + j * kChunk + kKeys);
-    Tiles::take_values(values, first_chunk, end_chunk, a.value_size);
     const auto shared = [&](int64_t row) { return Tiles::shared(seen(row)); };
     const auto add = [&](int64_t row, int64_t count, const Span& span) { Tiles::add(s, row, count, span, values, a.value_size); };
     for (int64_t row = first_row, count; row < rows.count; row += count) {
@@ -219,13 +218,13 @@ void attend_segment(const Attention& a, const AttentionTask& task, const Rows& r
       // What all of them see they add together, and each in order: before it what the first ones see alone, after it the last ones.
       const Span all{shared(row + count - 1).from, shared(row).to};
       for (int64_t i = row; i < row + count; ++i) {
-        Tiles::add_first(s, i, seen(i), a.value_size);
+        Tiles::add_first(s, i, seen(i), values, a.value_size);
         add(i, 1, all.empty() ? shared(i) : Span{shared(i).from, all.from});
       }
       add(row, count, all);
       for (int64_t i = row; i < row + count; ++i) {
         if (!all.empty()) add(i, 1, Span{all.to, shared(i).to});
-        Tiles::add_last(s, i, seen(i), a.value_size);
+        Tiles::add_last(s, i, seen(i), values, a.value_size);
       }
     }
   }
@@ -316,7 +315,7 @@ void attend_by(const Attention& a, const AttentionTask& task, const Buffer& part
 // `parts`: rows of `part_width`, the plan's `num_parts`.
 inline void attend(const Attention& a, const AttentionTask& task, const Buffer& parts) {
 #if defined(PENSTOCK_PAIRS)
-  if (a.params.rounded != 0) return attend_by<PairTiles>(a, task, parts);
+  if (a.cache.pairs != 0) return attend_by<PairTiles>(a, task, parts);
 #endif
   attend_by<FloatTiles>(a, task, parts);
 }
@@ -337,12 +336,15 @@ inline void merge_segments(const Attention& a, const AttentionTask& task, const 
 
 // Token `token`'s keys and values into the cache.
 inline void write_token(const Write& w, int64_t token) {
+#if defined(PENSTOCK_PAIRS)
+  if (w.cache.pairs != 0) return write_pairs(w, token);
+#endif
   const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
   const float* from = w.keys + token * w.key_stride;
-  float* keys = w.cache.keys + chunk * kChunk * w.cache.key_stride + lane;
+  float* keys = static_cast<float*>(w.cache.keys) + chunk * kChunk * w.cache.key_stride + lane;
   for (int64_t i = 0; i < w.num_kv_heads * w.head_size; ++i) keys[i * kChunk] = from[i];
   for (int64_t head = 0; head < w.num_kv_heads; ++head)
-    std::memcpy(w.cache.values + chunk * kChunk * w.cache.value_stride + (head * kChunk + lane) * w.value_size,
+    std::memcpy(static_cast<float*>(w.cache.values) + chunk * kChunk * w.cache.value_stride + (head * kChunk + lane) * w.value_size,
                 w.values + token * w.value_stride + head * w.value_size, w.value_size * sizeof(float));
 }
 

@@ -1,7 +1,8 @@
-// Attention's products of pairs of bfloat16: queries, keys, weights and values are rounded, sums are floats.
+// Attention's products of pairs of bfloat16: the cache holds them, queries and weights are rounded, sums are floats.
 //
-// The keys and values of a tile are rounded once for all rows of a task: of keys two numbers of the head lie together, of values two
-// keys. A row adds up pairs of keys in order. Of a pair of which it sees one key, the other's value is taken for zero, whatever it is.
+// In a chunk of the cache a lane has of a key two numbers, [head size / 2][kChunk][2], and of values those of two keys, [kChunk / 2]
+// [value size][2]. A row adds up pairs of keys in order. Of a pair of which it sees one key, the other's value is taken for zero,
+// whatever it is.
 #pragma once
 
 #include "pairs.h"
@@ -17,9 +18,7 @@ namespace penstock {
 
 struct PairScratch {
   alignas(64) uint32_t query[kTaskRows][kMaxValueSize / 2 + kLanes];
-  alignas(64) uint32_t keys[kMaxValueSize / 2][kKeys];
   alignas(64) uint32_t weights[kTaskRows][kKeys / 2];
-  alignas(64) uint32_t values[kKeys / 2 * kMaxValueSize];  // [pairs of keys][value size]
 };
 
 inline PairScratch& pair_scratch() {
@@ -28,20 +27,23 @@ inline PairScratch& pair_scratch() {
 }
 
 constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // numbers of a pair
+constexpr int64_t kChunkPairs = kChunk / 2;
 
-inline vu load_pairs(const uint32_t* p) { return load_pairs(reinterpret_cast<const uint16_t*>(p)); }
-inline void store_pairs(uint32_t* p, vu v) { *reinterpret_cast<vi_unaligned*>(p) = reinterpret_cast<vi_unaligned>(v); }
+inline void store_pairs(void* p, vu v) { *static_cast<vi_unaligned*>(p) = reinterpret_cast<vi_unaligned>(v); }
 
 template <int kRows>
-void pair_score_tile(Scratch& s, const PairScratch& p, int64_t row, int64_t key, int64_t pairs) {
+void pair_score_tile(Scratch& s, const PairScratch& p, int64_t row, int64_t key, const uint16_t* left, const uint16_t* right,
+                     int64_t pairs, const Ahead<uint16_t>& ahead) {
   vf sums[kRows][2] = {};
   for (int64_t d = 0; d < pairs; ++d) {
-    const vu left = load_pairs(&p.keys[d][key]), right = load_pairs(&p.keys[d][key + kLanes]);
+    prefetch(ahead.left + d * 2 * kChunk);
+    prefetch(ahead.right + d * 2 * kChunk);
+    const vu l = load_pairs(left + d * 2 * kChunk), r = load_pairs(right + d * 2 * kChunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const vu query = p.query[row + i][d] - vu{};
-      sums[i][0] = add_pairs(sums[i][0], left, query);
-      sums[i][1] = add_pairs(sums[i][1], right, query);
+      const vu q = p.query[row + i][d] - vu{};
+      sums[i][0] = add_pairs(sums[i][0], l, q);
+      sums[i][1] = add_pairs(sums[i][1], r, q);
     }
   }
   for (int i = 0; i < kRows; ++i) {
@@ -52,28 +54,36 @@ void pair_score_tile(Scratch& s, const PairScratch& p, int64_t row, int64_t key,
 
 // output[row][column..] += weights[row][pairs] x values, for kVectors vectors of columns.
 template <int kRows, int kVectors>
-void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& pairs, uint32_t mask, int64_t value_size,
-                     int64_t column) {
+void pair_value_tile(Scratch& s, const PairScratch& p, int64_t row, const Span& pairs, uint32_t mask, const Values<uint16_t>& values,
+                     int64_t value_size, int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
   const vu seen = mask - vu{};
-  const uint32_t* value = p.values + pairs.from * value_size + column;
-  for (int64_t pair = pairs.from; pair < pairs.to; ++pair, value += value_size) {
-    vu parts[kVectors];
-    for (int v = 0; v < kVectors; ++v) parts[v] = load_pairs(value + v * kLanes) & seen;
+  for (int64_t pair = pairs.from; pair < pairs.to;) {
+    const int64_t chunk = pair / kChunkPairs, end = std::min(pairs.to, (chunk + 1) * kChunkPairs);
+    const int64_t offset = 2 * (pair % kChunkPairs * value_size + column);
+    const uint16_t *value = values.of[chunk] + offset, *ahead = values.ahead[chunk] + offset;
+    for (; pair < end; ++pair, value += 2 * value_size, ahead += 2 * value_size) {
+      vu parts[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        prefetch(ahead + v * 2 * kLanes);
+        parts[v] = load_pairs(value + v * 2 * kLanes) & seen;
+      }
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const vu weight = p.weights[row + i][pair] - vu{};
-      for (int v = 0; v < kVectors; ++v) sums[i][v] = add_pairs(sums[i][v], parts[v], weight);
+      for (int i = 0; i < kRows; ++i) {
+        const vu weight = p.weights[row + i][pair] - vu{};
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = add_pairs(sums[i][v], parts[v], weight);
+      }
     }
   }
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
-using PairScoreTile = void (*)(Scratch&, const PairScratch&, int64_t, int64_t, int64_t);
-using PairValueTile = void (*)(Scratch&, const PairScratch&, int64_t, const Span&, uint32_t, int64_t, int64_t);
+using PairScoreTile = void (*)(Scratch&, const PairScratch&, int64_t, int64_t, const uint16_t*, const uint16_t*, int64_t,
+                               const Ahead<uint16_t>&);
+using PairValueTile = void (*)(Scratch&, const PairScratch&, int64_t, const Span&, uint32_t, const Values<uint16_t>&, int64_t, int64_t);
 
 template <int... kRows>
 constexpr std::array<PairScoreTile, sizeof...(kRows)> pair_score_tiles(std::integer_sequence<int, kRows...>) {
@@ -89,6 +99,7 @@ constexpr auto kNarrowPairValueTiles = pair_value_tiles<1>(std::make_integer_seq
 
 // As `FloatTiles`. What is shared are pairs.
 struct PairTiles {
+  using Number = uint16_t;
   static_assert(kLanes == kChunk && kKeys % (2 * kLanes) == 0);
 
   static void take_query(Scratch& s, int64_t row, int64_t head_size) {
@@ -98,18 +109,11 @@ struct PairTiles {
       store_pairs(pair_scratch().query[row] + d / 2, rounded(load(query + d), load(query + d + kLanes)));
   }
 
-  static void score(Scratch& s, int64_t row, int64_t rows, int64_t key, const float* left, const float* right, int64_t head_size,
-                    const Ahead& ahead) {
-    PairScratch& p = pair_scratch();
-    for (int64_t d = 0; d < head_size; d += 2) {
-      for (int64_t next = d * kChunk; next < (d + 2) * kChunk; next += kChunk) prefetch(ahead.left + next), prefetch(ahead.right + next);
-      const auto second = [&](const float* keys) { return d + 1 < head_size ? load(keys + (d + 1) * kChunk) : vf{}; };
-      store_pairs(&p.keys[d / 2][key], rounded_pairs(load(left + d * kChunk), second(left)));
-      store_pairs(&p.keys[d / 2][key + kLanes], rounded_pairs(load(right + d * kChunk), second(right)));
-    }
+  static void score(Scratch& s, int64_t row, int64_t rows, int64_t key, const uint16_t* left, const uint16_t* right,
+                    int64_t head_size, const Ahead<uint16_t>& ahead) {
     for (int64_t count; row < rows; row += count) {
       count = std::min<int64_t>(kTile, rows - row);
-      kPairScoreTiles[count - 1](s, p, row, key, (head_size + 1) / 2);
+      kPairScoreTiles[count - 1](s, pair_scratch(), row, key, left, right, head_size / 2, ahead);
     }
   }
 
@@ -119,44 +123,55 @@ struct PairTiles {
       store_pairs(pair_scratch().weights[row] + j / 2, rounded(load(weights + j), load(weights + j + kLanes)));
   }
 
-  static void take_values(const Values& values, int64_t from, int64_t to, int64_t value_size) {
-    PairScratch& p = pair_scratch();
-    for (int64_t chunk = from; chunk < to; ++chunk) {
-      const float *first = values.of[chunk], *ahead = values.ahead[chunk];
-      uint32_t* pairs = p.values + chunk * kChunk / 2 * value_size;
-      for (int64_t pair = 0; pair < kChunk / 2; ++pair, first += 2 * value_size, ahead += 2 * value_size)
-        for (int64_t column = 0; column < value_size; column += kLanes) {
-          prefetch(ahead + column), prefetch(ahead + value_size + column);
-          store_pairs(pairs + pair * value_size + column, rounded_pairs(load(first + column), load(first + value_size + column)));
-        }
-    }
-  }
-
   static Span shared(const Span& seen) { return {(seen.from + 1) / 2, seen.to / 2}; }
 
-  static void add(Scratch& s, int64_t row, int64_t count, const Span& pairs, const Values&, int64_t value_size) {
-    add(s, row, count, pairs, kWhole, value_size);
+  static void add(Scratch& s, int64_t row, int64_t count, const Span& pairs, const Values<uint16_t>& values, int64_t value_size) {
+    add(s, row, count, pairs, kWhole, values, value_size);
   }
 
-  static void add_first(Scratch& s, int64_t row, const Span& seen, int64_t value_size) {
-    if (seen.from % 2 != 0 && !seen.empty()) add(s, row, 1, {seen.from / 2, seen.from / 2 + 1}, kSecond, value_size);
+  static void add_first(Scratch& s, int64_t row, const Span& seen, const Values<uint16_t>& values, int64_t value_size) {
+    if (seen.from % 2 != 0 && !seen.empty()) add(s, row, 1, {seen.from / 2, seen.from / 2 + 1}, kSecond, values, value_size);
   }
 
-  static void add_last(Scratch& s, int64_t row, const Span& seen, int64_t value_size) {
-    if (seen.to % 2 != 0 && !seen.empty()) add(s, row, 1, {seen.to / 2, seen.to / 2 + 1}, kFirst, value_size);
+  static void add_last(Scratch& s, int64_t row, const Span& seen, const Values<uint16_t>& values, int64_t value_size) {
+    if (seen.to % 2 != 0 && !seen.empty()) add(s, row, 1, {seen.to / 2, seen.to / 2 + 1}, kFirst, values, value_size);
   }
 
  private:
-  static void add(Scratch& s, int64_t row, int64_t count, const Span& pairs, uint32_t mask, int64_t value_size) {
+  static void add(Scratch& s, int64_t row, int64_t count, const Span& pairs, uint32_t mask, const Values<uint16_t>& values,
+                  int64_t value_size) {
     if (pairs.empty()) return;
     const PairScratch& p = pair_scratch();
     int64_t column = 0;
     for (; column + kPanel <= value_size; column += kPanel)
-      kPairValueTiles[count - 1](s, p, row, pairs, mask, value_size, column);
+      kPairValueTiles[count - 1](s, p, row, pairs, mask, values, value_size, column);
     for (; column < value_size; column += kLanes)
-      kNarrowPairValueTiles[count - 1](s, p, row, pairs, mask, value_size, column);
+      kNarrowPairValueTiles[count - 1](s, p, row, pairs, mask, values, value_size, column);
   }
 };
+
+// Token `token`'s keys and values into a cache of pairs.
+inline void write_pairs(const Write& w, int64_t token) {
+  const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
+  // Rounds `n` numbers, and puts each where `place` says.
+  const auto put = [](const float* from, int64_t n, uint16_t* to, const auto& place) {
+    for (int64_t i = 0; i < n; i += 2 * kLanes) {
+      float x[2 * kLanes] = {};
+      uint16_t numbers[2 * kLanes];
+      const int64_t count = std::min<int64_t>(2 * kLanes, n - i);
+      std::memcpy(x, from + i, count * sizeof(float));
+      store_pairs(numbers, rounded(load(x), load(x + kLanes)));
+      for (int64_t j = 0; j < count; ++j) to[place(i + j)] = numbers[j];
+    }
+  };
+  put(w.keys + token * w.key_stride, w.num_kv_heads * w.head_size,
+      static_cast<uint16_t*>(w.cache.keys) + chunk * kChunk * w.cache.key_stride,
+      [lane](int64_t i) { return i / 2 * 2 * kChunk + 2 * lane + i % 2; });
+  uint16_t* values = static_cast<uint16_t*>(w.cache.values) + chunk * kChunk * w.cache.value_stride;
+  for (int64_t head = 0; head < w.num_kv_heads; ++head)
+    put(w.values + token * w.value_stride + head * w.value_size, w.value_size,
+        values + (head * kChunk + lane / 2 * 2) * w.value_size, [lane](int64_t i) { return 2 * i + lane % 2; });
+}
 
 }  // namespace penstock
 #endif

@@ -30,17 +30,18 @@ struct Scratch {
 
 // What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
 // are done before memory has answered.
+template <class Number>
 struct Ahead {
-  const float* left;
-  const float* right;
+  const Number* left;
+  const Number* right;
 };
 
-inline void prefetch(const float* p) { __builtin_prefetch(p, 0, 2); }
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // scores[row][0..kPanel) = query . keys, for the two vectors of keys at `left` and `right`.
 template <int kRows>
 void score_tile(Scratch& s, int64_t row, int64_t key, const float* left, const float* right, int64_t head_size,
-                const Ahead& ahead) {
+                const Ahead<float>& ahead) {
   vf sums[kRows][2] = {};
   for (int64_t d = 0; d < head_size; ++d) {
     prefetch(ahead.left + d * kChunk);
@@ -67,14 +68,15 @@ struct Span {
 };
 
 // Where the values of a tile's keys are and, a chunk each, what is read next.
+template <class Number>
 struct Values {
-  const float* of[kKeys / kChunk];
-  const float* ahead[kKeys / kChunk];
+  const Number* of[kKeys / kChunk];
+  const Number* ahead[kKeys / kChunk];
 };
 
 // output[row][column..] += weights[row][from..to) x values, for kVectors vectors of columns.
 template <int kRows, int kVectors>
-void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values, int64_t value_size, int64_t column) {
+void value_tile(Scratch& s, int64_t row, const Span& span, const Values<float>& values, int64_t value_size, int64_t column) {
   vf sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kVectors; ++v) sums[i][v] = load(&s.part.output[row + i][column + v * kLanes]);
@@ -98,8 +100,8 @@ void value_tile(Scratch& s, int64_t row, const Span& span, const Values& values,
     for (int v = 0; v < kVectors; ++v) store(&s.part.output[row + i][column + v * kLanes], sums[i][v]);
 }
 
-using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead&);
-using ValueTile = void (*)(Scratch&, int64_t, const Span&, const Values&, int64_t, int64_t);
+using ScoreTile = void (*)(Scratch&, int64_t, int64_t, const float*, const float*, int64_t, const Ahead<float>&);
+using ValueTile = void (*)(Scratch&, int64_t, const Span&, const Values<float>&, int64_t, int64_t);
 
 template <int... kRows>
 constexpr std::array<ScoreTile, sizeof...(kRows)> score_tiles(std::integer_sequence<int, kRows...>) {
@@ -115,12 +117,14 @@ constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int
 
 // Scores and sums of values of floats.
 struct FloatTiles {
+  using Number = float;
+
   // Of the query in row `row`, of which there are `head_size` numbers.
   static void take_query(Scratch&, int64_t, int64_t) {}
 
   // Of rows `row`.. and the keys of a panel, `key`.. of the tile.
   static void score(Scratch& s, int64_t row, int64_t rows, int64_t key, const float* left, const float* right, int64_t head_size,
-                    const Ahead& ahead) {
+                    const Ahead<float>& ahead) {
     for (int64_t count; row < rows; row += count) {
       count = std::min<int64_t>(kTile, rows - row);
       kScoreTiles[count - 1](s, row, key, left, right, head_size, ahead);
@@ -130,13 +134,10 @@ struct FloatTiles {
   // The weights of a row's keys are in place of its scores.
   static void take_weights(Scratch&, int64_t) {}
 
-  // The values of the tile's chunks from..to.
-  static void take_values(const Values&, int64_t, int64_t, int64_t) {}
-
   // What of the keys that a row sees is added together with that of other rows.
   static Span shared(const Span& seen) { return seen; }
 
-  static void add(Scratch& s, int64_t row, int64_t count, const Span& span, const Values& values, int64_t value_size) {
+  static void add(Scratch& s, int64_t row, int64_t count, const Span& span, const Values<float>& values, int64_t value_size) {
     if (span.empty()) return;
     int64_t column = 0;
     for (; column + kPanel <= value_size; column += kPanel) kValueTiles[count - 1](s, row, span, values, value_size, column);
@@ -144,8 +145,8 @@ struct FloatTiles {
   }
 
   // What a row sees before and behind what is shared.
-  static void add_first(Scratch&, int64_t, const Span&, int64_t) {}
-  static void add_last(Scratch&, int64_t, const Span&, int64_t) {}
+  static void add_first(Scratch&, int64_t, const Span&, const Values<float>&, int64_t) {}
+  static void add_last(Scratch&, int64_t, const Span&, const Values<float>&, int64_t) {}
 };
 
 }  // namespace penstock

@@ -38,23 +38,23 @@ struct Grouped {
   int64_t silu;
 };
 
-// A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart.
+// A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart. They are floats, or, where `pairs` is not
+// 0, bfloat16.
 struct Cache {
-  float* keys;
-  float* values;
+  void* keys;
+  void* values;
   int64_t key_stride;
   int64_t value_stride;
+  int64_t pairs;
 };
 
-// How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null. `rounded` is not 0: numbers may be
-// rounded to bfloat16 where they are multiplied.
+// How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null.
 struct Params {
   int64_t window;
   int64_t chunk;
   float scaling;
   float softcap;
   const float* sinks;
-  int64_t rounded;
 };
 
 // `gate_up`: rows of gate and up alternate, a vector's lanes of each.

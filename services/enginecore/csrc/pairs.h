@@ -6,8 +6,6 @@
 
 #include <immintrin.h>
 
-#include <utility>
-
 #include "vec.h"
 
 namespace penstock {
@@ -19,18 +17,6 @@ inline vf add_pairs(vf sums, vu a, vu b) {
 
 // Floats one after the other, those of `second` behind those of `first`, rounded to nearest even.
 inline vu rounded(vf first, vf second) { return reinterpret_cast<vu>(_mm512_cvtne2ps_pbh(second, first)); }
-
-typedef uint16_t vp __attribute__((vector_size(PENSTOCK_LANES * 4)));
-
-template <int... kLane>
-inline vp zipped(vp v, std::integer_sequence<int, kLane...>) {
-  return __builtin_shufflevector(v, v, (kLane / 2 + kLane % 2 * kLanes)...);
-}
-
-// In each lane the number of `first` and that of `second`, rounded.
-inline vu rounded_pairs(vf first, vf second) {
-  return reinterpret_cast<vu>(zipped(reinterpret_cast<vp>(rounded(first, second)), std::make_integer_sequence<int, 2 * kLanes>{}));
-}
 
 }  // namespace penstock
 #endif

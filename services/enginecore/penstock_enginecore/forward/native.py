@@ -20,7 +20,7 @@ from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, Forwar
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
 from penstock_enginecore.forward.native_models import own_layers, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
-from penstock_enginecore.native.attention import TILES, cache_struct, group_struct, params_struct
+from penstock_enginecore.native.attention import PAIRS, TILES, cache_struct, group_struct, params_struct
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.structs import Cache, Exchange, Group, Layer, Linear, Model, Step
@@ -79,11 +79,12 @@ class NativeForward:
             reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
         if reason:
             raise UnsuitableError(reason)
+        # What products round is kept rounded.
+        dtype, layout = (torch.bfloat16, PAIRS) if library.parts == 1 else (torch.float32, TILES)
         self.specs = {
-            name: msgspec.structs.replace(spec, dtype_size=torch.float32.itemsize)
-            for name, spec in probed.specs.items()
+            name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in probed.specs.items()
         }
-        self.memory = KVMemory(self.specs, lambda *_: TILES, torch.float32, self.device)
+        self.memory = KVMemory(self.specs, lambda *_: layout, dtype, self.device)
         self._library = library
         self._module: Any = module
         self._part, self._seams = part, seams
@@ -221,7 +222,7 @@ class NativeForward:
         attention, mlp = layer.self_attn, layer.mlp
         projections = _projections(layer)
         bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        how, sinks = params_struct(params, self._library)
+        how, sinks = params_struct(params)
         self._keep.append(sinks)
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         query_norm, key_norm = (None if norm is None else self._vector(norm.weight) for norm in norms)

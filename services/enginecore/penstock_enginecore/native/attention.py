@@ -16,34 +16,40 @@ TILES = KVLayout("tiles of 16", TILE)
 """Per head, the keys of 16 tokens number by number: number i of all of them, then number i + 1; the values token by token.
 A tile takes the memory of its 16 slots. ``csrc/attention.h`` reads it.
 """
+PAIRS = KVLayout("tiles of 16 in pairs", TILE)
+"""The same in bfloat16: two numbers of a key lie together, and of values those of two tokens; see ``csrc/attention_pairs.h``."""
 _MAX_HEAD_SIZE = 512
 
 
 class NativeAttention(AttentionBackend):
-    """Keeps layers in ``TILES`` and attends with the kernels. What these do not take (a block size that 16 does not divide, an
-    odd head size, half precision) goes to ``fallback`` in its own layout, layer by layer.
+    """Keeps layers in ``TILES``, those in bfloat16 in ``PAIRS`` where inputs of products may be rounded, and attends with the
+    kernels. What these do not take (a block size that 16 does not divide, odd head sizes, other half precision) goes to
+    ``fallback`` in its own layout, layer by layer.
     """
 
     def __init__(self, library: NativeLibrary, fallback: AttentionBackend) -> None:
-        self._library = library
+        self.library = library
         self._fallback = fallback
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:
-        """``TILES`` where the kernels can keep and read the layer, else the fallback's."""
-        taken = (
-            dtype == torch.float32
-            and spec.block_size % TILE == 0
-            and max(spec.head_size, spec.head_size_v) <= _MAX_HEAD_SIZE
-            and spec.head_size_v % self._library.lanes == 0
-        )
-        return TILES if taken else self._fallback.layout(spec, dtype)
+        """``TILES`` or ``PAIRS`` where the kernels can keep and read the layer, else the fallback's."""
+        found = layout_of(self.library, dtype)
+        if (
+            found is None
+            or spec.block_size % TILE
+            or max(spec.head_size, spec.head_size_v) > _MAX_HEAD_SIZE
+            or spec.head_size_v % self.library.lanes
+            or (found is PAIRS and spec.head_size % 2)
+        ):
+            return self._fallback.layout(spec, dtype)
+        return found
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Into the cache's own layout."""
-        if cache.layout is not TILES:
+        if not _is_ours(cache):
             self._fallback.write(cache, plan, keys, values)
             return
-        keys, values = keys.flatten(1).contiguous(), values.flatten(1).contiguous()
+        keys, values = keys.flatten(1).float().contiguous(), values.flatten(1).float().contiguous()
         write = Write(
             len(keys),
             plan.metadata.slot_mapping.ctypes.data,
@@ -56,7 +62,7 @@ class NativeAttention(AttentionBackend):
             values.data_ptr(),
             values.shape[1],
         )
-        self._library.call("write", ctypes.byref(write))
+        self.library.call("write", ctypes.byref(write))
 
     def attend(
         self,
@@ -69,12 +75,12 @@ class NativeAttention(AttentionBackend):
     ) -> torch.Tensor:
         """From the cache's own layout."""
         metadata = plan.metadata
-        if cache.layout is not TILES:
+        if not _is_ours(cache):
             return self._fallback.attend(query, key, value, cache, plan, params)
         tokens, num_heads, head_size = query.shape
-        query = query.contiguous()
-        output = query.new_empty(tokens, num_heads, value.shape[2])
-        how, sinks = params_struct(params, self._library)
+        numbers = query.float().contiguous()
+        output = numbers.new_empty(tokens, num_heads, value.shape[2])
+        how, sinks = params_struct(params)
         attention = Attention(
             metadata.num_requests,
             metadata.query_start_loc.ctypes.data,
@@ -86,19 +92,31 @@ class NativeAttention(AttentionBackend):
             cache.num_kv_heads,
             head_size,
             value.shape[2],
-            query.data_ptr(),
+            numbers.data_ptr(),
             num_heads * head_size,
             output.data_ptr(),
             num_heads * value.shape[2],
         )
-        self._library.call("attend", ctypes.byref(attention))
+        self.library.call("attend", ctypes.byref(attention))
         del sinks  # the kernel has read it
-        return output
+        return output.to(query.dtype)
+
+
+def layout_of(library: NativeLibrary, dtype: torch.dtype) -> KVLayout | None:
+    """How the kernels of ``library`` keep numbers of ``dtype``; None where they do not."""
+    if dtype == torch.float32:
+        return TILES
+    return PAIRS if dtype == torch.bfloat16 and library.parts == 1 else None
+
+
+def _is_ours(cache: KVCache) -> bool:
+    return cache.layout in (TILES, PAIRS)
 
 
 def cache_struct(cache: KVCache) -> Cache:
     """The kernels' view of a layer's memory."""
-    return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.stride(0), cache.values.stride(0))
+    keys, values = cache.keys, cache.values
+    return Cache(keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), cache.layout == PAIRS)
 
 
 def group_struct(metadata: AttentionMetadata) -> Group:
@@ -108,8 +126,8 @@ def group_struct(metadata: AttentionMetadata) -> Group:
     return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
 
 
-def params_struct(params: AttentionParams, library: NativeLibrary) -> tuple[Params, torch.Tensor | None]:
-    """The view that the kernels of ``library`` have of ``params``, and the tensor that it points into, which must outlive it."""
+def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]:
+    """The kernels' view of ``params``, and the tensor that it points into, which must outlive it."""
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
     struct = Params(
         params.sliding_window or 0,
@@ -117,6 +135,5 @@ def params_struct(params: AttentionParams, library: NativeLibrary) -> tuple[Para
         params.scaling,
         params.softcap or 0.0,
         None if sinks is None else sinks.data_ptr(),
-        library.parts == 1,
     )
     return struct, sinks

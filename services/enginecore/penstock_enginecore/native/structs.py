@@ -40,9 +40,15 @@ class Grouped(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """A layer's keys and values; strides in numbers per slot."""
+    """A layer's keys and values; strides in numbers per slot. ``pairs``: whether they are bfloat16."""
 
-    _fields_ = [("keys", _Pointer), ("values", _Pointer), ("key_stride", _Int), ("value_stride", _Int)]
+    _fields_ = [
+        ("keys", _Pointer),
+        ("values", _Pointer),
+        ("key_stride", _Int),
+        ("value_stride", _Int),
+        ("pairs", _Int),
+    ]
 
 
 class Params(ctypes.Structure):
@@ -54,7 +60,6 @@ class Params(ctypes.Structure):
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("sinks", _Pointer),
-        ("rounded", _Int),
     ]
 
 

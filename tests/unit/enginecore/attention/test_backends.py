@@ -28,8 +28,8 @@ class Step:
     cache: KVCache
     metadata: AttentionMetadata
 
-    def layout(self, backend: AttentionBackend) -> KVLayout:
-        """How ``backend`` keeps a layer of this kind."""
+    def layout(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> KVLayout:
+        """How ``backend`` keeps a layer of this kind, its numbers in ``dtype`` or as they are."""
         heads, keys, values = self.cache.num_kv_heads, self.cache.keys, self.cache.values
         spec = KVCacheSpec(
             block_size=self.metadata.block_size,
@@ -38,7 +38,7 @@ class Step:
             head_size_v=values.shape[1] // heads,
             dtype_size=keys.element_size(),
         )
-        return backend.layout(spec, keys.dtype)
+        return backend.layout(spec, dtype or keys.dtype)
 
     def run(self, backend: str, params: AttentionParams) -> torch.Tensor:
         plan = StepPlan(self.metadata, CPU)

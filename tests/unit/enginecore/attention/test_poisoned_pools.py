@@ -65,11 +65,14 @@ class Pool:
         self.backend = backend
         self.step = step
         metadata = step.metadata
+        dtype = (
+            torch.bfloat16 if isinstance(backend, NativeAttention) and backend.library.parts == 1 else step.key.dtype
+        )
         self.cache = replace(
             step.cache,
-            keys=step.cache.keys.clone(),
-            values=step.cache.values.clone(),
-            layout=step.layout(backend),
+            keys=step.cache.keys.to(dtype, copy=True),
+            values=step.cache.values.to(dtype, copy=True),
+            layout=step.layout(backend, dtype),
         )
         self.num_slots = len(step.cache.keys)
         ends = metadata.seq_lens
@@ -86,7 +89,7 @@ class Pool:
     def fill(self, slots: np.ndarray, number: float) -> None:
         heads = self.cache.num_kv_heads
         keys, values = (
-            torch.full((len(slots), heads, part.shape[1] // heads), number, dtype=part.dtype)
+            torch.full((len(slots), heads, part.shape[1] // heads), number, dtype=self.step.key.dtype)
             for part in (self.cache.keys, self.cache.values)
         )
         self.write(slots, keys, values)

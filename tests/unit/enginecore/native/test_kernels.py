@@ -12,7 +12,7 @@ from penstock_enginecore.attention.base import AttentionMetadata, AttentionParam
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import SLOTS, KVCache
 from penstock_enginecore.native import library as library_module
-from penstock_enginecore.native.attention import TILES, NativeAttention
+from penstock_enginecore.native.attention import PAIRS, TILES, NativeAttention
 from penstock_enginecore.native.int8 import round_to_int8
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
 from penstock_enginecore.native.linear import PackedLinear
@@ -113,11 +113,12 @@ def native(library: NativeLibrary) -> NativeAttention:
 
 def keep(step: Step, backend: NativeAttention) -> KVCache:
     """The step's cache in the kernels' layout: every token that has a slot is written, the rest stays NaN."""
+    dtype = torch.bfloat16 if backend.library.parts == 1 else step.cache.keys.dtype
     cache = replace(
         step.cache,
-        keys=torch.full_like(step.cache.keys, torch.nan),
-        values=torch.full_like(step.cache.values, torch.nan),
-        layout=step.layout(backend),
+        keys=torch.full_like(step.cache.keys, torch.nan, dtype=dtype),
+        values=torch.full_like(step.cache.values, torch.nan, dtype=dtype),
+        layout=step.layout(backend, dtype),
     )
     slots = np.concatenate(
         [step.metadata.slots(i, 0, int(length)) for i, length in enumerate(step.metadata.seq_lens)]
@@ -130,7 +131,7 @@ def keep(step: Step, backend: NativeAttention) -> KVCache:
 def attend(library: NativeLibrary, step: Step, params: AttentionParams) -> torch.Tensor:
     backend = native(library)
     cache = keep(step, backend)
-    assert cache.layout is TILES
+    assert cache.layout is (PAIRS if library.parts == 1 else TILES)
     return backend.attend(step.query, step.key, step.value, cache, StepPlan(step.metadata, CPU), params)
 
 
