@@ -176,3 +176,12 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
                 parameter.normal_(0.0, 0.1)
     model.save_pretrained(directory)
     return model
+
+
+def save_narrow_model(
+    architecture: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> PreTrainedModel:
+    """Write a checkpoint of 16 bits to ``directory`` and return what transformers makes of it in float32."""
+    save_tiny_model(architecture, directory, **changes).to(dtype).save_pretrained(directory)
+    made: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return made.eval()

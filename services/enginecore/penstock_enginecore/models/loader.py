@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.narrow_weight import as_stored, narrow
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from penstock_enginecore.models.quantization.kv_scales import read_kv_scales
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized
@@ -49,10 +50,13 @@ def keep_none(scheme: Scheme) -> bool:  # noqa: ARG001 - a ``Keeps``
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode on its device. Lengths in tokens; ``max_len`` is the longest sequence it allows."""
+    """A model in evaluation mode on its device, computing in ``dtype``. ``precision``: of its products' inputs, where a device
+    may round these. Lengths in tokens; ``max_len`` is the longest sequence it allows.
+    """
 
     module: PreTrainedModel
     dtype: torch.dtype
+    precision: torch.dtype
     max_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -75,24 +79,26 @@ def load_model(
     *,
     on_host: bool = False,
     make_share: MakeShare | None = None,
+    widen: bool = False,
 ) -> LoadedModel:
     """Read configuration and weights of ``config.path``, straight to ``device``; where ``split`` leaves a part of the model, by
     way of the host. ``keep``: whether linear layers keep weights that are quantized so. ``on_host``: leave the model there, in
-    the dtype that it has on ``device``. ``make_share``: of what this rank reads. Raises ModelLoadError.
+    the dtype that it has on ``device``. ``make_share``: of what this rank reads. ``widen``: on a CPU, compute in float32 with
+    weights that stay as narrow as they are stored, see ``narrow_weight``. Raises ModelLoadError.
     """
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
     check_supported(hf_config, model_class)
-    dtype = resolve_dtype(config.dtype, hf_config, device)
+    dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     max_len = config_max_len(hf_config, config)
-    progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
+    progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
     host = torch.device("cpu")
     if on_host:
         device = host
     first = device if split is None else host
     share = None if make_share is None else make_share(model_class, hf_config)
-    module: Any = load_weights(config, dtype, first, progress, keep=keep, share=share)
+    module: Any = load_weights(config, dtypes, first, progress, keep=keep, share=share)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     if split is not None:
         split(module)
@@ -100,7 +106,8 @@ def load_model(
     prepare_decoder(module, config.max_model_len or max_len, device)
     return LoadedModel(
         module=module,
-        dtype=dtype,
+        dtype=dtypes.computed,
+        precision=dtypes.precision,
         max_len=max_len,
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(module),
@@ -115,15 +122,46 @@ def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.d
     check_positions(module, device)
 
 
-def resolve_dtype(wanted: str, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. ``auto`` is the checkpoint's, but float32 for bfloat16 that the CPU only emulates. CPUs
-    compute float16, wanted or stored, as float32, which holds every number of it.
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """What a model is ``computed`` in, and what its ``weights`` are read in where that may be narrower, None for what the files
+    have. ``dense``: of weights that these have in no dtype, quantized and random ones. ``precision``: what the inputs of products
+    may be rounded to.
     """
+
+    computed: torch.dtype
+    weights: torch.dtype | None
+    dense: torch.dtype
+    precision: torch.dtype
+
+    @property
+    def widens(self) -> bool:
+        """Whether weights may be narrower than what is computed."""
+        return self.weights != self.computed
+
+    @property
+    def name(self) -> str:
+        """Of what is computed in."""
+        return str(self.computed).removeprefix("torch.")
+
+
+def resolve_dtypes(wanted: str, hf_config: PretrainedConfig, device: torch.device, *, widen: bool = False) -> Dtypes:
+    """``auto`` is the checkpoint's, but float32 for bfloat16 that the CPU only emulates. CPUs compute float16, wanted or stored,
+    as float32, which holds every number of it. ``widen``: CPUs compute all in float32, by weights that stay as they are stored;
+    bfloat16, if wanted, is what weights and inputs of products are rounded to.
+    """
+    if device.type == "cpu" and widen:
+        if wanted == "bfloat16":
+            return Dtypes(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        halves = wanted == "auto" and hf_config.dtype == torch.bfloat16
+        return Dtypes(torch.float32, None, torch.bfloat16 if halves else torch.float32, torch.float32)
     dtype = _DTYPES[wanted] if wanted != "auto" else hf_config.dtype
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
-        return torch.float32
+        dtype = torch.float32
     emulated = dtype == torch.float16 or (wanted == "auto" and dtype == torch.bfloat16 and not _cpu_has_bfloat16())
-    return torch.float32 if device.type == "cpu" and emulated else dtype
+    if device.type == "cpu" and emulated:
+        dtype = torch.float32
+    return Dtypes(dtype, dtype, dtype, dtype)
 
 
 def _cpu_has_bfloat16() -> bool:
@@ -180,7 +218,7 @@ def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
 
 def load_weights(
     config: ModelConfig,
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     device: torch.device,
     progress: Callable[[str], None],
     auto_class: Any = AutoModelForCausalLM,
@@ -198,27 +236,29 @@ def load_weights(
         )
     if config.load_format == "dummy":
         progress("the weights are random: model.load_format is 'dummy'")
-        return _random_weights(config, dtype, device, auto_class)
+        return _random_weights(config, dtypes, device, auto_class)
     with weights_progress(progress, weights_size(config.path)):
-        return _read_weights(config, dtype, device, auto_class, unused, keep, share)
+        return _read_weights(config, dtypes, device, auto_class, unused, keep, share)
 
 
-def _random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any) -> PreTrainedModel:
+def _random_weights(config: ModelConfig, dtypes: Dtypes, device: torch.device, auto_class: Any) -> PreTrainedModel:
     """As the model's own class begins its training, from seed 0."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         module = auto_class.from_config(
             read_config(config),
-            dtype=dtype,
+            dtype=dtypes.dense,
             attn_implementation=attention_hook.ATTENTION_NAME,
             trust_remote_code=config.trust_remote_code,
         )
+    if dtypes.widens:
+        narrow(module)
     return cast("PreTrainedModel", module)
 
 
 def _read_weights(
     config: ModelConfig,
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     device: torch.device,
     auto_class: Any,
     unused: tuple[str, ...],
@@ -227,7 +267,8 @@ def _read_weights(
 ) -> PreTrainedModel:
     """Those of the checkpoint's files."""
     try:
-        loaded = _from_files(config, dtype, device, auto_class, keep, share)
+        with as_stored(dtypes.weights) if dtypes.widens else nullcontext():
+            loaded = _from_files(config, dtypes, device, auto_class, keep, share)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the weights cannot be read: {first_line(e)}") from e
     module, info = loaded
@@ -239,18 +280,20 @@ def _read_weights(
                 f"model.path {config.path!r}: {len(keys)} weights are {what}, {example} among them; "
                 "the files do not belong to this configuration"
             )
+    if dtypes.widens:
+        narrow(module)
     if share is not None:
         share.install(module)
     return cast("PreTrainedModel", module)
 
 
 def _from_files(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, auto_class: Any, keep: Keeps, share: Share | None
+    config: ModelConfig, dtypes: Dtypes, device: torch.device, auto_class: Any, keep: Keeps, share: Share | None
 ) -> Any:
     """The model, and what transformers tells of its weights."""
     hf_config = read_config(config)
     attention = attention_hook.ATTENTION_NAME
-    scheme = quantization_of(hf_config)
+    dtype, scheme = dtypes.computed, quantization_of(hf_config)
     if share is not None:
         if scheme is not None:
             raise ModelLoadError(f"model.path {config.path!r}: {scheme.name} experts are not shared by ranks yet")
@@ -265,7 +308,7 @@ def _from_files(
                 **_source(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
     found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, weight_files(config), scheme)
-    return load_quantized(found, dtype, keep=keep(scheme), attn_implementation=attention)
+    return load_quantized(found, dtypes.dense, keep=keep(scheme), dtype=dtype, attn_implementation=attention)
 
 
 def weight_files(config: ModelConfig) -> Path:

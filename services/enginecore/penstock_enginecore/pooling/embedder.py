@@ -37,6 +37,7 @@ _POOLING_FILES = ("*.json", "*/config.json", "*/model.safetensors", "*/pytorch_m
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
     """A model in evaluation mode on its device. ``module`` gives hidden states; ``head`` is None where it only embeds.
+    ``dtype`` and ``precision``: see ``LoadedModel``.
 
     Lengths in tokens; ``max_len`` is the longest prompt. An encoder sees whole prompts and has no KV cache.
     """
@@ -46,6 +47,7 @@ class PoolingModel:
     pooling: PoolingConfig
     dense: tuple[Dense, ...]
     dtype: torch.dtype
+    precision: torch.dtype
     max_len: int
     vocab_size: int
     is_encoder: bool
@@ -75,9 +77,11 @@ def load_pooling_model(
     device: torch.device,
     progress: Callable[[str], None],
     split: Callable[[PreTrainedModel], None] | None = None,
+    *,
+    widen: bool = False,
 ) -> PoolingModel:
     """Read configuration and weights of ``config.path`` and move the model to ``device``; where ``split`` leaves a part of its
-    layers, by way of the host. Raises ModelLoadError.
+    layers, by way of the host. ``widen``: see ``load_model``. Raises ModelLoadError.
     """
     hf_config = loader.read_config(config)
     auto_class = AutoModel if task == "embed" else _classifier(hf_config)
@@ -89,13 +93,13 @@ def load_pooling_model(
     model_class = _model_class(auto_class, hf_config)
     _check(hf_config, model_class)
     pooling = read_pooling_config(_directory(config), is_encoder=is_encoder(hf_config))
-    dtype = loader.resolve_dtype(config.dtype, hf_config, device)
-    progress(f"loading {model_class.__name__} from {config.path} as {str(dtype).removeprefix('torch.')}")
+    dtypes = loader.resolve_dtypes(config.dtype, hf_config, device, widen=widen)
+    progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
     # Embedding takes hidden states: what BERT's pooler makes of them is not used.
     unused = ("pooler.",) if task == "embed" else ()
     first = device if split is None else torch.device("cpu")
-    loaded: Any = loader.load_weights(config, dtype, first, progress, auto_class, unused)
+    loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, unused)
     if split is not None:
         split(loaded if task == "embed" else loaded.base_model)
     place(loaded, config.path, device)
@@ -108,7 +112,8 @@ def load_pooling_model(
         head=head,
         pooling=pooling,
         dense=tuple(load_dense(each, device) for each in pooling.dense) if head is None else (),
-        dtype=dtype,
+        dtype=dtypes.computed,
+        precision=dtypes.precision,
         max_len=max_len,
         vocab_size=int(hf_config.vocab_size),
         is_encoder=is_encoder(hf_config),

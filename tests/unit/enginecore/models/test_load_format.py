@@ -10,6 +10,7 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.variant import Loaded, config_of
 from penstock_local.plan import check_model
 
@@ -48,6 +49,14 @@ def test_they_are_the_same_each_time_and_leave_the_seed_alone(without_weights: P
 
 def test_they_have_the_dtype_that_is_asked_for(without_weights: Path):
     assert {p.dtype for p in load(without_weights, dtype="bfloat16").module.parameters()} == {torch.bfloat16}
+
+
+def test_those_of_16_bits_are_computed_with_in_float32(without_weights: Path):
+    config = ModelConfig(path=str(without_weights), load_format="dummy", dtype="bfloat16")
+    model = load_model(config, CPU, lambda line: None, widen=True)
+    assert (model.dtype, model.precision) == (torch.float32, torch.bfloat16)
+    assert isinstance(model.module.get_input_embeddings().weight, NarrowWeight)
+    assert model.module.model.norm.weight.dtype == torch.float32
 
 
 def test_weights_that_are_there_are_not_read():

@@ -13,7 +13,7 @@ from penstock_enginecore.config import CacheConfig, ModelConfig
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes
 from penstock_enginecore.models import loader
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import load_model, resolve_dtype
+from penstock_enginecore.models.loader import Dtypes, load_model, resolve_dtypes
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -167,7 +167,45 @@ def test_dtype(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native, "avx512_fp16": native})
     config = tiny_config("llama")
     config.dtype = stored and getattr(torch, stored)
-    assert resolve_dtype(wanted, config, torch.device(device)) == expected
+    assert resolve_dtypes(wanted, config, torch.device(device)) == Dtypes(expected, expected, expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "weights", "dense", "precision"),
+    [
+        ("float32", "auto", None, torch.float32, torch.float32),
+        ("bfloat16", "auto", None, torch.bfloat16, torch.float32),
+        ("bfloat16", "float32", None, torch.float32, torch.float32),
+        ("float16", "auto", None, torch.float32, torch.float32),
+        ("bfloat16", "float16", None, torch.float32, torch.float32),
+        ("float32", "bfloat16", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (None, "auto", None, torch.float32, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("native", [False, True])
+def test_a_cpu_that_widens_weights_computes_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str | None,
+    wanted: str,
+    weights: torch.dtype | None,
+    dense: torch.dtype,
+    precision: torch.dtype,
+    native: bool,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
+    config = tiny_config("llama")
+    config.dtype = stored and getattr(torch, stored)
+    found = resolve_dtypes(wanted, config, torch.device("cpu"), widen=True)
+    assert found == Dtypes(torch.float32, weights, dense, precision)
+    assert found.widens
+
+
+def test_a_gpu_widens_nothing() -> None:
+    config = tiny_config("llama")
+    config.dtype = torch.bfloat16
+    found = resolve_dtypes("auto", config, torch.device("cuda"), widen=True)
+    assert found.computed == torch.bfloat16
+    assert not found.widens
 
 
 def test_a_pool_larger_than_the_machine_is_refused_by_name() -> None:

@@ -42,7 +42,7 @@ class PoolingRunner:
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
-            dtype=str(self._model.dtype).removeprefix("torch."),
+            dtype=str(self._model.precision).removeprefix("torch."),
             pooling=self._pooler.limits,
             step_tokens=step_tokens(self._backbone.device),
             supports_chunked_prefill=not self._model.is_encoder,

@@ -32,10 +32,10 @@ class QuantizedCheckpoint:
     scheme: Scheme
 
 
-def load_quantized(found: QuantizedCheckpoint, dtype: torch.dtype, *, keep: bool, **options: Any) -> Any:
-    """What ``from_pretrained`` of the model's class makes of the files with ``options``, as if these had never been quantized: it
-    reads a weight at a time, and renames, merges and casts as ever. If ``keep``, linear layers and experts keep their weights as
-    they are, and become ``QuantizedLinear`` and ``QuantizedExperts``; others are dequantized. Warns of the memory that takes.
+def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool, **options: Any) -> Any:
+    """What ``from_pretrained`` of the model's class makes of the files with ``options``, as if these had never been quantized:
+    it reads a weight at a time, and renames, merges and casts as ever. If ``keep``, linear layers and experts keep their weights
+    as they are, and become ``QuantizedLinear`` and ``QuantizedExperts``; others become ``dense``. Warns of the memory that takes.
     Raises ModelLoadError.
     """
     found.config.__dict__.pop("quantization_config", None)
@@ -43,15 +43,15 @@ def load_quantized(found: QuantizedCheckpoint, dtype: torch.dtype, *, keep: bool
         stored = {name: tensor for name, tensor in every.items() if not name.endswith(KV_SCALES + _OF_ACTIVATIONS)}
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
             logger.info("%d scales of activations are not used: activations are not quantized", unused)
-        weights = dense_weights(stored, found.scheme, dtype)
+        weights = dense_weights(stored, found.scheme, dense)
         kept = kept_modules(_skeleton(found), weights) if keep else []
-        _tell(found.scheme, weights, kept, dtype)
-        loaded = _make(found, weights, kept, dtype, options)
+        _tell(found.scheme, weights, kept, dense)
+        loaded = _make(found, weights, kept, options)
         if not all(_is_placeholder(loaded[0], name) for each in kept for name in each.placeholders):
             # transformers has weights of this class in another form than the files, into which only dense ones can be brought.
             kept = []
-            _tell(found.scheme, weights, kept, dtype)
-            loaded = _make(found, weights, kept, dtype, options)
+            _tell(found.scheme, weights, kept, dense)
+            loaded = _make(found, weights, kept, options)
         for each in kept:
             replace_module(loaded[0], each.name, each.make(loaded[0].get_submodule(each.name)))
     _read_generation_config(loaded[0], found.directory)
@@ -65,16 +65,14 @@ def _skeleton(found: QuantizedCheckpoint) -> Any:
         return make._from_config(found.config)
 
 
-def _make(
-    found: QuantizedCheckpoint, weights: DenseWeights, kept: Sequence[Kept], dtype: torch.dtype, options: dict[str, Any]
-) -> Any:
+def _make(found: QuantizedCheckpoint, weights: DenseWeights, kept: Sequence[Kept], options: dict[str, Any]) -> Any:
     state: dict[str, Any] = dict(weights.tensors)
     for each in kept:
         for name in each.sources:
             del state[name]
         state.update(each.placeholders)
     make: Any = found.model_class.from_pretrained
-    return make(None, config=found.config, state_dict=state, dtype=dtype, output_loading_info=True, **options)
+    return make(None, config=found.config, state_dict=state, output_loading_info=True, **options)
 
 
 def _is_placeholder(module: Any, name: str) -> bool:
