@@ -1,20 +1,29 @@
 """An engine whose weights are rounded to 8-bit integers gives the tokens of transformers with those weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock_enginecore.native.int8 import round_linears
 from tests.fakes.engines.in_process import build_engine
-from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
 from tests.integration.test_native_parity import CACHE, computing, expected_tokens, greedy
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mixtral"])
-def test_tokens_are_those_of_the_rounded_weights(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "save"),
+    [
+        ("llama", save_tiny_model),
+        ("qwen3", save_narrow_model),
+        ("gemma2", save_tiny_model),
+        ("mixtral", save_narrow_model),
+    ],
+)
+def test_tokens_are_those_of_the_rounded_weights(architecture: str, save: Any, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    model = save_tiny_model(architecture, tmp_path, hidden_size=64)
+    model = save(architecture, tmp_path, hidden_size=64)
     with torch.no_grad():
         round_linears(model, but=model.get_output_embeddings())
     expected = expected_tokens(model)

@@ -72,6 +72,19 @@ def test_an_encoder_embeds_with_the_mean_of_its_tokens(family: str, tmp_path: Pa
     assert_close(pool(build_engine(tmp_path), PROMPTS, EMBED), expected)
 
 
+@pytest.mark.parametrize("family", [next(iter(ENCODERS)), next(iter(DECODERS))])
+def test_a_bfloat16_checkpoint_is_pooled_in_float32(family: str, tmp_path: Path) -> None:
+    made = save_pooling_model(family, tmp_path)
+    made.bfloat16().save_pretrained(tmp_path)
+    model = type(made).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    engine = build_engine(tmp_path, model={"task": "embed"})
+    [info] = engine.executor.collective_rpc("worker_info")
+    assert "kernels (linear" in info["computing"]
+    assert info["dtype"] == "float32"
+    pooled = (lambda states: states.mean(dim=0)) if family in ENCODERS else (lambda states: states[-1])
+    assert_close(pool(engine, PROMPTS, EMBED), each(model, lambda output: pooled(hidden(output))))
+
+
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_decoder_embeds_with_its_last_token(family: str, tmp_path: Path) -> None:
     model = save_pooling_model(family, tmp_path)

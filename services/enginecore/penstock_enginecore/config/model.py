@@ -27,9 +27,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[
         Dtype,
         Meta(
-            description="Type of weights and activations; auto: the checkpoint's own, except that bfloat16 becomes float32 on a "
-            "CPU without native support. CPUs compute float16 as float32, and bfloat16 weights with float32 activations, which "
-            "bfloat16, asked for by name, lets matrix units round."
+            description="Type of weights and activations; auto: the checkpoint's own. The kernels for CPUs compute all in "
+            "float32, by weights of 16 bits, too, and bfloat16, asked for by name, lets matrix units round activations. Without "
+            "kernels a CPU computes bfloat16 where it has instructions for it, and float16 never."
         ),
     ] = "auto"
     quantization: Annotated[

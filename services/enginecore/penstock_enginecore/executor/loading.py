@@ -1,5 +1,6 @@
 """Loads a model and makes the runner for what it is used for."""
 
+import logging
 from dataclasses import replace
 
 import msgspec
@@ -7,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.kv_cache import FLOAT8
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import EngineCoreConfig, KernelsConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.batch_invariance import check_batch_invariant
 from penstock_enginecore.executor.cache_dtype import check_cache_dtype
@@ -22,14 +23,18 @@ from penstock_enginecore.experts.shared_model import SharedModel, check_shared
 from penstock_enginecore.experts.spread import SpreadExperts, dispatched_layers
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
 from penstock_enginecore.forward.cuda.candidate import kept_weights
+from penstock_enginecore.forward.proof import SpentError
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, weight_files
+from penstock_enginecore.native.backend import multiplies_linears
 from penstock_enginecore.parallel.layers import split_model
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.timed_collectives import TimedCollectives
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
+
+logger = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -41,8 +46,30 @@ def load_runner(
 ) -> ModelRunner:
     """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
     ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over. ``links``: of the stage that this worker computes.
+    ranks that the model is split over. ``links``: of the stage that this worker computes. Kernels that are refuted when they have
+    spent the weights cost another reading.
     """
+    given = config.kernels
+    for rounded in (True, False) if config.model.dtype == "bfloat16" else (False,):
+        try:
+            return _load_runner(config, device, progress, collectives, links, given, rounded=rounded)
+        except SpentError as e:
+            logger.warning("%s; the model is loaded again", e)
+    modules = msgspec.structs.replace(given, linear=False)
+    return _load_runner(config, device, progress, collectives, links, modules, rounded=False)
+
+
+def _load_runner(
+    config: EngineCoreConfig,
+    device: torch.device,
+    progress: Progress,
+    collectives: TimedCollectives | None,
+    links: StageLinks | None,
+    kernels: KernelsConfig,
+    *,
+    rounded: bool,
+) -> ModelRunner:
+    """With these ``kernels``, which may round inputs of products to bfloat16 if ``rounded``. Raises SpentError, too."""
     task = resolve_task(config.model)
     shared = SharedModel(config) if config.expert_parallel.enabled else None
     if shared is not None:
@@ -54,17 +81,18 @@ def load_runner(
     check_batch_invariant(config, device, task)
     check_int8(config, device)
     checkpoint = config.model
-    if rounded := checkpoint.quantization == "int8":
+    widen = multiplies_linears(config.kernels, device, rounded=checkpoint.dtype == "bfloat16")
+    if int8 := checkpoint.quantization == "int8":
         checkpoint = msgspec.structs.replace(checkpoint, dtype="float32")
     forward = ForwardConfig(
         device=device,
         attention_backend=config.model.attention_backend,
-        kernels=config.kernels,
+        kernels=kernels,
         num_threads=torch.get_num_threads(),
         block_size=config.cache.block_size,
         cache_dtype=FLOAT8 if config.cache.dtype == "fp8" else None,
-        int8=rounded,
-        rounded=config.model.dtype == "bfloat16",
+        int8=int8,
+        rounded=rounded,
     )
     if task == "generate":
         if split is None and links is None:
@@ -72,8 +100,9 @@ def load_runner(
         else:
             keep = keep_none  # the fused decoder alone computes by them, and whole models
         # What a stage leaves to others need not fit its device.
-        model = load_model(checkpoint, device, progress, keep, split, on_host=links is not None, make_share=shared)
-        if rounded:
+        on_host = links is not None
+        model = load_model(checkpoint, device, progress, keep, split, on_host=on_host, make_share=shared, widen=widen)
+        if int8:
             round_weights(model.module)
         if links is None:
             built = build_forward(model, _with_part(forward, split))
@@ -85,8 +114,8 @@ def load_runner(
             max_seqs=config.scheduler.max_num_seqs,
         )
         return StageRunner(model, build_stage(model, _with_part(forward, split), stage), links)
-    pooled = load_pooling_model(checkpoint, task, device, progress, split)
-    if rounded:
+    pooled = load_pooling_model(checkpoint, task, device, progress, split, widen=widen)
+    if int8:
         round_weights(pooled.module)
     return PoolingRunner(pooled, build_backbone(pooled, _with_part(forward, split)))
 

@@ -27,6 +27,7 @@ from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
+from penstock_enginecore.models.narrow_weight import settle
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.native.backend import NativeBackend, open_backend
 from penstock_enginecore.parallel.part import Part
@@ -96,7 +97,7 @@ class BuiltBackbone:
 @torch.inference_mode()
 def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     """What runs a model that generates. Raises ModelLoadError for a model that cannot be served, ConfigError for a backend or
-    kernels that cannot be had.
+    kernels that cannot be had, and SpentError.
     """
     native, attends, backend = _open(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
@@ -128,6 +129,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
+    _settle(model.module)
     _check_invariant(model, config, proven)
     if not isinstance(proven.serves, FusedForward):
         _dequantize(model)
@@ -172,6 +174,7 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, lambda: left.run(serve()), serve))
     proven = first_proven(candidates, lambda: left.expected, config.agree)
+    _settle(model.module)
     sampling, computing = None, proven.name or "torch"
     if native is not None:
         sampling = native.sampling()
@@ -216,6 +219,7 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
+    _settle(*model.modules())
     computing = proven.name or "torch"
     if native is not None:
         computing = native.describe(
@@ -269,6 +273,12 @@ def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[F
         f"kernels.batch_invariant is true, and {decoder}, which alone keeps to it, does not compute "
         f"{type(model.module).__name__}{proven.reasons}; set it to false, or serve a model that docs/{page}.md names for it"
     )
+
+
+def _settle(*modules: torch.nn.Module) -> None:
+    """Widen what is stored in 16 bits and nobody has taken over."""
+    if num_bytes := sum(map(settle, modules)):
+        logger.info("weights that the kernels do not multiply with are widened: they take %s", in_units(num_bytes))
 
 
 def _dequantize(model: LoadedModel) -> None:

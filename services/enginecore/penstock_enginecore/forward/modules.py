@@ -18,6 +18,7 @@ from penstock_enginecore.models.attention_hook import AttentionCall, StepContext
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.head import Head, HiddenStates
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.narrow_weight import num_bytes
 from penstock_enginecore.models.quantization.kept import dequantize_kept
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 
@@ -176,7 +177,7 @@ def copy_weights(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
 
 def module_bytes(module: torch.nn.Module) -> int:
     """Bytes of the parameters of ``module``."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return sum(map(num_bytes, module.parameters()))
 
 
 def module_logits(

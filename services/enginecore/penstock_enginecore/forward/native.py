@@ -45,7 +45,7 @@ def decoder_candidate(
     """All layers in the kernels: of the model, or of a rank's ``part`` of it, or of a stage that was cut at ``seams``. ``run``:
     what a pass makes of a probe.
     """
-    return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams))
+    return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to)
 
 
 def linear_candidate(
@@ -54,7 +54,11 @@ def linear_candidate(
     """The linear layers of ``module`` packed, for models whose other parts the kernels do not know. ``run``: what the model makes
     of a probe. ``serve``: makes what serves then, of the bytes that are packed.
     """
-    return Candidate("linear", lambda: _PackedModules(PackedLayers(module, library), run, serve))
+
+    def build() -> _PackedModules[T]:
+        return _PackedModules(PackedLayers(module, library), run, serve)
+
+    return Candidate("linear", build, library.rounds_to, spends=True)
 
 
 class NativeForward:
@@ -271,13 +275,11 @@ class _PackedModules(Generic[T]):
         return ""
 
     def take_over(self) -> T:
-        """Lets go of the layers that were replaced. Those that stand for them have their names and sizes."""
-        self._layers.keep()
+        """The layers that stand for others have their names and sizes."""
         return self._serve(self._layers.num_bytes)
 
     def undo(self) -> None:
-        """Puts the layers back."""
-        self._layers.undo()
+        """There is nothing to put back."""
 
 
 class _Rotary:
@@ -313,4 +315,4 @@ def _projections(layer: Any) -> tuple[Any, Any, Any]:
 
 
 def _empty(linear: Any) -> None:
-    linear.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+    linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)

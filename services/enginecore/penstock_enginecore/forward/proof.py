@@ -24,6 +24,12 @@ class UnsuitableError(Exception):
     """A candidate does not compute this model; the message says why."""
 
 
+class SpentError(Exception):
+    """A candidate is refuted and the weights that it was made of are gone: load the model again, without it. The message says
+    which, and why.
+    """
+
+
 class Replacement(Protocol[T_co]):
     """Computes what modules did. Until it has taken over, ``undo`` leaves the model as it was."""
 
@@ -41,15 +47,24 @@ class Replacement(Protocol[T_co]):
         """
 
     def undo(self) -> None:
-        """Put back what making it has changed."""
+        """Put back what making it has changed. Not called where that has spent the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[T_co]):
-    """``build`` makes the replacement called ``name``; UnsuitableError where that cannot be."""
+    """``build`` makes the replacement called ``name``; UnsuitableError where that cannot be. ``rounds_to``: what it rounds inputs
+    of products to, None where it rounds no more than the modules do. ``spends``: building it lets go of the model's own weights,
+    so that nothing can be undone.
+    """
 
     name: str
     build: Callable[[], Replacement[T_co]]
+    rounds_to: torch.dtype | None = None
+    spends: bool = False
+
+    def tolerance(self, expected: torch.dtype) -> float:
+        """How far its results may be from those of modules that compute in ``expected``."""
+        return max(TOLERANCES[expected], TOLERANCES[self.rounds_to or expected])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,8 @@ def first_proven(
     candidates: Sequence[Candidate[T_co]], run: Callable[[], torch.Tensor], agree: Callable[[bool], bool] = alone
 ) -> Proven[T_co]:
     """Try ``candidates`` in order until one makes of the probe what ``run``, the model's own modules, makes of it, and let that
-    one take over. ``agree``: whether it is so on all ranks of the model, which take the same one.
+    one take over. ``agree``: whether it is so on all ranks of the model, which take the same one. Raises SpentError, on all of
+    them.
     """
     unsuitable: dict[str, str] = {}
     refuted: dict[str, str] = {}
@@ -88,10 +104,12 @@ def first_proven(
         if not agree(replacement is not None) or replacement is None:
             unsuitable[candidate.name] = why or _ELSEWHERE
         else:
-            difference = _difference(replacement, expected)
+            difference = _difference(replacement, expected, candidate.tolerance(expected.dtype))
             if agree(difference is None):
                 return Proven(candidate.name, replacement.take_over(), unsuitable, refuted)
             refuted[candidate.name] = difference or _ELSEWHERE
+        if candidate.spends:
+            raise SpentError(Proven(None, None, unsuitable, refuted).reasons.removeprefix("; "))
         if replacement is not None:
             replacement.undo()
     return Proven(None, None, unsuitable, refuted)
@@ -105,14 +123,14 @@ def _built(candidate: Candidate[T_co]) -> tuple[Replacement[T_co] | None, str]:
         return None, str(e)
 
 
-def _difference(replacement: Replacement[object], expected: torch.Tensor) -> str | None:
-    """How the results of ``replacement`` differ, None where they do not."""
+def _difference(replacement: Replacement[object], expected: torch.Tensor, tolerance: float) -> str | None:
+    """How the results of ``replacement`` differ by more than ``tolerance``, None where they do not."""
     try:
         result = replacement.probe()
     except Exception as e:  # a model may read the weight of a layer that is packed
         return f"{type(e).__name__}: {e}"
     difference = distance(result, expected)
-    if difference <= TOLERANCES[expected.dtype]:  # which no NaN is
+    if difference <= tolerance:  # which no NaN is
         return None
     return f"its results differ by {difference:.3g}{replacement.where()}"
 

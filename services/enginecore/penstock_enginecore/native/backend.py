@@ -8,7 +8,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionBackend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.native.attention import NativeAttention
-from penstock_enginecore.native.library import KernelsError, NativeLibrary, open_library
+from penstock_enginecore.native.library import KernelsError, NativeLibrary, find_library, open_library
 from penstock_enginecore.native.sampling import NativeSampling
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,19 @@ class NativeBackend:
         inputs = "rounded to bfloat16" if count == 1 else f"in {count} bfloat16 parts"
         numbers = f", inputs {inputs}" if count else ""
         return f"{self.library.isa} kernels ({used or 'unused'}), {self.library.num_threads} threads{numbers}"
+
+
+def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: bool) -> bool:
+    """Whether ``config`` asks for kernels that multiply with the weights of any model, and they are there. ``rounded``: see
+    ``open_backend``.
+    """
+    if config.isa == "off" or device.type != "cpu" or not config.linear:
+        return False
+    try:
+        find_library(config.isa, rounded=rounded)
+    except KernelsError:  # told when they are opened
+        return False
+    return True
 
 
 def open_backend(

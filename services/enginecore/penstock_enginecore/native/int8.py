@@ -36,8 +36,8 @@ def as_int8(weight: torch.Tensor) -> Int8Weight | None:
 
 
 def round_linears(module: torch.nn.Module, *, but: torch.nn.Module | None = None) -> float:
-    """Round the weights of all linear layers in place, but those of ``but``. Returns the largest error of a layer, as a share of
-    its weight's length as a vector.
+    """Round the weights of all linear layers, but those of ``but``, to new ones in float32. Returns the largest error of a layer,
+    as a share of its weight's length as a vector.
     """
     worst = 0.0
     for layer in module.modules():
@@ -46,7 +46,7 @@ def round_linears(module: torch.nn.Module, *, but: torch.nn.Module | None = None
         weight: Any = layer.weight.detach()
         rounded = round_to_int8(weight)
         worst = max(worst, float((rounded - weight).norm() / weight.norm().clamp(min=torch.finfo(torch.float32).tiny)))
-        weight.copy_(rounded)
+        layer.weight = torch.nn.Parameter(rounded, requires_grad=False)
     return worst
 
 

@@ -79,6 +79,11 @@ class NativeLibrary:
         self.parts: int = self._functions.penstock_parts(rounded)
         self._context = _Context(self._functions, num_threads)
 
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """What inputs of products are rounded to; None: they are not."""
+        return torch.bfloat16 if self.parts == 1 else None
+
     @functools.cached_property
     def beside(self) -> "NativeLibrary":
         """The same kernels for another thread, which compute on that alone."""
@@ -117,6 +122,12 @@ def open_library(isa: str, num_threads: int, *, rounded: bool = False) -> Native
     """The kernels for ``isa``; ``auto``: the best that this processor has and the system lets it use. ``rounded``: they may round
     inputs to bfloat16, where a matrix unit is faster for it. Raises KernelsError.
     """
+    path, name = find_library(isa, rounded=rounded)
+    return NativeLibrary(path, name, num_threads, rounded=rounded)
+
+
+def find_library(isa: str, *, rounded: bool = False) -> tuple[Path, str]:
+    """Where the kernels are that ``open_library`` opens, and their instruction set. Raises KernelsError."""
     capabilities = torch.cpu.get_capabilities()
     runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
     for name in runnable if isa == "auto" else [isa]:
@@ -133,7 +144,7 @@ def open_library(isa: str, num_threads: int, *, rounded: bool = False) -> Native
                 raise KernelsError(f"kernels.isa is {name!r}, which the system refuses to this process: {e}") from e
             logger.warning("the system refuses %s to this process, the kernels for it are passed over: %s", name, e)
             continue
-        return NativeLibrary(path, name, num_threads, rounded=rounded)
+        return path, name
     raise KernelsError("the package was built without kernels; a C++ compiler must be there when it is installed")
 
 

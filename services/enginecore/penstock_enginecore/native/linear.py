@@ -14,7 +14,7 @@ class PackedLinear(torch.nn.Linear):
     def __init__(self, library: NativeLibrary, linear: torch.nn.Linear) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+        self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self.register_parameter("bias", None)
         self._forward_pre_hooks, self._forward_hooks = linear._forward_pre_hooks, linear._forward_hooks
         self._library = library

@@ -1,6 +1,7 @@
 """Layers that the kernels take over in models that the decoder does not know."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,39 +13,28 @@ from penstock_enginecore.native.router_weight import RouterWeight
 
 class PackedLayers:
     """The linear layers and experts of ``model`` that compute in float32, replaced by packed ones, and the weights of the routers
-    beside such experts.
+    beside such experts. A layer's own weights are let go of when it is packed, before the next one is: a model is not in memory
+    twice.
     """
 
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
-        self._replaced = [
-            (parent, name, child)
-            for parent in model.modules()
-            for name, child in parent._modules.items()  # named_children leaves repeated ones out
-            if child is not None and (_is_linear(child) or PackedExperts.takes(child))
-        ]
         mixtures = [parent for parent in model.modules() if any(map(_is_mixed, parent.children()))]
-        self._routed = [found for mixture in mixtures for found in _router_weights(mixture)]
-        self._packed = {child: _packed(library, child) for child in {child for _, _, child in self._replaced}}
-        weights = [RouterWeight.of(library, weight) for _, _, weight in self._routed]
-        for parent, name, child in self._replaced:
-            setattr(parent, name, self._packed[child])
-        for (router, name, _), weight in zip(self._routed, weights, strict=True):
-            setattr(router, name, weight)
-        self.num_layers = len(self._packed)
-        self.num_bytes = sum(layer.num_bytes for layer in self._packed.values())
-        self.num_bytes += sum(weight.packed.num_bytes for weight in weights)
-
-    def undo(self) -> None:
-        """Put the old layers back."""
-        for parent, name, child in (*self._replaced, *self._routed):
-            setattr(parent, name, child)
-
-    def keep(self) -> None:
-        """Let go of the old layers' weights."""
-        for layer in self._packed.values():
-            if isinstance(layer, PackedExperts):
-                layer.free()
-        self._replaced, self._routed, self._packed = [], [], {}
+        routed = [router for mixture in mixtures for router in _routers(mixture)]
+        places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
+        for parent in model.modules():
+            for name, child in parent._modules.items():  # named_children leaves repeated ones out
+                if child is not None and (_is_linear(child) or PackedExperts.takes(child)):
+                    places.setdefault(child, []).append((parent, name))
+        self.num_layers, self.num_bytes = len(places), 0
+        while places:
+            child, parents = places.popitem()
+            packed = _packed(library, child)
+            for parent, name in parents:
+                setattr(parent, name, packed)
+            self.num_bytes += packed.num_bytes
+        for router in routed:
+            router.weight = weight = RouterWeight.of(library, router.weight)
+            self.num_bytes += weight.packed.num_bytes
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
@@ -61,15 +51,19 @@ def _is_mixed(module: torch.nn.Module) -> bool:
 
 
 def _packed(library: NativeLibrary, module: torch.nn.Module) -> PackedLinear | PackedExperts:
-    return PackedLinear(library, module) if isinstance(module, torch.nn.Linear) else PackedExperts(library, module)
+    if isinstance(module, torch.nn.Linear):
+        return PackedLinear(library, module)
+    experts = PackedExperts(library, module)
+    experts.free()
+    return experts
 
 
-def _router_weights(mixture: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """Weights of modules of a ``mixture`` that multiply with them by themselves."""
+def _routers(mixture: torch.nn.Module) -> Iterator[Any]:
+    """Modules of a ``mixture`` that multiply with their weight by themselves."""
     for child in mixture.children():
         if _is_mixed(child):
             continue
         for module in child.modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() == 2 and _is_float32(weight) and not _is_linear(module):
-                yield module, "weight", weight
+                yield module

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import torch
 
+from penstock_enginecore.models.narrow_weight import widened
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight, multiply
 
@@ -20,7 +21,7 @@ class RouterWeight(torch.nn.Parameter):
     @classmethod
     def of(cls, library: NativeLibrary, weight: torch.Tensor) -> Self:
         """``weight``: float32, on the CPU."""
-        made = cls(weight.detach(), requires_grad=False)
+        made = cls(widened(weight.detach()), requires_grad=False)
         made.library, made.packed = library, PackedWeight(library, weight)
         return made
 

@@ -6,11 +6,14 @@ import mmap
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from penstock_enginecore.models.narrow_weight import NarrowWeight, widened
 from penstock_enginecore.native.int8 import as_int8
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Linear
 
 _HUGE_PAGE = 2 * 1024 * 1024
+_PIECE = 4 * 1024 * 1024
+"""Numbers that are packed at a time."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """What the kernels call the dtypes that they keep weights in."""
 
@@ -32,28 +35,26 @@ class PackedWeight:
         """``half``: whether it is kept in bfloat16, where it is known that this holds it, and else in float32; None: look."""
         look = half is None
         self.dtype = torch.bfloat16 if half or (look and fits_bfloat16(weight)) else torch.float32
-        weight = weight.detach().float().contiguous()
         self.n, self.k = weight.shape
         padding = -self.n % (2 * library.lanes)
         self._scales: torch.Tensor | None = None
         if look and (integers := as_int8(weight)) is not None:
             self.dtype = torch.int8
-            weight = integers.numbers.float()
+            weight = integers.numbers
             self._scales = F.pad(integers.scales, (0, padding))
         kind = _KINDS[self.dtype]
         self._filled_to = library.filled_to(kind)
         self._packed = _huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), self.dtype)
-        self._bias = None if bias is None else bias.detach().float().clone()
+        self._bias = None if bias is None else widened(bias.detach()).float().clone()
         scales, bias_pointer = (None if part is None else part.data_ptr() for part in (self._scales, self._bias))
         self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, kind, library.parts)
         self.pointer = ctypes.addressof(self.struct)
-        library.call("pack", weight.data_ptr(), self.pointer)
+        self._pack(library, weight)
 
     def overwrite(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Pack others in their place, of the same shapes. Raises ValueError where their numbers need another dtype."""
         self._check(weight, bias)
-        weight = weight.detach().float().contiguous()
-        library.call("pack", weight.data_ptr(), self.pointer)
+        self._pack(library, weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
 
@@ -61,6 +62,16 @@ class PackedWeight:
         """Others, packed as this one is. Raises as ``overwrite``."""
         self._check(weight, bias)
         return PackedWeight(library, weight, bias, half=self.dtype == torch.bfloat16)
+
+    def _pack(self, library: NativeLibrary, weight: torch.Tensor) -> None:
+        """Some panels at a time, so that no whole weight is there as floats."""
+        panel, of = 2 * library.lanes, self.struct
+        row_bytes = (self.k + -self.k % self._filled_to) * self.dtype.itemsize
+        step = max(_PIECE // (panel * max(self.k, 1)), 1) * panel
+        for first in range(0, self.n, step):
+            rows = widened(weight.detach()[first : first + step]).float().contiguous()
+            piece = Linear(of.packed + first * row_bytes, None, None, len(rows), self.k, of.kind, of.parts)
+            library.call("pack", rows.data_ptr(), ctypes.addressof(piece))
 
     def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         if self.dtype != torch.float32 and not (self.dtype == torch.bfloat16 and fits_bfloat16(weight)):
@@ -100,6 +111,10 @@ def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor) -> t
 
 def fits_bfloat16(weight: torch.Tensor) -> bool:
     """Whether bfloat16 holds every number."""
+    if isinstance(weight, NarrowWeight):
+        weight = weight.kept
+    if weight.dtype == torch.float16:  # has three bits more
+        return not bool((weight.contiguous().view(torch.int16) & 0b111).any())
     if weight.dtype == torch.float32:
         return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
     return weight.dtype == torch.bfloat16

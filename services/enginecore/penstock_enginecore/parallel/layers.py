@@ -174,8 +174,9 @@ class _Splitter:
             count = -(-len(whole) // self._collectives.size)
             first = self._collectives.rank * count
             rows = whole[first : first + count]
-            missing = rows.new_zeros(count - len(rows), *rows.shape[1:])
-            self._own_rows[id(whole)] = whole, _parameter(torch.cat([rows, missing]))
+            if missing := count - len(rows):
+                rows = torch.cat([rows, torch.zeros(missing, *rows.shape[1:], dtype=rows.dtype, device=rows.device)])
+            self._own_rows[id(whole)] = whole, _parameter(rows)
         return self._own_rows[id(whole)][1]
 
     def _split_and_gather(self, layer: torch.nn.Linear) -> None:

@@ -61,7 +61,7 @@ def ranks(request: pytest.FixtureRequest) -> list[SpreadExperts]:
             held = placement.held(group.rank, layer)
             layers.append(DispatchedExperts(layer, EXPERTS, some(layer, held), held))
         if request.param == "packed":
-            PackedLayers(torch.nn.ModuleList(layers), open_library(runnable()[-1], 1)).keep()
+            PackedLayers(torch.nn.ModuleList(layers), open_library(runnable()[-1], 1))
         made.append(SpreadExperts(layers, "allgather"))
         made[-1].join(group, placement)
     return made

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from penstock_enginecore.forward.proof import Candidate, UnsuitableError, first_proven
+from penstock_enginecore.forward.proof import Candidate, SpentError, UnsuitableError, first_proven
 
 EXPECTED = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -79,6 +79,28 @@ def test_results_in_a_narrow_dtype_are_allowed_its_rounding(dtype: torch.dtype, 
     rounded, wrong = Replacement(lambda: EXPECTED * (1 + share)), Replacement(lambda: EXPECTED * (1 + 10 * share))
     candidates = [Candidate("wrong", lambda: wrong), Candidate("fast", lambda: rounded)]
     assert first_proven(candidates, lambda: EXPECTED.to(dtype)).serves is rounded
+
+
+def test_a_candidate_that_rounds_is_allowed_that() -> None:
+    rounded = Replacement(lambda: EXPECTED * 1.05)
+    candidates = [
+        Candidate("exact", lambda: Replacement(lambda: EXPECTED * 1.05)),
+        Candidate("rounded", lambda: rounded, torch.bfloat16),
+    ]
+    assert first_proven(candidates, lambda: EXPECTED).serves is rounded
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_candidate_that_has_spent_the_weights_is_not_undone_and_none_is_tried_after_it(agreed: bool) -> None:
+    spent = Replacement(lambda: EXPECTED if agreed else 2 * EXPECTED)
+    candidates = [
+        Candidate("decoder", unsuitable),
+        Candidate("linear", lambda: spent, spends=True),
+        Candidate("slow", never),
+    ]
+    with pytest.raises(SpentError, match="^decoder not used: its gate has a bias; linear not used: "):
+        first_proven(candidates, lambda: EXPECTED, lambda ok: ok and not agreed)
+    assert not spent.fate
 
 
 def test_without_candidates_the_model_does_not_run() -> None:

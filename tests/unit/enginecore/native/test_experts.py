@@ -109,15 +109,13 @@ def test_a_routers_choice_is_the_same_bits_whatever_is_computed_beside_it(librar
     torch.nn.init.normal_(mixture.experts.down_proj, std=0.1)
     states = torch.randn(1, 61, HIDDEN)
     expected, weight = mixture(states), mixture.gate.weight
-    layers = PackedLayers(torch.nn.ModuleList([mixture]), library)
+    PackedLayers(torch.nn.ModuleList([mixture]), library)
     assert isinstance(mixture.gate.weight, RouterWeight)
     assert mixture.gate.weight.sum() == weight.sum()
     whole = mixture(states)
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
     for row in range(61):
         assert torch.equal(mixture(states[:, row : row + 1]), whole[:, row : row + 1])
-    layers.undo()
-    assert mixture.gate.weight is weight
 
 
 def test_rows_whose_width_is_a_page_are_as_right_as_others(library: NativeLibrary) -> None:
@@ -180,7 +178,7 @@ def test_an_expert_that_does_not_fit_is_not_packed_aside(library: NativeLibrary)
         packed.packed({name: each[:, :-1].bfloat16().float() for name, each in weights.items()})
 
 
-def test_experts_take_the_place_of_their_module_with_its_hooks_and_give_it_back(library: NativeLibrary) -> None:
+def test_experts_take_the_place_of_their_module_with_its_hooks(library: NativeLibrary) -> None:
     experts = make("gpt_oss")
     doubled = experts.register_forward_hook(lambda module, args, output: 2 * output)
     model = torch.nn.Sequential(experts)
@@ -190,12 +188,7 @@ def test_experts_take_the_place_of_their_module_with_its_hooks_and_give_it_back(
     assert isinstance(model[0], PackedExperts)
     assert layers.num_layers == 1
     torch.testing.assert_close(model[0](*step), expected, rtol=1e-4, atol=1e-4)
-    layers.undo()
-    assert model[0] is experts
-    layers = PackedLayers(model, library)
-    layers.keep()
     assert sum(parameter.numel() for parameter in experts.parameters()) == 0
-    torch.testing.assert_close(model[0](*step), expected, rtol=1e-4, atol=1e-4)
     doubled.remove()
 
 

@@ -1,7 +1,9 @@
 """The kernels of every instruction set that this machine runs, against torch and the reference."""
 
 import threading
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, StepPlan
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import SLOTS, KVCache
+from penstock_enginecore.models.narrow_weight import NarrowWeight
 from penstock_enginecore.native import library as library_module
 from penstock_enginecore.native.attention import PAIRS, TILES, NativeAttention
 from penstock_enginecore.native.int8 import round_to_int8
@@ -18,7 +21,7 @@ from penstock_enginecore.native.library import KernelsError, NativeLibrary, open
 from penstock_enginecore.native.linear import PackedLinear
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.sampling import NativeSampling
-from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.native.weights import PackedWeight, multiply
 from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.sample.random import uniforms
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, mask_grammar
@@ -94,7 +97,7 @@ def test_a_packed_layer_keeps_leading_dimensions_and_refuses_what_it_cannot_take
         layer(torch.randn(2, 7))
 
 
-def test_shared_layers_are_packed_once_and_come_back_when_it_is_undone(library: NativeLibrary) -> None:
+def test_shared_layers_are_packed_once(library: NativeLibrary) -> None:
     shared = torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(shared, torch.nn.ReLU(), shared, torch.nn.Linear(4, 2, dtype=torch.bfloat16))
     packed = PackedLayers(model, library)
@@ -102,9 +105,41 @@ def test_shared_layers_are_packed_once_and_come_back_when_it_is_undone(library: 
     assert model[0] is model[2]
     assert isinstance(model[0], PackedLinear)
     assert packed.num_bytes >= 4 * (16 + 4)
-    packed.undo()
-    assert model[0] is shared
-    assert model[2] is shared
+    assert type(model[3]) is torch.nn.Linear
+
+
+def test_a_layer_is_let_go_of_before_the_next_one_is_packed(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    there: list[int] = []
+    pack = PackedWeight.__init__
+
+    def spy(self: PackedWeight, *args: Any, **kwargs: Any) -> None:
+        there.append(sum(weight() is not None for weight in weights))
+        pack(self, *args, **kwargs)
+
+    monkeypatch.setattr(PackedWeight, "__init__", spy)
+    PackedLayers(model, library)
+    assert there == [3, 2, 1]
+    assert not any(weight() is not None for weight in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 70, 333])
+def test_a_narrow_weight_is_packed_in_pieces_as_it_would_be_whole(
+    library: NativeLibrary, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = torch.randn(rows, 37).to(dtype), torch.randn(rows).to(dtype)
+    whole = PackedWeight(library, weight.float(), bias.float())
+    monkeypatch.setattr("penstock_enginecore.native.weights._PIECE", 4000)
+    packed = PackedWeight(library, NarrowWeight(weight), bias)
+    assert packed.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    assert all(map(torch.equal, packed.memory, whole.memory))
+    x = torch.randn(5, 37)
+    expected = torch.nn.functional.linear(x, weight.float(), bias.float())
+    torch.testing.assert_close(multiply(library, packed, x), expected, rtol=1e-4, atol=1e-4)
 
 
 def native(library: NativeLibrary) -> NativeAttention:
