@@ -1,6 +1,6 @@
-"""Write a Llama-shaped checkpoint with random weights and a byte-level BPE tokenizer, to time servers with.
+"""Write a checkpoint with random weights and a byte-level BPE tokenizer, to time servers with.
 
-``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M).
+``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M, gemma3-100M, qwen3_moe-100M).
 """
 
 import argparse
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SIZES: dict[str, dict[str, Any]] = {
     "100M": {
+        "model_type": "llama",
+        "dtype": "float32",
         "hidden_size": 768,
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
@@ -22,12 +24,40 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 32_000,
     },
     "13M": {
+        "model_type": "llama",
+        "dtype": "float32",
         "hidden_size": 384,
         "num_hidden_layers": 6,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "intermediate_size": 1024,
         "vocab_size": 8_192,
+    },
+    "gemma3-100M": {
+        "model_type": "gemma3_text",
+        "dtype": "bfloat16",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 2048,
+        "sliding_window": 512,
+        "vocab_size": 32_000,
+    },
+    "qwen3_moe-100M": {
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 384,
+        "vocab_size": 32_000,
     },
 }
 _CORPUS_BYTES = 8 * 2**20
@@ -46,8 +76,8 @@ def _corpus() -> list[str]:
 
 
 def make_model(directory: Path, size: str) -> None:
-    """Weights are drawn from seed 0, float32, embeddings tied."""
-    shape = SIZES[size]
+    """Weights are drawn from seed 0, embeddings tied."""
+    shape = dict(SIZES[size])
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -63,16 +93,15 @@ def make_model(directory: Path, size: str) -> None:
     fast.chat_template = "{% for m in messages %}<|{{m.role}}|>{{m.content}}\n{% endfor %}<|assistant|>"
     fast.save_pretrained(directory)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
         **shape,
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
         tie_word_embeddings=True,
-        dtype="float32",
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(directory)
 
 
 def main() -> int:

@@ -74,6 +74,11 @@ ROWS = (
     Row("100M", 24, 48, 80, 56),
     Row("100M", 1, 4, 1500, 8),
     Row("100M", 4, 16, 544, 16, shared=512),
+    *(
+        Row(model, streams, requests, tokens_in, tokens_out)
+        for model in ("gemma3-100M", "qwen3_moe-100M")
+        for streams, requests, tokens_in, tokens_out in ((1, 6, 64, 64), (16, 48, 128, 64), (1, 4, 1024, 8))
+    ),
     Row("13M", 1, 10, 64, 128),
     Row("13M", 16, 80, 128, 128),
     Row("13M", 64, 192, 128, 128),
