@@ -1,5 +1,6 @@
 """Loads a model and makes the runner for what it is used for."""
 
+import gc
 import logging
 from dataclasses import replace
 
@@ -55,6 +56,7 @@ def load_runner(
             return _load_runner(config, device, progress, collectives, links, given, rounded=rounded)
         except SpentError as e:
             logger.warning("%s; the model is loaded again", e)
+        gc.collect()  # the one that is no use: its modules are in circles
     modules = msgspec.structs.replace(given, linear=False)
     return _load_runner(config, device, progress, collectives, links, modules, rounded=False)
 
