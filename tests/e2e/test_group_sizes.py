@@ -5,7 +5,7 @@ Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,10 +56,12 @@ async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) ->
         yield running
 
 
-def switches(rank: Service) -> tuple[float, float]:
-    """Planned changes that a rank has been through, and the seconds in which they stopped its steps."""
-    count, seconds = (metric(rank, f"penstock:group_switch_seconds_{what}") for what in ("count", "sum"))
-    return count, seconds
+def switches(ranks: Sequence[Service]) -> dict[Service, tuple[float, float]]:
+    """Planned changes that each rank has been through, and the seconds in which they stopped its steps. To be called in a thread:
+    who waits here reads no stream.
+    """
+    names = [f"penstock:group_switch_seconds_{what}" for what in ("count", "sum")]
+    return {rank: (metric(rank, names[0]), metric(rank, names[1])) for rank in ranks}
 
 
 async def test_streams_go_on_while_a_group_goes_from_two_ranks_to_four_and_to_three(
@@ -68,16 +70,22 @@ async def test_streams_go_on_while_a_group_goes_from_two_ranks_to_four_and_to_th
     calls = [group.stub.Generate(greedy(prompt, COUNT, int(i == 0))) for i, prompt in enumerate(PROMPTS)]
     assert [answer.token_ids for answer in await asyncio.gather(*map(read, calls))] == model[1]
     async with Load(group, PROMPTS, model[1], STREAMS) as load:
+        await load.answered(STREAMS)
+        began = time.monotonic()
+        await load.answered(2 * STREAMS)
+        print(f"\nnothing changes: streams stood still for {load.longest_gap(began):.3f} s")
         for _ in range(CHANGES):
             for size in (2, 4, 3):
                 await load.answered(len(PROMPTS))
                 inside = [engine for engine, _ in await group.members()]
-                before = {rank: switches(rank) for rank in inside}
+                before = await asyncio.to_thread(switches, inside)
                 began = time.monotonic()
                 await group.scale(size)
+                stayed = [engine for engine, _ in await group.members() if engine in before]
+                after = await asyncio.to_thread(switches, stayed)
                 stopped = []
-                for rank in {engine for engine, _ in await group.members()} & before.keys():
-                    count, seconds = (now - then for now, then in zip(switches(rank), before[rank], strict=True))
+                for rank in stayed:
+                    count, seconds = (now - then for now, then in zip(after[rank], before[rank], strict=True))
                     assert (count > 0) == (size != len(inside))
                     stopped.append(seconds / max(count, 1))
                 await load.answered(2 * STREAMS)

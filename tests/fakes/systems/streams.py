@@ -15,10 +15,14 @@ from tests.fakes.systems.cluster import Cluster
 
 
 def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.GenerateRequest:
-    """A request for ``count`` tokens; ``rank``: the number of the engine that takes it."""
+    """A request for ``count`` tokens and no text; ``rank``: the number of the engine that takes it.
+
+    A frontend keeps up to eight tokens back that are no whole characters, of which a random model makes many: pieces of such a
+    stream would come up to eight steps after one another.
+    """
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt),
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False),
     )
     if rank is not None:
         request.routing.data_parallel_rank = rank
