@@ -254,7 +254,7 @@ fuzz: setup ## 50 000 hostile requests at real systems, beside neighbours that m
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),all)
 
 .PHONY: sanitize
-sanitize: setup ## The kernels under ASan, UBSan and TSan, each shown to find what is broken on purpose (2 minutes)
+sanitize: setup ## What is compiled, under ASan, UBSan and TSan, each shown to find what is broken on purpose (2 minutes)
 	@mkdir -p $(dir $(SANITIZE_FAILED)) && touch $(SANITIZE_FAILED)
 	@$(BIN)/python -m tests.sanitizers && rm $(SANITIZE_FAILED)
 

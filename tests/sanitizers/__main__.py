@@ -1,9 +1,9 @@
-"""``make sanitize``: the kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
+"""``make sanitize``: what is compiled under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 
-Each sanitizer first has to report a program that is broken on purpose. Then ``threads.cpp`` hammers the thread pool under TSan,
-and the unit tests of the kernels run on libraries with ASan and UBSan, of every instruction set that the processor has and of
-emulated matrix units. What a compiler lacks is skipped, with the reason. Ends with 1 when anything was reported, or nothing was
-where it had to be.
+Each sanitizer first has to report programs that are broken on purpose. Then ``threads.cpp`` hammers the thread pool under TSan,
+``shared.cpp`` what processes share memory by under all three, and the unit tests of both run on libraries with ASan and UBSan, of
+every instruction set that the processor has and of emulated matrix units. What a compiler lacks is skipped, with the reason. Ends
+with 1 when anything was reported, or nothing was where it had to be.
 """
 
 import argparse
@@ -36,16 +36,27 @@ TESTS = (
     "native/test_parts.py",
     "native/test_ownership.py",
     "attention/test_poisoned_pools.py",
+    "executor/multiproc/test_ring.py",
+    "parallel/test_shared_memory.py",
 )
 COMMON = ("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wno-psabi", "-pthread", f"-I{ENGINE / 'csrc'}")
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREADS = ("-fsanitize=thread",)
 ONE_SET = ("-DPENSTOCK_LANES=4", "-DPENSTOCK_TILE=6")
 BROKEN = {
-    "AddressSanitizer": ("read_out_of_bounds.cpp", MEMORY, "heap-buffer-overflow"),
-    "UndefinedBehaviorSanitizer": ("shift_too_far.cpp", MEMORY, "runtime error: shift exponent"),
-    "ThreadSanitizer": ("race.cpp", THREADS, "WARNING: ThreadSanitizer: data race"),
+    MEMORY: {
+        "read_out_of_bounds.cpp": "heap-buffer-overflow",
+        "shift_too_far.cpp": "runtime error: shift exponent",
+        "ring_too_short.cpp": "heap-buffer-overflow",
+    },
+    THREADS: {
+        "race.cpp": "WARNING: ThreadSanitizer: data race",
+        "unordered_counters.cpp": "WARNING: ThreadSanitizer: data race",
+        "unordered_exchange.cpp": "WARNING: ThreadSanitizer: data race",
+    },
 }
+"""By what they are compiled with, programs and what is to be reported of them."""
+NAMES = {MEMORY: "AddressSanitizer and UndefinedBehaviorSanitizer", THREADS: "ThreadSanitizer"}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",  # Python and torch keep memory until the end
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -91,19 +102,20 @@ def lacking(flags: tuple[str, ...]) -> str | None:
     return compile_with(flags, [empty], BUILD / "empty")
 
 
-def can_fail(name: str) -> bool:
-    """Whether a sanitizer reports what is broken on purpose."""
-    source, flags, report = BROKEN[name]
-    sources = [HERE / "broken" / source]
-    if flags is THREADS:
-        sources.append(ENGINE / "csrc" / "pool.cpp")
+def can_fail(flags: tuple[str, ...]) -> bool:
+    """Whether everything is reported that is broken on purpose."""
+    return all(is_reported(source, flags, report) for source, report in BROKEN[flags].items())
+
+
+def is_reported(source: str, flags: tuple[str, ...], report: str) -> bool:
+    """Whether the sanitizers find what is wrong with a program."""
     program = BUILD / source.removesuffix(".cpp")
-    if words := compile_with((*flags, *ONE_SET), sources, program):
+    if words := compile_with((*flags, *ONE_SET), [HERE / "broken" / source, ENGINE / "csrc" / "pool.cpp"], program):
         print(words)
         return False
     done = run([str(program)])
     found = done.returncode != 0 and report in done.stderr
-    print(f"{name}: {'reports' if found else 'DOES NOT REPORT'} {source}")
+    print(f"{NAMES[flags]}: {'reports' if found else 'DOES NOT REPORT'} {source}")
     return found
 
 
@@ -136,12 +148,21 @@ def libraries() -> list[str] | None:
     return None if any(said) else list(builds)
 
 
-def memory(tests: list[str]) -> bool:
-    """The kernels' unit tests on sanitized libraries, for every instruction set of this processor."""
+def shared_memory(flags: tuple[str, ...], rounds: int) -> bool:
+    """What processes share memory by, among threads."""
+    program = BUILD / f"shared_{'memory' if flags is MEMORY else 'threads'}"
+    if words := compile_with(flags, [HERE / "shared.cpp"], program):
+        print(words)
+        return False
+    return told(f"shared memory, {NAMES[flags]}", run([str(program), str(rounds)]))
+
+
+def memory(tests: list[str], rounds: int) -> bool:
+    """Shared memory, and the unit tests on sanitized libraries, for every instruction set of this processor."""
     if reason := lacking(MEMORY):
-        print(f"AddressSanitizer and UndefinedBehaviorSanitizer: skipped, the compiler lacks them: {reason}")
+        print(f"{NAMES[MEMORY]}: skipped, the compiler lacks them: {reason}")
         return True
-    if not (can_fail("AddressSanitizer") and can_fail("UndefinedBehaviorSanitizer")):
+    if not (can_fail(MEMORY) and shared_memory(MEMORY, rounds)):
         return False
     if (built := libraries()) is None:
         return False
@@ -156,21 +177,22 @@ def memory(tests: list[str]) -> bool:
             "OMP_NUM_THREADS": "1",
         },
     )
-    return told(f"{', '.join(built)}: AddressSanitizer and UndefinedBehaviorSanitizer", done)
+    return told(f"{', '.join(built)}: {NAMES[MEMORY]}", done)
 
 
 def threads(rounds: int) -> bool:
-    """The thread pool under TSan."""
+    """The thread pool and shared memory under TSan."""
     if reason := lacking(THREADS):
-        print(f"ThreadSanitizer: skipped, the compiler lacks it: {reason}")
+        print(f"{NAMES[THREADS]}: skipped, the compiler lacks it: {reason}")
         return True
-    if not can_fail("ThreadSanitizer"):
+    if not can_fail(THREADS):
         return False
     program = BUILD / "threads"
     if words := compile_with((*THREADS, *ONE_SET), [HERE / "threads.cpp", *SOURCES], program):
         print(words)
         return False
-    return told("thread pool, ThreadSanitizer", run([str(program), str(rounds)]))
+    good = told(f"thread pool, {NAMES[THREADS]}", run([str(program), str(rounds)]))
+    return shared_memory(THREADS, rounds) and good
 
 
 def told(what: str, done: subprocess.CompletedProcess[str]) -> bool:
@@ -186,13 +208,13 @@ def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("memory", "threads"))
-    parser.add_argument("--rounds", type=int, default=150, help="of the thread pool's programs (default: 150)")
+    parser.add_argument("--rounds", type=int, default=150, help="of the programs (default: 150)")
     options, tests = parser.parse_known_args()  # the rest is for pytest, in place of the kernels' unit tests
     good = True
     if options.only != "memory":
         good &= threads(options.rounds)
     if options.only != "threads":
-        good &= memory(tests)
+        good &= memory(tests, options.rounds)
     return 0 if good else 1
 
 

@@ -1,11 +1,16 @@
-"""A plugin of pytest: the kernels come from the folder that ``PENSTOCK_SANITIZED`` names, emulated ones from one in it."""
+"""A plugin of pytest: the kernels, and what processes share memory by, come from the folder that ``PENSTOCK_SANITIZED`` names;
+emulated kernels from one in it.
+"""
 
 import os
 from pathlib import Path
 
+from penstock_enginecore.executor.multiproc import words
 from penstock_enginecore.native import library
+from penstock_enginecore.parallel import shared_memory
 from tests.emulation import build
 
 DIRECTORY = Path(os.environ["PENSTOCK_SANITIZED"])
 library._DIRECTORY = DIRECTORY
+words._LIBRARY = shared_memory._LIBRARY = DIRECTORY / words._LIBRARY.name
 build.emulated = lambda isa: DIRECTORY / "emulated"

@@ -61,9 +61,11 @@ class Words(Protocol):
 class NativeWords:
     """By the library. A call releases the interpreter's lock, except those that cannot wait."""
 
-    def __init__(self, path: Path = _LIBRARY, spin: float = SPIN) -> None:
-        """Raises OSError where the library is not at ``path``, AttributeError where it was built from other sources."""
-        self.path = path
+    def __init__(self, path: Path | None = None, spin: float = SPIN) -> None:
+        """``path``: of another library than the package's. Raises OSError where it is not there, AttributeError where it was
+        built from other sources.
+        """
+        self.path = path = path or _LIBRARY
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         self._load, self._add, self._close = (
