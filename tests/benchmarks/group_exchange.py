@@ -7,24 +7,23 @@ table says. Seconds from rank 0's entry to its return, those of waiting for the 
 import argparse
 import multiprocessing
 import time
-from datetime import timedelta
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch._C._distributed_c10d import TCPStore
 
 from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 
 _TIMEOUT_S = 60.0
 _NUM_EXCHANGES, _NUM_ALL_TO_ALLS = 5000, 200
 
 
-def _rank(port: int, rank: int, size: int, num_bytes: int, results: "multiprocessing.Queue[list[float]]") -> None:
+def _rank(address: str, rank: int, size: int, num_bytes: int, results: "multiprocessing.Queue[list[float]]") -> None:
     torch.set_num_threads(1)
     group = SocketCollectives("benchmark", rank, size)
-    group.connect(Meeting(f"127.0.0.1:{port}"), _TIMEOUT_S)
+    group.connect(Meeting(address), _TIMEOUT_S)
     row, tensor, counts = bytes(64), torch.zeros(num_bytes * size, dtype=torch.uint8), [num_bytes] * size
     seconds = []
     for _ in range(_NUM_ALL_TO_ALLS if num_bytes else _NUM_EXCHANGES):
@@ -42,15 +41,18 @@ def _rank(port: int, rank: int, size: int, num_bytes: int, results: "multiproces
 
 def measure(size: int, num_bytes: int) -> list[float]:
     """Seconds of each collective, in ascending order; ``num_bytes`` 0: of an exchange."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    server = MeetingServer("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(store.port, rank, size, num_bytes, results)) for rank in range(size)]
+    ranks = [
+        context.Process(target=_rank, args=(server.address, rank, size, num_bytes, results)) for rank in range(size)
+    ]
     for each in ranks:
         each.start()
     seconds: list[float] = results.get(timeout=_TIMEOUT_S)
     for each in ranks:
         each.join()
+    server.close()
     return seconds
 
 

@@ -1,9 +1,14 @@
-"""Ranks as processes whose connections with each other break off or carry nothing for a while; everybody else is reached.
+"""Ranks as processes whose connections with each other break off or carry nothing for a while, while everybody else is reached;
+and ranks on hosts of their own, of which one is cut off from all.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """
 
 import asyncio
+import ipaddress
+import re
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +19,11 @@ import pytest_asyncio
 from tests.e2e.test_data_parallel import KILLS, PROMPTS, Expected, model
 from tests.fakes.engines.rank_cables import NAME, VARIABLE, Cable
 from tests.fakes.engines.worker_faults import installed
+from tests.fakes.network import hosts
+from tests.fakes.network.hosts import Host, Hosts
 from tests.fakes.processes import Service
 from tests.fakes.systems import rank_trial
-from tests.fakes.systems.rank_group import RankGroup, metric
+from tests.fakes.systems.rank_group import LEASE, RankGroup, held, metric, until
 from tests.fakes.systems.rank_trial import Trial
 
 __all__ = ["model"]
@@ -80,3 +87,94 @@ async def test_connections_that_carry_nothing_for_a_while_hold_the_group_up_so_l
     seconds = time.monotonic() - unplugged
     print(f"\nstreams stood still for {await trial.end():.3f} s, of which nothing passed in {seconds:.3f} s")
     assert metric(ranks[0], "penstock:group_epoch") == epoch
+
+
+# Hosts of their own.
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def apart(model: tuple[Path, Expected]) -> AsyncIterator[tuple[RankGroup, Hosts]]:
+    """Three ranks that share experts, each on its own host."""
+    if reason := hosts.missing():
+        pytest.skip(reason)
+    flags = {
+        "expert_parallel__enabled": "true",
+        "data_parallel__move_after": LEASE,
+        "data_parallel__connect_timeout": CUT,
+        **rank_trial.FLAGS,
+    }
+    with Hosts(3) as laid:
+        async with RankGroup(model[0], size=3, host=Hosts.own, hosts=laid.hosts, **flags) as running:
+            yield running, laid
+
+
+def connections(engine: Service, host: Host) -> int:
+    """Connections that the kernel has between an engine's host and another one, of processes or left by them."""
+    address = int.from_bytes(ipaddress.ip_address(host.address).packed, sys.byteorder)
+    tables = "".join(Path(f"/proc/{engine.pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    return len(re.findall(rf"[ :][0-9A-F]*{address:08X}:[0-9A-F]{{4}} (?!0A|06)", tables))
+
+
+def metric_there(engine: Service, host: Host, name: str) -> float:
+    """``metric`` of an engine that is cut off."""
+    code = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
+    address = f"http://127.0.0.1:{engine.metrics_port}/metrics"
+    told = subprocess.run(
+        [*host.enter, sys.executable, "-c", code, address], check=True, capture_output=True, text=True
+    )
+    return float(next(line for line in told.stdout.splitlines() if line.startswith(f"{name}{{")).rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_rank_that_is_cut_off_is_outside_for_all_and_for_itself(
+    apart: tuple[RankGroup, Hosts], model: tuple[Path, Expected], number: int
+) -> None:
+    group, laid = apart
+    where = dict(zip(group.engines, laid.hosts, strict=True))
+    trial = Trial(group, PROMPTS, model[1])
+    ranks = await trial.begin()
+    lost, host = ranks[number], where[ranks[number]]
+    others = [rank for rank in ranks if rank is not lost]
+    epoch = metric(lost, "penstock:group_epoch")
+    assert all(connections(rank, host) for rank in others)
+    before = {rank: metric(rank, "penstock:group_recovery_seconds_sum") for rank in others}
+    threads = {rank: held(rank)[0] for rank in others}
+    host.cut_off()
+    cut = time.monotonic()
+    await until(lambda: bool(metric_there(lost, host, "penstock:group_suspended")))
+    print(f"\nrank {number} saw after {time.monotonic() - cut:.2f} s that it is in no group; the lease is {LEASE:g} s")
+    assert metric_there(lost, host, "penstock:group_epoch") == epoch
+    print(f"the others' streams stood still for {await trial.end([lost]):.2f} s")
+    recovered = [metric(rank, "penstock:group_recovery_seconds_sum") - before[rank] for rank in others]
+    print(f"from the loss of the group to the next one's first exchange: {', '.join(f'{s:.3f} s' for s in recovered)}")
+    await group.whole(2)
+    assert {engine for engine, _ in await group.members()} == set(others)
+    await until(lambda: not any(connections(rank, host) for rank in others))
+    await until(lambda: all(held(rank)[0] <= threads[rank] for rank in others))
+    print(f"nothing was left of it {time.monotonic() - cut:.1f} s after the cut")
+    await until(lambda: not metric_there(lost, host, "vllm:num_requests_running"))
+    host.connect()
+    await group.whole(3)
+    await trial.begin()
+    await trial.end()
+    assert laid.questions() == []
+
+
+async def test_two_ranks_that_lose_each_other_stand_still_until_they_meet_again(
+    apart: tuple[RankGroup, Hosts], model: tuple[Path, Expected]
+) -> None:
+    group, laid = apart
+    trial = Trial(group, PROMPTS, model[1])
+    ranks = await trial.begin()
+    one, other = (laid.hosts[group.engines.index(rank)] for rank in ranks[:2])
+    epoch = metric(ranks[2], "penstock:group_epoch")
+    one.lose(other)
+    other.lose(one)
+    since = time.monotonic()
+    await until(lambda: metric(ranks[2], "penstock:group_epoch") >= epoch + 2)  # they could not meet in the next one
+    one.find(other)
+    other.find(one)
+    print(f"\nthey lost each other for {time.monotonic() - since:.1f} s")
+    assert await trial.streams.end() == 0
+    await group.whole(3)
+    assert [engine for engine, _ in await group.members()] == ranks

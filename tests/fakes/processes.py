@@ -56,6 +56,8 @@ class Service:
         self._arguments = [*words, *(f"--{key}={value}" for key, value in named.items())]
         self.environment: dict[str, str] = {}
         """Variables on top of the test's own, for the next start."""
+        self.enter: tuple[str, ...] = ()
+        """Words before the command, for the next start."""
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
         self._process: asyncio.subprocess.Process | None = None
@@ -93,6 +95,7 @@ class Service:
         """Start the process and return at once."""
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
+                *self.enter,
                 sys.executable,
                 "-m",
                 self.module,

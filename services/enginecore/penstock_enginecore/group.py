@@ -23,8 +23,7 @@ class EngineRank:
         """Raises ConfigError where other ranks cannot reach this one."""
         self.name = rank_name(ready.engine_id, ready.incarnation)
         self._config = config.data_parallel
-        meets = make_meets(config.data_parallel, self.name)
-        self._meeting_address = meets.meeting_address
+        self._meets = meets = make_meets(config.data_parallel, self.name)
         self.target_size = 0
         """How many ranks the group shall have, as the coordinator has told last; 0: it has told none."""
         self._agreed = {
@@ -49,6 +48,10 @@ class EngineRank:
             move_after=config.data_parallel.move_after,
         )
 
+    def registered(self, lease: float) -> None:
+        """The coordinator knows the rank, for so many seconds after each report. Any thread may call it."""
+        self._meets.lease = lease
+
     def take(self, event: StartDpWave | Named) -> None:
         """What the coordinator wants. Any thread may call it."""
         if isinstance(event, Named):
@@ -64,7 +67,7 @@ class EngineRank:
             size=self._config.size,
             min_size=self._config.min_size,
             waits=self._config.on_rank_loss == "wait",
-            meeting_address=self._meeting_address,
+            meeting_address=self._meets.meeting_address,
             parallel_config=self._agreed,
             report=self.driver.report,
             target_size=self.target_size,

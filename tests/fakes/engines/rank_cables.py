@@ -5,9 +5,8 @@ import os
 import socket
 import struct
 import sys
-from types import SimpleNamespace
-from typing import Any
 
+from penstock_common import addresses
 from tests.fakes.network.tcp_proxy import TcpProxy
 
 NAME = "rank-cables"
@@ -32,12 +31,13 @@ def install() -> None:
     cable = os.environ.get(VARIABLE)
     if cable is None or "penstock_enginecore.app" not in sys.modules:
         return
-    from penstock_enginecore.parallel import mesh
+    from penstock_enginecore.parallel.mesh import Mesh
 
-    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", int(cable)), timeout)
-        connection.sendall(_PORT.pack(address[1]))
+    to_peer = Mesh._to_peer
+
+    def through_cable(mesh: Mesh, peer: int, address: str, deadline: float) -> socket.socket:
+        connection = to_peer(mesh, peer, f"127.0.0.1:{cable}", deadline)
+        connection.sendall(_PORT.pack(addresses.split(address)[1]))
         return connection
 
-    changed: Any = SimpleNamespace(**{**vars(socket), "create_connection": create_connection})
-    mesh.socket = changed
+    Mesh._to_peer = through_cable  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from penstock.enginecore.v1 import service_pb2_grpc as engine_rpc
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
+from tests.fakes.network.hosts import Host
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import KEPT, Service
 
@@ -46,10 +47,13 @@ class Cluster:
         lease_seconds: float = 1,
         kv_cache_memory: str = "64MiB",
         host: str = "127.0.0.1",
+        hosts: Sequence[Host] = (),
         frontend_flags: Mapping[str, object] | None = None,
         **engine_flags: object,
     ) -> None:
-        """``spares``: how many of the engines get no requests at first."""
+        """``spares``: how many of the engines get no requests at first. ``hosts``: of the engines, where they have others than
+        this one.
+        """
         self.spares = spares
         self.coordinator = Service(
             "penstock_coordinator",
@@ -61,7 +65,7 @@ class Cluster:
         self.engines = [
             Service(
                 "penstock_enginecore",
-                host=host,
+                host=hosts[number].address if hosts else host,
                 metrics_flag="metrics.port",
                 model__path=model,
                 engine_id=f"engine-{number}",
@@ -74,6 +78,8 @@ class Cluster:
         ]
         for engine in self.engines:
             engine.add_flag("coordinator.advertise", engine.address)
+        for engine, where in zip(self.engines, hosts, strict=False):
+            engine.enter = where.enter
         self.frontends = [
             Service(
                 "penstock_frontend",

@@ -11,6 +11,7 @@ import grpc
 from penstock.admin.v1 import messages_pb2 as admin_pb
 from penstock.admin.v1 import service_pb2_grpc as admin_rpc
 from penstock.common.v1 import data_parallel_pb2
+from penstock_common.addresses import with_port
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.cluster import DEFAULT_POOL
@@ -30,7 +31,7 @@ def _own(seen: admin_pb.GetClusterResponse) -> list[data_parallel_pb2.GroupView]
 
 def metric(service: Service, name: str) -> float:
     """The value of a metric that has one series."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{service.metrics_port}/metrics") as response:
+    with urllib.request.urlopen(f"http://{with_port(service.host, service.metrics_port)}/metrics") as response:
         lines = response.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name}{{")).rpartition(" ")[2])
 
@@ -61,6 +62,8 @@ class RankGroup(Cluster):
             data_parallel__size=size,
             **engine_flags,
         )
+        for engine in self.engines:
+            engine.add_flag("data-parallel.address", engine.host)
 
     async def __aenter__(self) -> "RankGroup":
         await super().__aenter__()

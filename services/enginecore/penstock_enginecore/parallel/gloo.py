@@ -4,38 +4,48 @@ Not torch's default group: nothing else gets between the calls of a step. The pr
 they share, not at a port that others reach.
 """
 
+import contextlib
 import os
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from penstock_common import addresses
+from penstock_enginecore.parallel.dead_peers import give_up_after
+from penstock_enginecore.parallel.meeting_store import MeetingStore
 
 _INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)
 """A step that hangs is ended by the engine, which knows which worker it waits for."""
-_REACHED = timedelta(seconds=60)
+_REACHED = 60.0
+"""Seconds in which the store of a meeting is reached, and after which its host is gone where it does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Where processes find each other. ``at``: a descriptor of memory that they share, empty at first; those of several hosts an
-    address, host:port, of a ``TCPStore``. ``address``: the IP address at which others reach this process, where they are on other
-    hosts. Several groups may meet there.
+    address, host:port, of a ``MeetingServer``. ``address``: the IP address at which others reach this process, where they are on
+    other hosts. Several groups may meet there.
     """
 
     at: int | str
     address: str = ""
 
-    def store(self) -> Any:
-        """Torch's. RuntimeError where it is not reached within a minute."""
+    @contextlib.contextmanager
+    def store(self) -> Iterator[Store]:
+        """For torch, until a group has met. OSError where it is not reached within a minute."""
         if isinstance(self.at, int):
-            return FileStore(f"/proc/{os.getpid()}/fd/{self.at}", -1)
-        host, port = addresses.split(self.at)
-        return TCPStore(host, port, is_master=False, timeout=_REACHED)
+            yield FileStore(f"/proc/{os.getpid()}/fd/{self.at}", -1)
+            return
+        connection = socket.create_connection(addresses.split(self.at), _REACHED)
+        give_up_after(connection, _REACHED)
+        with contextlib.closing(MeetingStore(connection, _REACHED)) as store:
+            yield store
 
     def device(self) -> Any:
         """gloo's: what the group's sockets are bound to."""
@@ -50,6 +60,6 @@ def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
     options._devices = [meeting.device()]
     options._timeout = _TIMEOUT
     options._threads = 1
-    store = meeting.store()
-    store.set_timeout(_TIMEOUT)
-    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+    with meeting.store() as store:
+        store.set_timeout(_TIMEOUT)
+        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)

@@ -1,29 +1,24 @@
 """How a rank meets the others of its group, over ``SocketCollectives``."""
 
-import socket
 from collections.abc import Mapping
-from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
-
-from penstock_common import addresses
 from penstock_common.errors import ConfigError
 from penstock_common.types.data_parallel import RankGroup
 from penstock_enginecore.config import DataParallelConfig
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.parallel.gloo import Meeting
+from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 
 _LOOPBACK = "127.0.0.1"
-_TIMEOUT = timedelta(days=1)
 
 
 class SocketLink:
     """A ``GroupLink``; ``collectives`` are those of the group, which steps use as well."""
 
-    def __init__(self, group: RankGroup, rank: int, meeting: Meeting, timeout: float) -> None:
-        """Meets nobody yet. ``timeout``: seconds in which all have to come."""
-        self.collectives = SocketCollectives(f"group-{group.epoch}", rank, len(group.members))
+    def __init__(self, group: RankGroup, rank: int, meeting: Meeting, timeout: float, silence: float) -> None:
+        """Meets nobody yet. ``timeout``: seconds in which all have to come. ``silence``: see ``SocketCollectives``."""
+        self.collectives = SocketCollectives(f"group-{group.epoch}", rank, len(group.members), silence)
         self._meeting = meeting
         self._timeout = timeout
 
@@ -49,29 +44,21 @@ class SocketLinks:
 
     def __init__(self, config: DataParallelConfig, rank: str) -> None:
         """``rank``: this one's name. Listens on a free port. Raises ConfigError where this host has no such address."""
+        self.lease = 0.0
         self._rank = rank
         self._timeout = config.connect_timeout
         self._address = config.address
-        address = config.address or _LOOPBACK
         try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, 0), family=family)
+            self._server = MeetingServer(config.address or _LOOPBACK)
         except OSError as e:
-            raise ConfigError(f"data_parallel.address is {address!r}, where nothing can listen here: {e}") from None
-        port = listening.getsockname()[1]
-        self._store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-        self.meeting_address = addresses.with_port(address, port)
+            raise ConfigError(
+                f"data_parallel.address is {config.address!r}, where nothing can listen here: {e}"
+            ) from None
+        self.meeting_address = self._server.address
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> SocketLink:
         """The link of a group that this rank is in. Raises CollectiveBroken where nobody knows its first rank's store."""
         if group.members[0] not in meetings:
             raise CollectiveBroken(f"nobody has told where {group.members[0]} is met")
         meeting = Meeting(at=meetings[group.members[0]], address=self._address)
-        return SocketLink(group, group.members.index(self._rank), meeting, self._timeout)
+        return SocketLink(group, group.members.index(self._rank), meeting, self._timeout, self.lease)

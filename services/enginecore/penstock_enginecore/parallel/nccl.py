@@ -28,10 +28,10 @@ def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.
     torch.cuda.set_device(device)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
-    store = meeting.store()
-    store.set_timeout(_TIMEOUT)
-    group = distributed.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
-    group.eager_connect_single_device(device)
+    with meeting.store() as store:
+        store.set_timeout(_TIMEOUT)
+        group = distributed.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+        group.eager_connect_single_device(device)
     return group
 
 

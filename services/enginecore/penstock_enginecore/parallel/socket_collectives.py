@@ -20,12 +20,14 @@ _CHANGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 class SocketCollectives:
     """A message to each peer and one from each. Whatever does not fit together breaks the group."""
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        """Of the group ``name``, which no other group has: its epoch is part of it."""
+    def __init__(self, name: str, rank: int, size: int, silence: float = 0.0) -> None:
+        """Of the group ``name``, which no other group has: its epoch is part of it. ``silence``: seconds after which a rank whose
+        host does not answer any more is lost; 0: once the kernel gives up, which may take a quarter of an hour.
+        """
         self.rank, self.size = rank, size
         self.entered = 0
         self._name = name
-        self._mesh = Mesh(name, rank, size)
+        self._mesh = Mesh(name, rank, size, silence)
         self._events = select.epoll()
         self._peers: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}

@@ -38,8 +38,8 @@ class CoordinatorClient:
 
     All methods belong to the engine's I/O loop. The callables are called there, so they must return at once and may be called
     while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) for each report,
-    ``on_command`` for what the coordinator asks for, ``on_registered`` with the index that it gave the engine, ``on_group`` for
-    what it wants of a rank, which other engines refuse.
+    ``on_command`` for what the coordinator asks for, ``on_registered`` with the index and the seconds of the lease that it gave
+    the engine, ``on_group`` for what it wants of a rank, which other engines refuse.
 
     Reports go out every ``stats_interval`` when something changed, less often where the coordinator says so, and at least
     three times per lease. An engine that knows its lease also tries to reconnect as often, so that it is back before a restarted
@@ -53,7 +53,7 @@ class CoordinatorClient:
         registration: Callable[[], EngineRegistration],
         stats: Callable[[], SchedulerStats | None],
         on_command: Callable[[DrainCommand], None],
-        on_registered: Callable[[int], None] = lambda _: None,
+        on_registered: Callable[[int, float], None] = lambda *_: None,
         on_group: Callable[[StartDpWave | Named], None] | None = None,
         credentials: ClientCredentials = NO_TLS,
     ) -> None:
@@ -104,7 +104,7 @@ class CoordinatorClient:
             call = service_pb2_grpc.CoordinatorServiceStub(channel).EngineSession()
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 registered = await self._register(call)
-            self._on_registered(registered.engine_index)
+            self._on_registered(registered.engine_index, registered.lease_seconds)
             heartbeat = registered.lease_seconds / REPORTS_PER_LEASE
             self._told_interval = 0.0
             self._told.clear()

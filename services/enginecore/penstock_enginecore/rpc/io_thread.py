@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -152,7 +153,7 @@ class IoThread:
             ),
             stats=busy_loop.stats,
             on_command=lambda command: busy_loop.request_shutdown(command.timeout),
-            on_registered=self._on_registered,
+            on_registered=partial(self._on_registered, rank),
             on_group=None if rank is None else rank.take,
             credentials=self._coordinator_credentials,
         )
@@ -161,8 +162,10 @@ class IoThread:
         if self._coordinator is not None:
             self._loop.call_soon_threadsafe(self._coordinator.tell, message)
 
-    def _on_registered(self, engine_index: int) -> None:
+    def _on_registered(self, rank: EngineRank | None, engine_index: int, lease: float) -> None:
         self.sessions.engine_index = engine_index
+        if rank is not None:
+            rank.registered(lease)
 
     def _on_draining(self, time_left: float) -> None:
         self._tasks.append(asyncio.ensure_future(self._server.set_serving(False)))

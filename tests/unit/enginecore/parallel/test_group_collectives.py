@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock_common import addresses
 from penstock_enginecore.core.data_parallel.broken import CollectiveBroken
 from penstock_enginecore.parallel.gloo import Meeting
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
+from penstock_enginecore.parallel.meeting_server import MeetingServer
 from penstock_enginecore.parallel.peer import EXCHANGE, Peer
 from penstock_enginecore.parallel.socket_collectives import SocketCollectives
 from tests.fakes.engines.thread_group import thread_group
@@ -27,13 +27,9 @@ from tests.fakes.patience import PATIENCE
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    listening = socket.create_server(
-        ("127.0.0.1", 0)
-    )  # of IPv4 alone: torch's own asks a name server for its clients' names
-    port = listening.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield Meeting(f"127.0.0.1:{port}")
-    del store  # until now it served
+    server = MeetingServer("127.0.0.1")
+    yield Meeting(server.address)
+    server.close()
 
 
 def run(groups: list[Any], work: Callable[[Any], Any]) -> list[Future[Any]]:
@@ -209,12 +205,44 @@ def test_a_store_that_is_gone_breaks_the_group() -> None:
     group.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_abort_ends_a_wait_for_a_host_that_does_not_answer(rank: int) -> None:
+    """A listener whose queue is full drops what comes, as a host does that was cut off."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        filling = [socket.socket() for _ in range(4)]
+        for each in filling:
+            each.setblocking(False)
+            each.connect_ex(address)
+        group = SocketCollectives("group-1", rank, 2)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(group.connect, Meeting(addresses.with_port(*address)), PATIENCE)
+            group.abort()
+            with pytest.raises(CollectiveBroken, match="was given up"):
+                waiting.result(PATIENCE)
+        group.close()
+        for each in filling:
+            each.close()
+
+
+def test_connections_are_given_up_when_the_other_host_is_silent(meeting: Meeting) -> None:
+    groups = [SocketCollectives("group-1", rank, 2, silence=6.0) for rank in range(2)]
+    for future in run(groups, lambda group: group.connect(meeting, PATIENCE)):
+        future.result()
+    options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+    for group in groups:
+        for connection in group._mesh.connections.values():
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [6000, 2, 2]
+        group.close()
+
+
 def test_strangers_do_not_get_in(meeting: Meeting) -> None:
     group = SocketCollectives("group-1", 0, 2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(group.connect, meeting, PATIENCE)
-        store = PrefixStore("group-1", meeting.store())
-        address = addresses.split(store.get("0")[32:].decode())
+        with meeting.store() as store:
+            address = addresses.split(store.get("group-1/0")[32:].decode())
         for said in (b"", b"x" * 36):
             with socket.create_connection(address) as stranger:
                 stranger.sendall(said)

@@ -21,6 +21,8 @@ class Meets(Protocol):
 
     meeting_address: str
     """host:port of the store where a group meets whose first rank this one is."""
+    lease: float
+    """Seconds after which the coordinator takes a silent rank for dead, and links made from then on a silent peer; 0: unknown."""
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> GroupLink:
         """See ``MakeLink``."""

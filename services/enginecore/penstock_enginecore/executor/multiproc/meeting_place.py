@@ -1,37 +1,22 @@
 """Where the workers of several nodes find each other, and at which addresses."""
 
 import socket
-from datetime import timedelta
-
-from torch._C._distributed_c10d import TCPStore
 
 from penstock_common import addresses
 from penstock_common.errors import ConfigError
+from penstock_enginecore.parallel.meeting_server import MeetingServer
 
 _ANYWHERE = ("", "0.0.0.0", "::")
-_TIMEOUT = timedelta(days=1)
 
 
-class MeetingPlace:
-    """A store of torch's that processes of other hosts reach, as long as this is kept. ``at``: its host:port."""
-
-    def __init__(self, address: str) -> None:
-        """Listens on a free port of that IP address. Raises ConfigError where this host has no such address."""
-        try:
-            family = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)[0][0]
-            listening = socket.create_server((address, 0), family=family)
-        except OSError as e:
-            raise ConfigError(f"executor.nodes.address is {address!r}, where nothing can listen here: {e}") from None
-        port = listening.getsockname()[1]
-        self._store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-        self.at = addresses.with_port(address, port)
+def meeting_place(address: str) -> MeetingServer:
+    """A store at a free port of that IP address, which processes of other hosts reach until it is closed. Raises ConfigError
+    where this host has no such address.
+    """
+    try:
+        return MeetingServer(address)
+    except OSError as e:
+        raise ConfigError(f"executor.nodes.address is {address!r}, where nothing can listen here: {e}") from None
 
 
 def own_address(configured: str, host: str) -> str:

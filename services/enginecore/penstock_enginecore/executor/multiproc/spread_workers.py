@@ -12,7 +12,7 @@ from functools import partial
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.executor.multiproc.failures import WorkersGone
-from penstock_enginecore.executor.multiproc.meeting_place import MeetingPlace, own_address
+from penstock_enginecore.executor.multiproc.meeting_place import meeting_place, own_address
 from penstock_enginecore.executor.multiproc.overdue import Overdue
 from penstock_enginecore.executor.multiproc.workers import MODULE, Hear, Workers
 from penstock_enginecore.executor.worker_config import Node
@@ -52,12 +52,16 @@ class SpreadWorkers:
             index: queue.SimpleQueue() for index in range(1, nodes.size)
         }
         address = own_address(nodes.address, config.server.host)
-        self._meeting = MeetingPlace(address)
-        self._listener = NodeListener(config, self._meeting.at, self)
-        self._listener.start()
+        self._meeting = meeting_place(address)
+        self._listener = NodeListener(config, self._meeting.address, self)
+        try:
+            self._listener.start()
+        except BaseException:
+            self._meeting.close()
+            raise
         self.port = self._listener.port
         self._num_each = config.executor.num_workers // nodes.size
-        own = Node(0, self._num_each, self._meeting.at, address)
+        own = Node(0, self._num_each, self._meeting.address, address)
         self._local = Workers(
             config, hear, self._fail_here, overdue, module, node=own, elsewhere=self._stacks_elsewhere
         )
@@ -113,6 +117,7 @@ class SpreadWorkers:
         self._listener.end("" if told else str(self._error or "the engine has given its workers up"))
         self._local.end(told=told)
         self._listener.stop()
+        self._meeting.close()
         for said in self._said.values():
             said.put(None)
         for thread in self._hearing:

@@ -1,0 +1,126 @@
+"""Hosts that have a network of their own: a process there is cut off as by a broken cable, of which no packet tells. Their name
+server answers nobody.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+_BRIDGE = "penstock-hosts"
+_NETWORK = "10.213.77"
+_NOBODY = "02:00:00:00:00:01"
+_DNS = 53
+
+
+def missing() -> str:
+    """What keeps this machine from having hosts; empty where nothing does."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None:
+        return "hosts of their own need Linux, root and ip (iproute2)"
+    return ""
+
+
+class Host:
+    """One of them: a network namespace with an address."""
+
+    def __init__(self, number: int) -> None:
+        self.address = f"{_NETWORK}.{number + 10}"
+        self._name, self._cable = f"{_BRIDGE}-{number}", f"penstock-{number}"
+        self._names = Path("/etc/netns") / self._name / "resolv.conf"
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """The words before a command with which it runs there, as a process of the same id."""
+        return "ip", "netns", "exec", self._name
+
+    def lay(self) -> None:
+        """Make it, and connect it."""
+        self._names.parent.mkdir(parents=True, exist_ok=True)
+        self._names.write_text(f"nameserver {Hosts.own}\n")  # which ip lays over the machine's own
+        _ip("netns", "add", self._name)
+        _ip("link", "add", self._cable, "master", _BRIDGE, "type", "veth", "peer", "name", "eth0", "netns", self._name)
+        _ip("link", "set", self._cable, "up")
+        for words in ("link set lo up", f"address add {self.address}/24 dev eth0", "link set eth0 up"):
+            _ip("-n", self._name, *words.split())
+
+    def cut_off(self) -> None:
+        """Nothing goes there or comes from there."""
+        _ip("link", "set", self._cable, "down")
+
+    def connect(self) -> None:
+        """Everything does again."""
+        _ip("link", "set", self._cable, "up")
+
+    def lose(self, other: "Host") -> None:
+        """What goes from here to another one arrives nowhere."""
+        _ip(
+            "-n",
+            self._name,
+            "neighbour",
+            "replace",
+            other.address,
+            "lladdr",
+            _NOBODY,
+            "nud",
+            "permanent",
+            "dev",
+            "eth0",
+        )
+
+    def find(self, other: "Host") -> None:
+        """It arrives again."""
+        _ip("-n", self._name, "neighbour", "delete", other.address, "dev", "eth0")
+
+    def remove(self) -> None:
+        """Idempotent."""
+        _ip("netns", "delete", self._name, fails=True)
+        shutil.rmtree(self._names.parent, ignore_errors=True)
+
+
+class Hosts:
+    """``count`` hosts on one network, and this one, ``own``, as another of it."""
+
+    own = f"{_NETWORK}.1"
+
+    def __init__(self, count: int) -> None:
+        self.hosts = [Host(number) for number in range(count)]
+
+    def questions(self) -> list[bytes]:
+        """What the hosts have asked their name server since the last call."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self._questions.recv(512))
+        return found
+
+    def __enter__(self) -> "Hosts":
+        self._remove()  # of a run that was killed
+        _ip("link", "add", _BRIDGE, "type", "bridge")
+        _ip("address", "add", f"{self.own}/24", "dev", _BRIDGE)
+        _ip("link", "set", _BRIDGE, "up")
+        for host in self.hosts:
+            host.lay()
+        self._questions = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._questions.setblocking(False)
+        self._questions.bind((self.own, _DNS))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._questions.close()
+        self._remove()
+
+    def _remove(self) -> None:
+        for host in self.hosts:
+            host.remove()
+        _ip("link", "delete", _BRIDGE, fails=True)
+
+
+def _ip(*words: str, fails: bool = False) -> None:
+    """``fails``: it may, where there is nothing to do."""
+    subprocess.run(["ip", *words], check=not fails, stderr=subprocess.DEVNULL if fails else None)
