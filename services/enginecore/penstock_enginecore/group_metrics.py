@@ -34,9 +34,10 @@ class GroupCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
-        dummies = CounterMetricFamily("penstock:dummy_steps", "Steps for the other ranks' sake", labels=LABELS)
-        dummies.add_metric(self._labels, state.num_dummy_steps)
-        yield dummies
+        yield self._counter("penstock:dummy_steps", "Steps for the other ranks' sake", state.num_dummy_steps)
+        if state.num_experts_moved is not None:
+            text = "Experts that have come to this rank from others, for the sake of balance, in all layers"
+            yield self._counter("penstock:experts_moved", text, state.num_experts_moved)
         yield self._summary(
             "penstock:group_recovery_seconds",
             "From the loss of a group to the next one's first exchange",
@@ -55,6 +56,11 @@ class GroupCollector(Collector):
             state.num_exchanges,
             state.exchange_seconds,
         )
+
+    def _counter(self, name: str, text: str, count: int) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        counter.add_metric(self._labels, count)
+        return counter
 
     def _summary(self, name: str, text: str, count: int, seconds: float) -> Metric:
         summary = SummaryMetricFamily(name, text, labels=LABELS)

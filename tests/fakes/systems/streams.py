@@ -1,4 +1,4 @@
-"""Greedy streams whose tokens are known, and when each of their pieces came."""
+"""Greedy streams whose answers are known, and when each of their pieces came."""
 
 import asyncio
 import itertools
@@ -12,6 +12,10 @@ from penstock.inference.v1 import messages_pb2 as pb
 from tests.fakes.patience import PATIENCE
 from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import Cluster
+from tests.fakes.systems.scored import NUM_LIKELIEST, Scored
+
+Known = Sequence[int] | Scored
+"""What an answer is to be: its tokens, or these and all log-probabilities."""
 
 
 def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.GenerateRequest:
@@ -29,15 +33,24 @@ def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.Gen
     return request
 
 
+def asks_for(known: Known, prompt: Sequence[int], rank: int | None = None) -> pb.GenerateRequest:
+    """A request whose answer is ``known``."""
+    if not isinstance(known, Scored):
+        return greedy(prompt, len(known), rank)
+    request = greedy(prompt, len(known.token_ids), rank)
+    request.sampling_params.logprobs = request.sampling_params.prompt_logprobs = NUM_LIKELIEST
+    return request
+
+
 class Stream:
     """One that is read as it comes. ``times``: of its pieces, in seconds of ``time.monotonic``."""
 
-    def __init__(self, call: Any, expected: Sequence[int], engine: Service | None = None) -> None:
+    def __init__(self, call: Any, expected: Known, engine: Service | None = None) -> None:
         """``engine``: where it begins, if that was said."""
         self.engine = engine
         self.times: list[float] = []
-        self._token_ids: list[int] = []
-        self._expected = list(expected)
+        self._answer = Scored()
+        self._expected = expected
         self._call = call
         self._begun = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
@@ -47,9 +60,13 @@ class Stream:
         await self._begun.wait()
 
     async def is_right(self) -> bool:
-        """Wait for its end. Returns whether its tokens are what was expected; raises what it failed with."""
+        """Wait for its end. Returns whether it is what was expected; raises what it failed with."""
         await asyncio.wait_for(self._reading, PATIENCE)
-        return self._token_ids == self._expected
+        if not isinstance(self._expected, Scored):
+            return self._answer.token_ids == list(self._expected)
+        if difference := self._answer.difference(self._expected):
+            print(f"another answer: {difference}")
+        return not difference
 
     def longest_gap(self, since: float) -> float:
         """Most seconds between two pieces, the second of them behind ``since``; 0 where it was over."""
@@ -59,7 +76,7 @@ class Stream:
     async def _read(self) -> None:
         try:
             while isinstance(piece := await self._call.read(), pb.GenerateResponse):
-                self._token_ids += piece.token_ids
+                self._answer.take(piece)
                 self.times.append(time.monotonic())
                 self._begun.set()
         finally:
@@ -73,11 +90,11 @@ class Streams:
         self,
         cluster: Cluster,
         prompts: Sequence[Sequence[int]],
-        expected: Sequence[Sequence[int]],
+        expected: Sequence[Known],
         order: Sequence[tuple[Service, int]] = (),
         count: int = 32,
     ) -> None:
-        """``expected``: the tokens of each prompt. ``order``: engines with the number under which requests may name them."""
+        """``expected``: the answer of each prompt. ``order``: engines with the number under which requests may name them."""
         self._cluster, self._prompts, self._expected = cluster, prompts, expected
         self._placed = [order[i % len(order)] if order else None for i in range(count)]
         self._streams: list[Stream] = []
@@ -91,7 +108,7 @@ class Streams:
         self._streams = []
         for i, place in enumerate(self._placed):
             expected = self._expected[i % len(self._expected)]
-            request = greedy(self._prompts[i % len(self._prompts)], len(expected), place and place[1])
+            request = asks_for(expected, self._prompts[i % len(self._prompts)], place and place[1])
             self._streams.append(Stream(self._cluster.stub.Generate(request), expected, place and place[0]))
         await asyncio.gather(*(stream.begun() for stream in self._streams))
         return self
@@ -109,7 +126,7 @@ class Load:
     """As many streams at once, of which each that ends is followed by another, until the block ends; all have to be right."""
 
     def __init__(
-        self, cluster: Cluster, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], count: int = 32
+        self, cluster: Cluster, prompts: Sequence[Sequence[int]], expected: Sequence[Known], count: int = 32
     ) -> None:
         self._cluster, self._prompts, self._expected, self._count = cluster, prompts, expected, count
         self._stopped = False
@@ -149,8 +166,6 @@ class Load:
         which = number % len(self._prompts)
         prompt, expected = self._prompts[which], self._expected[which]
         while not self._stopped:
-            stream = self._current[number] = Stream(
-                self._cluster.stub.Generate(greedy(prompt, len(expected))), expected
-            )
+            stream = self._current[number] = Stream(self._cluster.stub.Generate(asks_for(expected, prompt)), expected)
             assert await stream.is_right()
             self._over.append(self._current.pop(number))

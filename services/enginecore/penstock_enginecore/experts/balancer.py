@@ -19,22 +19,21 @@ class ExpertBalancer:
         self._moves: ExpertMoves | None = None
         self.balance = 1.0
         """The mean of the ranks' tokens over the highest, mean of the layers, in the last window."""
-        self.num_moves = 0
-        """Experts that have moved, or are about to."""
 
-    def after_step(self) -> None:
-        """Raises CollectiveBroken."""
+    def after_step(self) -> int:
+        """Returns how many experts have come to this rank, which computes them from the next step on. Raises CollectiveBroken."""
         if not self._config.window:
-            return
+            return 0
         if self._moves is not None:
-            self._moves.step()
+            num_arrived = self._moves.step()
             if self._moves.done:
                 self._moves = None
                 self._experts.routed()  # what was counted on the way is of the old placement, in part
-            return
+            return num_arrived
         self._steps += 1
         if self._steps % self._config.window == 0:
             self._place_anew()
+        return 0
 
     def _place_anew(self) -> None:
         group, placement = self._experts.group, self._experts.placement
@@ -47,4 +46,3 @@ class ExpertBalancer:
             after = after.with_layer(layer, rebalanced(counts, experts, group.size))
         if after != placement:
             self._moves = ExpertMoves(self._experts, after, self._config.move_bytes_per_step)
-            self.num_moves += self._moves.num_moves

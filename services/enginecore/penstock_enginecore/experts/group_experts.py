@@ -51,6 +51,8 @@ class GroupExperts:
         self._balancer: ExpertBalancer | None = None
         self.balance = 1.0
         """See ``SharedExperts``."""
+        self.num_moved = 0
+        """See ``SharedExperts``."""
         self.num_read = 0
         """Experts that were read from the checkpoint so far, in all layers."""
 
@@ -107,7 +109,7 @@ class GroupExperts:
     def after_step(self) -> None:
         """See ``SharedExperts``."""
         if self._balancer is not None:
-            self._balancer.after_step()
+            self.num_moved += self._balancer.after_step()
             self.balance = self._balancer.balance
 
     def _agree(self, group: GroupCollectives) -> Placement:

@@ -32,10 +32,12 @@ class ExpertMoves:
         """Whether all layers have changed over."""
         return not self._left
 
-    def step(self) -> None:
-        """Exchange some experts of a layer. Raises CollectiveBroken, after which the old placement of that layer still stands."""
+    def step(self) -> int:
+        """Exchange some experts of a layer. Returns how many this rank computes from now on. Raises CollectiveBroken, after which
+        the old placement of that layer still stands.
+        """
         if self.done:
-            return
+            return 0
         layer, queue = self._left[0]
         size = sum(map(len, self._experts.layers[layer].slot_memory(0)))
         count = max(self._budget // size, 1)
@@ -43,9 +45,9 @@ class ExpertMoves:
         self._exchange(layer, now, size)
         if rest:
             self._left[0] = layer, rest
-        else:
-            self._change_over(layer)
-            self._left.pop(0)
+            return 0
+        self._left.pop(0)
+        return self._change_over(layer)
 
     def _exchange(self, layer: int, moves: Sequence[Move], size: int) -> None:
         group, placement = self._experts.group, self._experts.placement
@@ -68,13 +70,14 @@ class ExpertMoves:
     def _read(self, layer: int, slot: int) -> torch.Tensor:
         return torch.cat(self._experts.layers[layer].slot_memory(slot))
 
-    def _change_over(self, layer: int) -> None:
+    def _change_over(self, layer: int) -> int:
         for slot, row in self._arrived.items():
             memory = self._experts.layers[layer].slot_memory(slot)
             for part, values in zip(memory, torch.split(row, [len(part) for part in memory]), strict=True):
                 part.copy_(values)
-        self._arrived = {}
+        num_arrived, self._arrived = len(self._arrived), {}
         self._experts.place(layer, self._after.physical[layer])
+        return num_arrived
 
 
 def _check_layouts(experts: SpreadExperts) -> None:

@@ -102,15 +102,17 @@ def test_a_piece_is_as_large_as_is_allowed(ranks: list[SpreadExperts]) -> None:
     after = Placement(EXPERTS, SIZE, SLOTS, ((5, 4, 3, 0, 1, 2, 3, 4), ranks[0].placement.physical[1]))
     size = sum(map(len, ranks[0].layers[0].slot_memory(0)))
 
-    def work(rank: int, experts: SpreadExperts) -> tuple[int, int]:
-        moves, steps = ExpertMoves(experts, after, bytes_per_step=3 * size), 0
+    def work(rank: int, experts: SpreadExperts) -> tuple[int, list[int]]:
+        moves, come = ExpertMoves(experts, after, bytes_per_step=3 * size), []
         while not moves.done:
-            moves.step()
-            steps += 1
-        return moves.num_moves, steps
+            come.append(moves.step())
+        return moves.num_moves, come
 
-    for num_moves, steps in run(ranks, work):
-        assert steps == -(-num_moves // 3)
+    found = run(ranks, work)
+    for num_moves, come in found:
+        assert len(come) == -(-num_moves // 3)
+        assert not any(come[:-1])  # all at once, when the last one is there
+        assert sum(sum(each) for _, each in found) == num_moves
 
 
 def test_hot_experts_are_replicated_and_every_step_gives_the_same(ranks: list[SpreadExperts]) -> None:

@@ -135,6 +135,7 @@ class GroupDriver:
             num_exchanges=self._exchanged[0],
             exchange_seconds=self._exchanged[1],
             expert_balance=None if self._experts is None else self._experts.balance,
+            num_experts_moved=None if self._experts is None else self._experts.num_moved,
         )
 
     # The busy loop's thread.

@@ -6,7 +6,7 @@ import msgspec
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """``recovery_seconds``: from the loss of a group to the first exchange of the next, all of them together. ``switch_seconds``:
     from the last step in a group to the end of the first exchange of the next, of planned changes. ``exchange_seconds``: in
-    exchanges, waiting for other ranks among them. ``expert_balance``: None where no experts are shared.
+    exchanges, waiting for other ranks among them. ``expert_balance`` and ``num_experts_moved``: None where no experts are shared.
     """
 
     epoch: int = 0
@@ -21,3 +21,4 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     num_exchanges: int = 0
     exchange_seconds: float = 0.0
     expert_balance: float | None = None
+    num_experts_moved: int | None = None

@@ -33,6 +33,10 @@ class SharedExperts(Protocol):
         """The mean of the ranks' tokens over the highest, when they were last counted; 1 before."""
 
     @property
+    def num_moved(self) -> int:
+        """Experts that have come to this rank from others, for the sake of balance, in all layers."""
+
+    @property
     def num_experts(self) -> int:
         """Of a layer: no group has more ranks."""
 
