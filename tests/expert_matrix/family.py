@@ -18,7 +18,7 @@ WAYS = ((1, "allgather"), (2, "allgather"), (3, "allgather"), (4, "allgather"), 
 """Ranks, and the dispatch."""
 PROMPT_LENGTHS = (1, 7, 34, 50, 20)
 NEW_TOKENS = 8
-NUM_EXPERTS = 32
+NUM_EXPERTS, EXPERTS_OF_A_TOKEN = 32, 4
 ENGINE: dict[str, Any] = {
     # Prompts in pieces; blocks that the kernels take.
     "cache": {"block_size": 16, "num_blocks": 128},
@@ -57,17 +57,19 @@ def requests(numbers: range) -> list[tuple[str, list[int], SamplingParams]]:
 
 def changes(family: str) -> dict[str, int]:
     """What makes of a family's tiny model one that the kernels serve as they do real ones: as many experts as torch's vectors
-    have numbers, and heads whose sizes the attention kernels take. Empty for a family without experts.
+    have numbers, of which tokens choose more than two, and heads whose sizes the attention kernels take. Empty for a family
+    without experts.
     """
     config = tiny_config(family)
     names = ("moe_num_experts", "n_routed_experts", "num_local_experts", "num_experts")
     name = next((name for name in names if getattr(config, name, None)), None)
     if name is None:
         return {}
+    top = next(name for name in ("moe_k", "moe_topk", "num_experts_per_tok") if hasattr(config, name))
     sizes = (
         {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16} if hasattr(config, "kv_lora_rank") else {}
     )
-    return {name: NUM_EXPERTS, **sizes, "hidden_size": 64, "num_hidden_layers": 2}
+    return {name: NUM_EXPERTS, top: EXPERTS_OF_A_TOKEN, **sizes, "hidden_size": 64, "num_hidden_layers": 2}
 
 
 MIXTURES = tuple(family for family in ARCHITECTURES if changes(family))

@@ -174,6 +174,10 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
                 parameter.normal_(0.0, 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
+            elif (
+                parameter.dim() == 2 and not parameter.any()
+            ):  # a router that would send all tokens to the same experts
+                parameter.normal_(0.0, config.initializer_range)
     model.save_pretrained(directory)
     return model
 

@@ -13,12 +13,12 @@ from transformers.integrations.moe import _default_apply_gate
 
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.structs import Grouped, Linear
-from penstock_enginecore.native.weights import PackedWeight, fits_bfloat16
+from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """What transformers' ``use_experts_implementation`` says of a class of experts."""
-_VECTORS, _ONE_THREAD = 64, 32768
-"""Numbers: what torch's loops over vectors take at a time divides the one, and it shares out what is more than the other."""
+_ONE_THREAD = 32768
+"""Numbers: torch shares out what is more."""
 _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 
 
@@ -121,7 +121,7 @@ class PackedExperts(torch.nn.Module):
         """Torch computes the last numbers of a tensor, or of a thread's part, in another way than the others. Nothing is left
         over in pieces of whole vectors that one thread computes.
         """
-        whole = _VECTORS // math.gcd(_VECTORS, up.shape[1])  # rows
+        whole = VECTORS // math.gcd(VECTORS, up.shape[1])  # rows
         padded = torch.nn.functional.pad(up, (0, 0, 0, -len(up) % whole))
         pieces = torch.split(padded, max(_ONE_THREAD // up.shape[1] // whole, 1) * whole)
         return torch.cat([self._activate(piece) for piece in pieces])[: len(up)]

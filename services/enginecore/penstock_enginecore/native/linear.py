@@ -11,13 +11,14 @@ class PackedLinear(torch.nn.Linear):
     packed.
     """
 
-    def __init__(self, library: NativeLibrary, linear: torch.nn.Linear) -> None:
+    def __init__(self, library: NativeLibrary, linear: torch.nn.Linear, *, apart: bool = False) -> None:
+        """``apart``: see ``multiply``."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self.register_parameter("bias", None)
         self._forward_pre_hooks, self._forward_hooks = linear._forward_pre_hooks, linear._forward_hooks
-        self._library = library
+        self._library, self._apart = library, apart
         self.packed = PackedWeight(library, linear.weight, linear.bias)
 
     @property
@@ -27,4 +28,4 @@ class PackedLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, float32."""
-        return multiply(self._library, self.packed, x)
+        return multiply(self._library, self.packed, x, apart=self._apart)

@@ -20,6 +20,7 @@ class PackedLayers:
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
         mixtures = [parent for parent in model.modules() if any(map(_is_mixed, parent.children()))]
         routed = [router for mixture in mixtures for router in _routers(mixture)]
+        beside = {module for mixture in mixtures for module in mixture.modules()}
         places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
         for parent in model.modules():
             for name, child in parent._modules.items():  # named_children leaves repeated ones out
@@ -28,7 +29,7 @@ class PackedLayers:
         self.num_layers, self.num_bytes = len(places), 0
         while places:
             child, parents = places.popitem()
-            packed = _packed(library, child)
+            packed = _packed(library, child, apart=child in beside)
             for parent, name in parents:
                 setattr(parent, name, packed)
             self.num_bytes += packed.num_bytes
@@ -50,9 +51,9 @@ def _is_mixed(module: torch.nn.Module) -> bool:
     return PackedExperts.takes(module) or getattr(module, "has_routed_experts", False)
 
 
-def _packed(library: NativeLibrary, module: torch.nn.Module) -> PackedLinear | PackedExperts:
+def _packed(library: NativeLibrary, module: torch.nn.Module, *, apart: bool) -> PackedLinear | PackedExperts:
     if isinstance(module, torch.nn.Linear):
-        return PackedLinear(library, module)
+        return PackedLinear(library, module, apart=apart)
     experts = PackedExperts(library, module)
     experts.free()
     return experts

@@ -43,5 +43,5 @@ class RouterWeight(torch.nn.Parameter):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's
     if not isinstance(weight, RouterWeight):
         raise TypeError("a router's weight is multiplied with, not multiplied")
-    out = multiply(weight.library, weight.packed, input)
+    out = multiply(weight.library, weight.packed, input, apart=True)
     return out if bias is None else out + bias

@@ -14,6 +14,8 @@ from penstock_enginecore.native.structs import Linear
 _HUGE_PAGE = 2 * 1024 * 1024
 _PIECE = 4 * 1024 * 1024
 """Numbers that are packed at a time."""
+VECTORS = 64
+"""Numbers: what torch's loops over vectors take at a time divides it."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """What the kernels call the dtypes that they keep weights in."""
 
@@ -97,15 +99,20 @@ class PackedWeight:
         return sum(part.nbytes for part in (self._packed, self._scales, self._bias) if part is not None)
 
 
-def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    """``x`` float32 ``[..., k]`` by ``weight``, ``[..., n]``. A row's numbers do not depend on the rows beside it."""
+def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, apart: bool = False) -> torch.Tensor:
+    """``x`` float32 ``[..., k]`` by ``weight``, ``[..., n]``. A row's numbers do not depend on the rows beside it.
+
+    ``apart``: nor do those that torch makes of it number by number. Its loops over vectors compute the last numbers of a tensor
+    in another way; rows whose ends are not those of vectors have a gap behind them, so that each is a loop of its own.
+    """
     n, k = weight.n, weight.k
+    stride = n + 1 if apart and n % VECTORS else n
     if x.dtype != torch.float32 or x.shape[-1] != k:
         raise TypeError(f"a packed layer takes float32 [..., {k}], not {x.dtype} {list(x.shape)}")
-    out = x.new_empty(*x.shape[:-1], n)
+    out = x.new_empty(*x.shape[:-1], stride)[..., :n]
     flat = x.reshape(-1, k).contiguous()
     if len(flat):
-        library.call("linear", weight.pointer, flat.data_ptr(), len(flat), k, out.data_ptr(), n)
+        library.call("linear", weight.pointer, flat.data_ptr(), len(flat), k, out.data_ptr(), stride)
     return out
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
+from transformers import AfmoeConfig, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen2MoeConfig
+from transformers.models.afmoe.modeling_afmoe import AfmoeSparseMoeBlock
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from penstock_enginecore.native.experts import PackedExperts
 from penstock_enginecore.native.library import NativeLibrary, open_library
@@ -116,6 +118,32 @@ def test_a_routers_choice_is_the_same_bits_whatever_is_computed_beside_it(librar
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
     for row in range(61):
         assert torch.equal(mixture(states[:, row : row + 1]), whole[:, row : row + 1])
+
+
+@pytest.mark.parametrize("num_experts", [6, 33, 64])
+@pytest.mark.parametrize("kind", ["sigmoid of one number", "sigmoids of the experts"])
+def test_what_a_mixture_makes_of_its_routers_numbers_is_the_same_bits_whatever_is_computed_beside_it(
+    library: NativeLibrary, kind: str, num_experts: int
+) -> None:
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_experts": num_experts,
+        "num_experts_per_tok": TOP,
+        "moe_intermediate_size": 64,
+    }
+    if kind == "sigmoid of one number":
+        mixture: Any = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=64))
+    else:
+        mixture = AfmoeSparseMoeBlock(AfmoeConfig(**sizes))
+    for parameter in mixture.requires_grad_(requires_grad=False).parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    states = torch.randn(1, 61, HIDDEN)
+    expected = mixture(states)
+    PackedLayers(torch.nn.ModuleList([mixture]), library)
+    whole = mixture(states)
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-3)
+    for first, end in [(row, row + 1) for row in range(61)] + [(0, 17), (17, 61), (5, 38)]:
+        assert torch.equal(mixture(states[:, first:end]), whole[:, first:end])
 
 
 def test_rows_whose_width_is_a_page_are_as_right_as_others(library: NativeLibrary) -> None:
