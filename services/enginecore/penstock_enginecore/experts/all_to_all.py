@@ -1,37 +1,41 @@
 """A dispatch that sends each token only to ranks that hold experts of it."""
 
-import struct
-
 import torch
 
 from penstock_enginecore.experts.dispatch import Compute, Ranks, Routed, in_routing_order, register_dispatch
+from penstock_enginecore.experts.gathering import AllGather
 from penstock_enginecore.native.experts import weighted_sum
 
-_NONE = -1
+_FEW_BYTES = 2**18
+"""States of all ranks' tokens that are gathered: a message more takes longer than these."""
 
 
 class AllToAll:
-    """A token's state goes once to each rank that computes it, with its slots there. Outputs come back as they are, as with
-    ``AllGather``: the bits are the same.
+    """All ranks are told where tokens go, and a token's state goes once to each rank that computes it. Outputs come back as they
+    are, as with ``AllGather``: the bits are the same. So where tokens are few, it is that.
     """
+
+    def __init__(self, few_bytes: int = _FEW_BYTES) -> None:
+        self._few_bytes = few_bytes
+        self._gather = AllGather()
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
         """See ``Dispatch``."""
-        group = ranks.group
+        group, counts = ranks.group, ranks.counts
+        if sum(counts) * routed.states.shape[1] * routed.states.itemsize <= self._few_bytes:
+            return self._gather(routed, ranks, compute)
+        slots = group.all_gather_rows(routed.slots, counts)
+        here = slots // ranks.slots == group.rank
+        comes = here.any(dim=1)
         holders = routed.slots // ranks.slots
-        goes = torch.zeros(len(holders), group.size, dtype=torch.bool)
-        goes.scatter_(1, holders, True)
-        to, tokens = goes.T.nonzero(as_tuple=True)
+        goes = torch.zeros(len(holders), group.size, dtype=torch.bool).scatter_(1, holders, True)
         send = goes.sum(0).tolist()
-        row = struct.Struct(f"<{group.size}q")
-        receive = [row.unpack(each)[group.rank] for each in group.exchange(row.pack(*send))]
-        states = group.all_to_all_rows(routed.states[tokens], send, receive)
-        there = holders[tokens] == to[:, None]
-        wanted = torch.where(there, routed.slots[tokens] % ranks.slots, _NONE)
-        slots = group.all_to_all_rows(wanted, send, receive)
-        rows, positions = (slots != _NONE).nonzero(as_tuple=True)
-        outputs = compute(states[rows], slots[rows, positions])
-        back = [int((part != _NONE).sum()) for part in torch.split(slots, receive)]
+        receive = [int(part.sum()) for part in torch.split(comes, list(counts))]
+        states = group.all_to_all_rows(routed.states[goes.T.nonzero()[:, 1]], send, receive)
+        tokens, positions = here.nonzero(as_tuple=True)
+        rows = comes.cumsum(0) - 1  # of the states that came, by token
+        outputs = compute(states[rows[tokens]], slots[tokens, positions] % ranks.slots)
+        back = [int(part.sum()) for part in torch.split(here, list(counts))]
         come = torch.bincount(holders.flatten(), minlength=group.size).tolist()
         received = group.all_to_all_rows(outputs, back, come)
         return weighted_sum(in_routing_order(received, holders), routed.weights)

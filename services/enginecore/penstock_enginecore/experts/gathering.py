@@ -1,9 +1,13 @@
 """Dispatches for which every rank sees the tokens of all."""
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from penstock_enginecore.experts.dispatch import Compute, Ranks, Routed, in_routing_order, register_dispatch
 from penstock_enginecore.native.experts import weighted_sum
+
+_WORD = 8
+"""Bytes of which rows are multiples, so that each part of one is aligned."""
 
 
 class AllGather:
@@ -14,8 +18,7 @@ class AllGather:
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
         """See ``Dispatch``."""
         group, counts = ranks.group, ranks.counts
-        states = group.all_gather_rows(routed.states, counts)
-        slots = group.all_gather_rows(routed.slots, counts)
+        slots, states = gathered(ranks, routed.slots, routed.states)
         own = slots // ranks.slots == group.rank
         tokens, positions = own.nonzero(as_tuple=True)
         outputs = compute(states[tokens], slots[tokens, positions] % ranks.slots)
@@ -34,13 +37,11 @@ class ReduceScatter:
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
         """See ``Dispatch``."""
         group, counts = ranks.group, ranks.counts
-        states = group.all_gather_rows(routed.states, counts)
-        slots = group.all_gather_rows(routed.slots, counts)
-        weights = group.all_gather_rows(routed.weights, counts)
+        slots, weights, states = gathered(ranks, routed.slots, routed.weights, routed.states)
         own = slots // ranks.slots == group.rank
         tokens, positions = own.nonzero(as_tuple=True)
         outputs = compute(states[tokens], slots[tokens, positions] % ranks.slots)
-        sums = torch.zeros_like(states)
+        sums = states.new_zeros(states.shape)
         for position in range(slots.shape[1]):  # a token is at most once at a position
             here = positions == position
             sums[tokens[here]] += (outputs[here] * weights[tokens[here], position, None]).to(sums.dtype)
@@ -50,6 +51,17 @@ class ReduceScatter:
         for part in parts[1:]:
             total += part
         return total
+
+
+def gathered(ranks: Ranks, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Each of ``parts`` ``[tokens, n]``, of any dtypes, of the tokens of all ranks, in one message: views of its rows."""
+    rows = [part.contiguous().view(torch.uint8) for part in parts]
+    rows = [F.pad(row, (0, -row.shape[1] % _WORD)) if row.shape[1] % _WORD else row for row in rows]
+    whole = ranks.group.all_gather_rows(torch.cat(rows, dim=1), ranks.counts)
+    columns = torch.split(whole, [row.shape[1] for row in rows], dim=1)
+    return [
+        column[:, : part.shape[1] * part.itemsize].view(part.dtype) for column, part in zip(columns, parts, strict=True)
+    ]
 
 
 register_dispatch("allgather", AllGather)
