@@ -28,9 +28,12 @@ _AT_ONCE = 8
 
 @dataclass(slots=True)
 class _Prepared:
-    """``aside``: experts that were read while another group served, by layer and expert, packed: only copying them is left."""
+    """``aside``: experts that were read while another group served, or that moved away meanwhile, by layer and expert, packed:
+    only copying them is left.
+    """
 
     placement: Placement
+    rank: int
     aside: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -39,15 +42,19 @@ class GroupExperts:
 
     Ranks tell each other what they hold, so that nobody has to know how a group before ended: in the middle of a move, or with
     ranks that were in none. What a rank lacks it reads from the checkpoint, into its slots where it is in no group, else aside:
-    the slots are those of the group that serves. Experts that have moved since then are read when it joins.
+    the slots are those of the group that serves. An expert that gives way to another one there, and is to be at its place in
+    the next group, is kept aside, too.
     """
 
     def __init__(self, experts: SpreadExperts, reader: ExpertReader, config: ExpertParallelConfig) -> None:
         self.spread, self._reader, self._config = experts, reader, config
+        experts.leaving = self._keep
         for layer in experts.layers:
             layer.hold((EMPTY,) * len(layer.held))
         self._reading = threading.Lock()
         self._prepared: dict[int, _Prepared] = {}
+        self._serving = 0
+        """The epoch that was joined last."""
         self._balancer: ExpertBalancer | None = None
         self.balance = 1.0
         """See ``SharedExperts``."""
@@ -72,14 +79,18 @@ class GroupExperts:
         """See ``SharedExperts``."""
         group: GroupCollectives = link.collectives
         try:
-            prepared = _Prepared(self._agree(group))
+            prepared = _Prepared(self._agree(group), group.rank)
             with self._reading:
                 if epoch < max(self._prepared, default=0):
                     raise CollectiveBroken("a later group is prepared")
                 before, serving = self.num_read, self.spread.joined
-                for layer in self.spread.layers:
-                    self._fetch(prepared, layer, group.rank, given_up, aside=serving)
-                self._prepared[epoch] = prepared
+                self._prepared[epoch] = prepared  # first: what gives way from now on is kept
+                try:
+                    for layer in self.spread.layers:
+                        self._fetch(prepared, layer, given_up, aside=serving)
+                except BaseException:
+                    del self._prepared[epoch]
+                    raise
                 logger.info("epoch %d: %d experts of its layers were read", epoch, self.num_read - before)
         except (ConfigError, ModelLoadError, ValueError) as e:
             raise UnpreparedError(str(e)) from e
@@ -97,12 +108,13 @@ class GroupExperts:
             prepared = self._prepared[epoch]
             try:
                 for layer in self.spread.layers:
-                    self._fetch(prepared, layer, group.rank, lambda: False, aside=False)
+                    self._fetch(prepared, layer, lambda: False, aside=False)
             except (ModelLoadError, ValueError) as e:
                 raise UnpreparedError(str(e)) from e
             prepared.aside.clear()
             self._prepared = {later: each for later, each in self._prepared.items() if later >= epoch}
             self.spread.join(group, prepared.placement)
+            self._serving = epoch
         self._balancer = ExpertBalancer(self.spread, self._config)
 
     @torch.inference_mode()
@@ -118,11 +130,18 @@ class GroupExperts:
         held = group.all_gather_rows(own, [1] * group.size)
         return regrouped(held.tolist(), self.num_experts)
 
+    def _keep(self, layer: DispatchedExperts, slot: int) -> None:
+        """What is in a slot, for the groups in which it is to be there; on the busy loop's thread, also while one is prepared."""
+        for epoch, prepared in list(self._prepared.items()):
+            expert = layer.held[slot]
+            if epoch > self._serving and prepared.placement.held(prepared.rank, layer.layer)[slot] == expert:
+                prepared.aside[layer.layer, expert] = [memory.clone() for memory in layer.slot_memory(slot)]
+
     def _fetch(
-        self, prepared: _Prepared, layer: DispatchedExperts, rank: int, given_up: Callable[[], bool], *, aside: bool
+        self, prepared: _Prepared, layer: DispatchedExperts, given_up: Callable[[], bool], *, aside: bool
     ) -> None:
         """What the layer's slots lack of the placement, to where it belongs or ``aside``."""
-        wanted = prepared.placement.held(rank, layer.layer)
+        wanted = prepared.placement.held(prepared.rank, layer.layer)
         lacking = [(slot, expert) for slot, expert in enumerate(wanted) if layer.held[slot] != expert]
         ready = prepared.aside
         for slot, expert in lacking:

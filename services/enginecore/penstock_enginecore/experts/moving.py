@@ -72,6 +72,7 @@ class ExpertMoves:
 
     def _change_over(self, layer: int) -> int:
         for slot, row in self._arrived.items():
+            self._experts.leaving(self._experts.layers[layer], slot)
             memory = self._experts.layers[layer].slot_memory(slot)
             for part, values in zip(memory, torch.split(row, [len(part) for part in memory]), strict=True):
                 part.copy_(values)

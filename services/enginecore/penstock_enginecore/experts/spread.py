@@ -1,7 +1,7 @@
 """A model whose experts are spread over the ranks of a group."""
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,8 @@ class SpreadExperts:
         self.layers = tuple(layers)
         self._dispatch = make_dispatch(dispatch)
         self._membership: Membership | None = None
+        self.leaving: Callable[[DispatchedExperts, int], None] = lambda *_: None
+        """Called with a layer and a slot whose expert is about to give way to another one, while the group serves."""
 
     def join(self, group: GroupCollectives, placement: Placement) -> None:
         """Compute with this group from the next step on. Its slots hold what ``placement`` says of this rank. Raises ValueError

@@ -1,9 +1,11 @@
 """What ranks hold from one group to the next, and what they read for that."""
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from penstock_enginecore.core.data_parallel.broken import CollectiveBroken, Unpr
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.layer import EMPTY, DispatchedExperts
 from penstock_enginecore.experts.moving import ExpertMoves
+from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.experts.regrouping import regrouped
 from penstock_enginecore.experts.spread import SpreadExperts
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.thread_group import thread_group
+from tests.fakes.patience import PATIENCE
 
 EXPERTS, TOP, HIDDEN, LAYERS = 8, 2, 6, 2
 SCALES = torch.randn(LAYERS, EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(5))
@@ -143,25 +147,65 @@ def test_a_group_that_serves_keeps_its_slots_until_all_join_the_next() -> None:
     check_outputs(grown)
 
 
-def test_experts_that_moved_while_a_group_was_prepared_are_read_when_it_is_joined() -> None:
-    ranks = [Rank(4) for _ in range(2)]
-    join(1, ranks, prepare(1, ranks))
-    grown = [*ranks, Rank(4)]
-    links = prepare(2, grown)
-    for rank in ranks:
-        rank.files.take()
-    placement = ranks[0].spread.placement.with_layer(0, (4, 1, 2, 3, 0, 5, 6, 7))
+def move(ranks: Sequence[Rank], layer: int, experts: Sequence[int]) -> None:
+    """Have other experts in the slots of a layer."""
 
-    def move(rank: int) -> None:
-        moves = ExpertMoves(ranks[rank].spread, placement, 1)
+    def work(rank: int) -> None:
+        moves = ExpertMoves(ranks[rank].spread, ranks[rank].spread.placement.with_layer(layer, experts), 1)
         while not moves.done:
             moves.step()
 
-    together(ranks, move)
+    together(ranks, work)
+
+
+def test_experts_that_move_when_a_group_is_prepared_are_kept_until_it_is_joined() -> None:
+    ranks = [Rank(4) for _ in range(2)]
+    join(1, ranks, prepare(1, ranks))
+    move(ranks, 1, (4, 1, 2, 3, 0, 5, 6, 7))
+    grown = [*ranks, Rank(4)]
+    links = prepare(2, grown)
+    kept = [rank.spread.layers[0].slot_memory(0)[0].clone() for rank in ranks]
+    for rank in ranks:
+        rank.files.take()
+        rank.files.gone = True
+    move(ranks, 0, (4, 1, 2, 3, 0, 5, 6, 7))
+    move(ranks, 0, (5, 1, 2, 3, 0, 4, 6, 7))
     check_outputs(ranks)
     join(2, grown, links)
-    assert [rank.files.take() for rank in ranks] == [{(0, 0)}, {(0, 4)}]
+    assert [rank.held() for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert all(torch.equal(rank.spread.layers[0].slot_memory(0)[0], was) for rank, was in zip(ranks, kept, strict=True))
     check_outputs(grown)
+    # Nothing is kept for the group that serves.
+    move(grown, 0, (4, 1, 2, 3, 0, 5, 6, 7, *grown[2].held()))
+    assert not any(prepared.aside for rank in grown for prepared in rank.experts._prepared.values())
+
+
+def test_experts_that_move_before_a_group_has_read_their_layer_are_read_aside() -> None:
+    ranks = [Rank(4) for _ in range(2)]
+    join(1, ranks, prepare(1, ranks))
+    for rank in ranks:
+        rank.files.take()
+    barrier = threading.Barrier(3)
+    agree = GroupExperts._agree
+
+    def agree_and_wait(experts: GroupExperts, group: Any) -> Placement:
+        placement = agree(experts, group)
+        for _ in range(2):  # all have agreed, and some experts have moved
+            barrier.wait(PATIENCE)
+        return placement
+
+    with patch.object(GroupExperts, "_agree", agree_and_wait), ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(prepare, 2, ranks)
+        barrier.wait(PATIENCE)
+        move(ranks, 0, (4, 1, 2, 3, 0, 5, 6, 7))
+        barrier.wait(PATIENCE)
+        links = preparing.result(PATIENCE)
+    assert [rank.files.take() for rank in ranks] == [{(0, 0)}, {(0, 4)}]
+    for rank in ranks:
+        rank.files.gone = True
+    join(2, ranks, links)
+    assert [rank.held() for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    check_outputs(ranks)
 
 
 def test_a_rank_that_cannot_read_is_not_prepared_and_says_why() -> None:
