@@ -101,7 +101,8 @@ def make_model(directory: Path, size: str) -> None:
         pad_token_id=2,
         tie_word_embeddings=True,
     )
-    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
 
 
 def main() -> int:

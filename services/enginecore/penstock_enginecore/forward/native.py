@@ -1,8 +1,9 @@
 """The forward pass of decoders of Llama's shape by the CPU kernels: one call per step.
 
 Norms, projections, rotary embedding, attention, activation and head of all layers run inside the kernels, with q, k and v
-merged into one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums,
-activations and the KV cache are float32. What is taken over is read from transformers' own modules.
+merged into one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums and
+activations are float32, and so is the KV cache unless inputs of products are rounded. What is taken over is read from transformers'
+own modules.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, Forwar
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
 from penstock_enginecore.forward.native_models import own_layers, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
-from penstock_enginecore.native.attention import PAIRS, TILES, cache_struct, group_struct, params_struct
+from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout, params_struct
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
 from penstock_enginecore.native.structs import Cache, Exchange, Group, Layer, Linear, Model, Step
@@ -84,11 +85,11 @@ class NativeForward:
         if reason:
             raise UnsuitableError(reason)
         # What products round is kept rounded.
-        dtype, layout = (torch.bfloat16, PAIRS) if library.parts == 1 else (torch.float32, TILES)
+        dtype = library.rounds_to or torch.float32
         self.specs = {
             name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in probed.specs.items()
         }
-        self.memory = KVMemory(self.specs, lambda *_: layout, dtype, self.device)
+        self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
         self._library = library
         self._module: Any = module
         self._part, self._seams = part, seams

@@ -33,16 +33,13 @@ class NativeAttention(AttentionBackend):
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:
         """``TILES`` or ``PAIRS`` where the kernels can keep and read the layer, else the fallback's."""
-        found = layout_of(self.library, dtype)
-        if (
-            found is None
-            or spec.block_size % TILE
-            or max(spec.head_size, spec.head_size_v) > _MAX_HEAD_SIZE
-            or spec.head_size_v % self.library.lanes
-            or (found is PAIRS and spec.head_size % 2)
-        ):
-            return self._fallback.layout(spec, dtype)
-        return found
+        taken = (
+            (dtype == torch.float32 or (dtype == self.library.rounds_to and spec.head_size % 2 == 0))
+            and spec.block_size % TILE == 0
+            and max(spec.head_size, spec.head_size_v) <= _MAX_HEAD_SIZE
+            and spec.head_size_v % self.library.lanes == 0
+        )
+        return kernel_layout(self.library, dtype) if taken else self._fallback.layout(spec, dtype)
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Into the cache's own layout."""
@@ -102,11 +99,11 @@ class NativeAttention(AttentionBackend):
         return output.to(query.dtype)
 
 
-def layout_of(library: NativeLibrary, dtype: torch.dtype) -> KVLayout | None:
-    """How the kernels of ``library`` keep numbers of ``dtype``; None where they do not."""
-    if dtype == torch.float32:
-        return TILES
-    return PAIRS if dtype == torch.bfloat16 and library.parts == 1 else None
+def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
+    """How the kernels of ``library`` keep numbers of ``dtype``, which is float32 or what they round to. ValueError for others."""
+    if dtype not in (torch.float32, library.rounds_to):
+        raise ValueError(f"the kernels do not attend over a cache in {str(dtype).removeprefix('torch.')}")
+    return TILES if dtype == torch.float32 else PAIRS
 
 
 def _is_ours(cache: KVCache) -> bool:

@@ -148,7 +148,7 @@ def native(library: NativeLibrary) -> NativeAttention:
 
 def keep(step: Step, backend: NativeAttention) -> KVCache:
     """The step's cache in the kernels' layout: every token that has a slot is written, the rest stays NaN."""
-    dtype = torch.bfloat16 if backend.library.parts == 1 else step.cache.keys.dtype
+    dtype = backend.library.rounds_to or step.cache.keys.dtype
     cache = replace(
         step.cache,
         keys=torch.full_like(step.cache.keys, torch.nan, dtype=dtype),
@@ -166,7 +166,7 @@ def keep(step: Step, backend: NativeAttention) -> KVCache:
 def attend(library: NativeLibrary, step: Step, params: AttentionParams) -> torch.Tensor:
     backend = native(library)
     cache = keep(step, backend)
-    assert cache.layout is (PAIRS if library.parts == 1 else TILES)
+    assert cache.layout is (PAIRS if library.rounds_to else TILES)
     return backend.attend(step.query, step.key, step.value, cache, StepPlan(step.metadata, CPU), params)
 
 
