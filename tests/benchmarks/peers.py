@@ -153,14 +153,23 @@ class Server:
 class Bench:
     """``peer``: the folder with vLLM's environment; ``work``: for models, logs and results. ``dtype``: both servers'.
     ``every_core``: vLLM computes on all processors and schedules asynchronously, as its users tune it; else as it comes, which
-    keeps a processor for its front end.
+    keeps a processor for its front end. ``peer_step_tokens``: of a step of vLLM's, None for its own default.
     """
 
-    def __init__(self, peer: Path, work: Path, dtype: str = "float32", *, every_core: bool = False) -> None:
+    def __init__(
+        self,
+        peer: Path,
+        work: Path,
+        dtype: str = "float32",
+        *,
+        every_core: bool = False,
+        peer_step_tokens: int | None = None,
+    ) -> None:
         self._peer = peer
         self._work = work
         self._dtype = dtype
         self._every_core = every_core
+        self._peer_step_tokens = peer_step_tokens
 
     def model(self, size: str) -> Path:
         """The checkpoint, made if it is not there."""
@@ -175,6 +184,7 @@ class Bench:
         command = [str(self._peer / "venv/bin/vllm"), "serve", str(self.model(size)), "--port", str(port)]
         command += ["--dtype", self._dtype, "--max-model-len", "2048", "--served-model-name", "m"]
         command += ["--grpc"] if over_grpc else []
+        command += ["--max-num-batched-tokens", str(self._peer_step_tokens)] if self._peer_step_tokens else []
         env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
         if self._every_core:
             command += ["--async-scheduling"]
@@ -331,12 +341,19 @@ def main() -> int:
         default="default",
         help="all: vLLM bound to every processor, with asynchronous scheduling; default: as it comes",
     )
+    parser.add_argument("--peer-step-tokens", type=int, help="vLLM's --max-num-batched-tokens; default: its own")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up")
     parser.add_argument("--only", default="", help="rows whose name contains this, e.g. '13M, gRPC'")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args.peer.resolve(), args.work.resolve(), args.dtype, every_core=args.peer_threads == "all")
+    bench = Bench(
+        args.peer.resolve(),
+        args.work.resolve(),
+        args.dtype,
+        every_core=args.peer_threads == "all",
+        peer_step_tokens=args.peer_step_tokens,
+    )
     groups: dict[tuple[str, bool], list[Row]] = defaultdict(list)
     for row in ROWS:
         if args.only in row.name:

@@ -2,8 +2,8 @@
 
 Norms, projections, rotary embedding, attention, activation and head of all layers run inside the kernels, with q, k and v
 merged into one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums and
-activations are float32, and so is the KV cache unless inputs of products are rounded. What is taken over is read from transformers'
-own modules.
+activations are float32, and so is the KV cache unless inputs of products are rounded. What is taken over is read from
+transformers' own modules.
 """
 
 import ctypes
