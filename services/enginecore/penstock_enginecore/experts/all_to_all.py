@@ -3,27 +3,17 @@
 import torch
 
 from penstock_enginecore.experts.dispatch import Compute, Ranks, Routed, in_routing_order, register_dispatch
-from penstock_enginecore.experts.gathering import AllGather
 from penstock_enginecore.native.experts import weighted_sum
-
-_FEW_BYTES = 2**18
-"""States of all ranks' tokens that are gathered: a message more takes longer than these."""
 
 
 class AllToAll:
     """All ranks are told where tokens go, and a token's state goes once to each rank that computes it. Outputs come back as they
-    are, as with ``AllGather``: the bits are the same. So where tokens are few, it is that.
+    are, as with ``AllGather``: the bits are the same.
     """
-
-    def __init__(self, few_bytes: int = _FEW_BYTES) -> None:
-        self._few_bytes = few_bytes
-        self._gather = AllGather()
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
         """See ``Dispatch``."""
         group, counts = ranks.group, ranks.counts
-        if sum(counts) * routed.states.shape[1] * routed.states.itemsize <= self._few_bytes:
-            return self._gather(routed, ranks, compute)
         slots = group.all_gather_rows(routed.slots, counts)
         here = slots // ranks.slots == group.rank
         comes = here.any(dim=1)

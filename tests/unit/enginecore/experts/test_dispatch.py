@@ -1,6 +1,6 @@
 """Tokens to the ranks of their experts and back, against the same computed in one place."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +11,6 @@ import torch
 from penstock_common.errors import ConfigError
 from penstock_enginecore.experts import dispatch as dispatch_module
 from penstock_enginecore.experts import layer as layer_module
-from penstock_enginecore.experts.all_to_all import AllToAll
 from penstock_enginecore.experts.dispatch import make_dispatch, register_dispatch
 from penstock_enginecore.experts.gathering import AllGather
 from penstock_enginecore.experts.layer import DispatchedExperts
@@ -47,14 +46,6 @@ def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     )
 
 
-@pytest.fixture(autouse=True)
-def of_many() -> Iterator[None]:
-    """A dispatch that takes no number of tokens for few."""
-    with patch.dict(dispatch_module._DISPATCHES):
-        register_dispatch("alltoall of many", lambda: AllToAll(few_bytes=0))
-        yield
-
-
 def spread(size: int, slots: int, dispatch: str, num_layers: int = 1) -> list[SpreadExperts]:
     placement = Placement.even(num_layers, EXPERTS, size, slots)
     made = []
@@ -80,7 +71,7 @@ def run(ranks: list[SpreadExperts], work: Callable[[int, SpreadExperts], Any]) -
 
 
 @pytest.mark.parametrize(("size", "slots"), [(1, 8), (2, 4), (3, 3), (4, 5)])
-@pytest.mark.parametrize("dispatch", ["allgather", "alltoall", "alltoall of many", "reduce_scatter"])
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall", "reduce_scatter"])
 def test_each_rank_gets_the_sums_of_its_tokens(dispatch: str, size: int, slots: int) -> None:
     ranks = spread(size, slots, dispatch)
     counts = [7, 0, 1, 13][:size]
@@ -116,7 +107,7 @@ def test_a_rank_without_tokens_takes_part_in_every_layer() -> None:
 
 def test_long_steps_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_module, "MAX_TOKENS", 4)
-    ranks = spread(2, 4, "alltoall of many")
+    ranks = spread(2, 4, "alltoall")
     steps = [tokens(11, 1), tokens(3, 2)]
     for step, found in zip(steps, run(ranks, lambda rank, experts: compute(experts, steps[rank])), strict=True):
         assert torch.equal(found, Experts(range(EXPERTS))(*step))
