@@ -220,7 +220,7 @@ ring: setup ## A million messages over the ring between processes; then what a s
 	@$(BIN)/python -m tests.benchmarks.step_ring
 
 .PHONY: expert-matrix
-expert-matrix: setup ## Every mixture of experts over 1 to 4 ranks: its tokens and logits, or why it is refused (5 minutes)
+expert-matrix: setup ## Every mixture of experts over 1 to 4 ranks: its tokens and logits, or why it is refused (a minute)
 	@$(BIN)/python -m tests.expert_matrix
 
 .PHONY: parallel-matrix
