@@ -17,6 +17,7 @@ from transformers import (
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook, loader
+from penstock_enginecore.models.dtypes import resolve_dtypes
 from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.placement import place
@@ -93,7 +94,7 @@ def load_pooling_model(
     model_class = _model_class(auto_class, hf_config)
     _check(hf_config, model_class)
     pooling = read_pooling_config(_directory(config), is_encoder=is_encoder(hf_config))
-    dtypes = loader.resolve_dtypes(config.dtype, hf_config, device, widen=widen)
+    dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
     # Embedding takes hidden states: what BERT's pooler makes of them is not used.

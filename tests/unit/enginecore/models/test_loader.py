@@ -12,8 +12,9 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, ModelConfig
 from penstock_enginecore.executor.memory import check_kv_cache_memory, cpu_kv_cache_bytes
 from penstock_enginecore.models import loader
+from penstock_enginecore.models.dtypes import Dtypes, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import Dtypes, load_model, resolve_dtypes
+from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -167,7 +168,7 @@ def test_dtype(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native, "avx512_fp16": native})
     config = tiny_config("llama")
     config.dtype = stored and getattr(torch, stored)
-    assert resolve_dtypes(wanted, config, torch.device(device)) == Dtypes(expected, expected, expected, expected)
+    assert resolve_dtypes(wanted, config, torch.device(device)) == Dtypes.of(expected)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_model_is_narrowed_and_what_nobody_takes_over_is_widened_but_embedding
     model["layer"].register_buffer("scale", torch.ones(1))
     model.bfloat16()
     model["layer"].register_buffer("count", torch.ones(1, dtype=torch.int64))
-    model["double"] = torch.nn.Linear(2, 2, dtype=torch.float64)
+    model["wide"] = torch.nn.Linear(2, 2, dtype=torch.float64)
     rows, x = torch.tensor([1, 3]), torch.randn(2, 4)
     wide = {name: parameter.float() for name, parameter in model.named_parameters(remove_duplicate=False)}
     narrow(model)

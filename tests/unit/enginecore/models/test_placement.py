@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models.dtypes import Dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_weights
 from penstock_enginecore.models.placement import check_weights_fit, place
@@ -60,10 +61,10 @@ def test_on_a_cpu_nobody_asks() -> None:
 def test_weights_go_from_their_files_straight_to_the_device(tmp_path: Path) -> None:
     expected = save_tiny_model("llama", tmp_path).state_dict()
     config, lines = ModelConfig(path=str(tmp_path)), list[str]()
-    loaded = load_weights(config, torch.float32, torch.device("meta"), lines.append)
+    loaded = load_weights(config, Dtypes.of(torch.float32), torch.device("meta"), lines.append)
     assert {name: tensor.device.type for name, tensor in loaded.state_dict().items()} == dict.fromkeys(expected, "meta")
     assert lines[-1].startswith("loading weights: ")
-    again = load_weights(config, torch.float32, torch.device("cpu"), lines.append)
+    again = load_weights(config, Dtypes.of(torch.float32), torch.device("cpu"), lines.append)
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -73,5 +74,5 @@ def test_files_that_do_not_fit_are_told_before_they_are_read(tmp_path: Path, mon
     num_bytes = 2 * sum(tensor.numel() for tensor in model.state_dict().values())
     left(monkeypatch, num_bytes - 1)
     with pytest.raises(ModelLoadError, match=r"its weights take .* as bfloat16; NVIDIA L4 has"):
-        load_weights(ModelConfig(path=str(tmp_path)), torch.bfloat16, CUDA, lambda line: None)
+        load_weights(ModelConfig(path=str(tmp_path)), Dtypes.of(torch.bfloat16), CUDA, lambda line: None)
     check_weights_fit(num_bytes - 1, "org/name", torch.bfloat16, CUDA)
