@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.dtypes import Dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_weights
@@ -60,6 +61,7 @@ def test_on_a_cpu_nobody_asks() -> None:
 
 def test_weights_go_from_their_files_straight_to_the_device(tmp_path: Path) -> None:
     expected = save_tiny_model("llama", tmp_path).state_dict()
+    attention_hook.register()
     config, lines = ModelConfig(path=str(tmp_path)), list[str]()
     loaded = load_weights(config, Dtypes.of(torch.float32), torch.device("meta"), lines.append)
     assert {name: tensor.device.type for name, tensor in loaded.state_dict().items()} == dict.fromkeys(expected, "meta")
