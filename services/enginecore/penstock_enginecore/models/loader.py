@@ -87,6 +87,8 @@ def load_model(
     hf_config = read_config(config)
     model_class = _model_class(hf_config, config)
     check_supported(hf_config, model_class)
+    scheme = quantization_of(hf_config)
+    widen = widen and (scheme is None or not keep(scheme))  # what is kept quantized is multiplied as it is
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     max_len = config_max_len(hf_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
