@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from penstock_common.allocator import give_back_free
 from penstock_enginecore.native.experts import PackedExperts
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import PackedLinear
@@ -20,7 +21,7 @@ class PackedLayers:
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
         mixtures = [parent for parent in model.modules() if any(map(_is_mixed, parent.children()))]
         routed = [router for mixture in mixtures for router in _routers(mixture)]
-        beside = {module for mixture in mixtures for module in mixture.modules()}
+        beside = {id(module) for mixture in mixtures for module in mixture.modules()}  # and holds none of them
         places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
         for parent in model.modules():
             for name, child in parent._modules.items():  # named_children leaves repeated ones out
@@ -29,7 +30,7 @@ class PackedLayers:
         self.num_layers, self.num_bytes = len(places), 0
         while places:
             child, parents = places.popitem()
-            packed = _packed(library, child, apart=child in beside)
+            packed = _packed(library, child, apart=id(child) in beside)
             for parent, name in parents:
                 setattr(parent, name, packed)
             self.num_bytes += packed.num_bytes
@@ -56,6 +57,7 @@ def _packed(library: NativeLibrary, module: torch.nn.Module, *, apart: bool) -> 
         return PackedLinear(library, module, apart=apart)
     experts = PackedExperts(library, module)
     experts.free()
+    give_back_free()  # the C library keeps blocks of this size
     return experts
 
 
