@@ -7,7 +7,7 @@
 // result does not depend on how many rows are computed beside it, nor on how its prompt was cut.
 //
 // Each kSegment keys from positions that are multiples of kSegment give sums of their own, which are added up in order. So where
-// there are fewer tasks than threads, segments are tasks (Flash-Decoding, Dao et al. 2023), and the results are the same.
+// there are fewer tasks than two for each thread, segments are tasks (Flash-Decoding, Dao et al. 2023), and the results are the same.
 //
 // What a row does not see takes no part in it, whatever it is: nothing times no number is no number. Chunks without a key that
 // the task sees are not read, they may be another request's by now. Of the others, scores of keys that a row does not see are

@@ -170,6 +170,21 @@ def attend(library: NativeLibrary, step: Step, params: AttentionParams) -> torch
     return backend.attend(step.query, step.key, step.value, cache, StepPlan(step.metadata, CPU), params)
 
 
+def attend_part(
+    backend: NativeAttention, whole: Step, cache: KVCache, part: slice, params: AttentionParams
+) -> torch.Tensor:
+    """Of the queries ``part`` of the first request of ``whole``, a step of its whole prompt, alone."""
+    metadata = AttentionMetadata(
+        np.array([0, part.stop - part.start]),
+        np.array([part.stop]),
+        whole.metadata.block_table[:1],
+        whole.metadata.slot_mapping[part],
+        16,
+    )
+    plan = StepPlan(metadata, CPU)
+    return backend.attend(whole.query[part], whole.key[part], whole.value[part], cache, plan, params)
+
+
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_attention_equals_the_reference_on_mixed_steps(
@@ -201,16 +216,8 @@ def test_a_querys_attention_is_the_same_whatever_is_computed_beside_it(library: 
     backend = native(library)
     cache = keep(whole, backend)
     for i in (0, 1, 63, 64, 65, 149):
-        metadata = AttentionMetadata(
-            np.array([0, 1]),
-            np.array([i + 1]),
-            whole.metadata.block_table[:1],
-            whole.metadata.slot_mapping[i : i + 1],
-            16,
-        )
         one = slice(i, i + 1)
-        got = backend.attend(whole.query[one], whole.key[one], whole.value[one], cache, StepPlan(metadata, CPU), params)
-        assert torch.equal(got, expected[one])
+        assert torch.equal(attend_part(backend, whole, cache, one, params), expected[one])
 
 
 @pytest.mark.parametrize(("block_size", "head_size_v"), [(4, 16), (24, 16), (16, 10)])

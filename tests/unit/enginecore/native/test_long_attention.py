@@ -1,15 +1,14 @@
 """Attention of few queries over many keys: segments of keys are tasks of their own where there are more threads than tasks."""
 
-import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, StepPlan
+from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.native.library import NativeLibrary, open_library
 from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.engines.rounding import open_rounding
-from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step
-from tests.unit.enginecore.native.test_kernels import attend, keep, native
+from tests.unit.enginecore.attention.test_backends import PARAMS, Step, make_step
+from tests.unit.enginecore.native.test_kernels import attend, attend_part, keep, native
 
 LENGTHS = {
     "one token": ([1], [3001]),
@@ -68,16 +67,7 @@ def test_a_querys_bits_do_not_tell_whether_its_prompt_was_computed_at_once(
         cache = keep(whole, backend)
         for start, end in ((2099, 2100), (1023, 1024), (1024, 1025), (1010, 1040), (2040, 2060)):
             part = slice(start, end)
-            metadata = AttentionMetadata(
-                np.array([0, end - start]),
-                np.array([end]),
-                whole.metadata.block_table[:1],
-                whole.metadata.slot_mapping[part],
-                16,
-            )
-            plan = StepPlan(metadata, CPU)
-            got = backend.attend(whole.query[part], whole.key[part], whole.value[part], cache, plan, params)
-            assert torch.equal(got, expected[part])
+            assert torch.equal(attend_part(backend, whole, cache, part, params), expected[part])
 
 
 def test_what_is_no_number_stays_in_the_rows_that_see_it(

@@ -2,18 +2,17 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams, StepPlan
+from penstock_enginecore.attention.base import AttentionParams, StepPlan
 from penstock_enginecore.attention.kv_cache import SLOTS
 from penstock_enginecore.native.attention import TILES
 from penstock_enginecore.native.library import NativeLibrary, open_library
 from tests.emulation.build import pretend
 from tests.fakes.engines.rounding import ROUNDING, open_rounding
 from tests.unit.enginecore.attention.test_backends import CPU, PARAMS, Step, make_step, random_lengths
-from tests.unit.enginecore.native.test_kernels import attend, keep, native
+from tests.unit.enginecore.native.test_kernels import attend, attend_part, keep, native
 
 
 @pytest.fixture(scope="module", params=ROUNDING, ids=" ".join)
@@ -65,16 +64,7 @@ def test_a_querys_bits_are_its_own_whatever_is_computed_beside_it(rounding: Nati
     cache = keep(whole, backend)
     for start, end in ((0, 1), (1, 2), (32, 34), (63, 70), (64, 65), (65, 150), (149, 150)):
         part = slice(start, end)
-        metadata = AttentionMetadata(
-            np.array([0, end - start]),
-            np.array([end]),
-            whole.metadata.block_table[:1],
-            whole.metadata.slot_mapping[part],
-            16,
-        )
-        plan = StepPlan(metadata, CPU)
-        got = backend.attend(whole.query[part], whole.key[part], whole.value[part], cache, plan, params)
-        assert torch.equal(got, expected[part])
+        assert torch.equal(attend_part(backend, whole, cache, part, params), expected[part])
 
 
 def test_what_is_no_number_reaches_the_rows_that_see_it(rounding: NativeLibrary) -> None:
