@@ -28,7 +28,10 @@ PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 128}
 # Heads of 16 numbers wherever the size follows from the model's width.
 WIDTH = {"helium": 48}
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+GATED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""The second one's MLPs are more than experts and a router: their modules compute them between calls."""
+DECODERS = (*GATED, *MIXTURES)
 
 
 def prompts() -> list[list[int]]:
@@ -140,7 +143,7 @@ def test_an_attention_bias_is_added(tmp_path: Path) -> None:
     ("changes", "cache", "reason"),
     [
         ({"mlp_bias": True}, CACHE, "its gate has a bias"),
-        ({"hidden_act": "gelu"}, CACHE, "its activation is gelu"),
+        ({"hidden_act": "gelu"}, CACHE, "its activation is GELUActivation"),
         ({"head_dim": 10}, CACHE, "a head size of 10 is no multiple of"),
         ({"intermediate_size": 50}, CACHE, "intermediate_size 50 is no multiple of"),
         ({}, {"block_size": 8, "num_blocks": 256}, "cache.block_size 8 is no multiple of 16"),
@@ -171,6 +174,40 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
     engine.shutdown()
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_mixture_whose_decoder_is_refuted_is_read_again_and_computes_module_by_module(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_narrow_model("mixtral", tmp_path, hidden_size=64))
+    run = NativeForward.run
+
+    def wrong(self: NativeForward, batch: Any, rows: Any, *, keep_states: bool = False) -> Any:
+        output = run(self, batch, rows, keep_states=keep_states)
+        output.logits.neg_()
+        return output
+
+    with monkeypatch.context() as broken, caplog.at_level(logging.INFO):
+        broken.setattr(NativeForward, "run", wrong)
+        engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype})
+    assert caplog.text.count("decoder not used: its results differ by") == (2 if dtype == "bfloat16" else 1)
+    assert "; the model is loaded again" in caplog.text
+    assert "(linear, attention, sampler)" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("changes", [{"final_logit_softcapping": 2.0}, {"attn_logit_softcapping": 1.0}])
+def test_logits_and_scores_are_capped(changes: dict[str, float], tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = save_tiny_model("gemma2", tmp_path, hidden_size=64, vocab_size=331, **changes)
+    expected = expected_tokens(model)
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", ["wrong", "failing"])
 def test_linear_layers_that_cannot_be_packed_are_read_again_and_compute_as_they_are(
@@ -178,7 +215,7 @@ def test_linear_layers_that_cannot_be_packed_are_read_again_and_compute_as_they_
 ) -> None:
     torch.set_num_threads(1)
     save = save_narrow_model if narrow else save_tiny_model
-    expected = expected_tokens(save("gemma2", tmp_path, hidden_size=64))
+    expected = expected_tokens(save("glm4", tmp_path, hidden_size=64))
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x.new_full((*x.shape[:-1], self.out_features), torch.nan) if fault == "wrong" else x @ self.weight.T
@@ -193,7 +230,7 @@ def test_linear_layers_that_cannot_be_packed_are_read_again_and_compute_as_they_
     engine.shutdown()
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_a_bfloat16_checkpoint_is_computed_in_float32_from_weights_of_half_the_size(
     architecture: str, dtype: str, tmp_path: Path
@@ -222,7 +259,8 @@ def test_other_families_compute_in_float32_from_weights_of_half_the_size_too(
     expected = expected_tokens(model)
     without_unit = next(isa for isa in runnable() if isa not in ("amx", "avx512_bf16"))
     engine = build_engine(tmp_path, cache=CACHE, model={"dtype": dtype}, kernels={"isa": without_unit})
-    assert computing(engine) == f"{without_unit} kernels (linear, attention, sampler), 1 threads"
+    part = "decoder" if architecture in DECODERS else "linear"
+    assert computing(engine) == f"{without_unit} kernels ({part}, attention, sampler), 1 threads"
     assert greedy(engine) == expected
     [info] = engine.executor.collective_rpc("worker_info")
     assert info["weight_bytes"] < 2.2 * sum(p.numel() for p in model.parameters())
@@ -231,7 +269,7 @@ def test_other_families_compute_in_float32_from_weights_of_half_the_size_too(
     engine.shutdown()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "glm4"])
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 @pytest.mark.parametrize("has_float16", [False, True])
 def test_float16_is_computed_as_float32_whatever_the_processor_has(
@@ -258,7 +296,10 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
         engine.shutdown()
 
 
-@pytest.mark.parametrize(("architecture", "part"), [("llama", "decoder"), ("gemma2", "linear")])
+@pytest.mark.parametrize(
+    ("architecture", "part"),
+    [("llama", "decoder"), ("mixtral", "decoder"), ("qwen2_moe", "decoder"), ("glm4", "linear")],
+)
 @pytest.mark.parametrize("level", [1, 2])
 def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -273,16 +314,14 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
     engine.shutdown()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "glm4"])
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the decoder, and in linear layers."""
     torch.set_num_threads(1)
     pretend(monkeypatch, "amx")
-    model = save_tiny_model(architecture, tmp_path, hidden_size=64)
-    model.bfloat16().save_pretrained(tmp_path)
-    expected = expected_tokens(model.float())
+    expected = expected_tokens(save_narrow_model(architecture, tmp_path, hidden_size=64))
     for scheduler in ({}, {"max_num_batched_tokens": 7}):
         engine = build_engine(tmp_path, cache=CACHE, model={"dtype": "float32"}, scheduler=scheduler)
         part = "decoder" if architecture in DECODERS else "linear"
@@ -293,7 +332,7 @@ def test_a_matrix_unit_gives_the_tokens_of_float32(
         engine.shutdown()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16"])
 def test_bfloat16_by_name_rounds_inputs_and_is_nearer_to_float32_than_transformers_in_bfloat16(
     isa: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -324,27 +363,38 @@ def test_bfloat16_by_name_rounds_inputs_and_is_nearer_to_float32_than_transforme
         generate(engine, [(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
     engine.shutdown()
     ours, of_theirs = (float((logits - exact).norm() / exact.norm()) for logits in (torch.cat(seen), theirs))
-    assert 1e-4 < ours < min(of_theirs, 0.02)
+    assert 1e-4 < ours < min(of_theirs, 0.025)
 
 
+@pytest.mark.parametrize(("architecture", "part"), [("mixtral", "decoder"), ("glm4", "linear")])
 def test_inputs_are_not_rounded_where_that_changes_too_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    architecture: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
     pretend(monkeypatch, "amx")
     for dtype in (torch.bfloat16, torch.float32):
         monkeypatch.setitem(TOLERANCES, dtype, 1e-5)
-    expected = expected_tokens(save_narrow_model("gemma2", tmp_path, hidden_size=64))
+    expected = expected_tokens(save_narrow_model(architecture, tmp_path, hidden_size=64))
     engine = build_engine(tmp_path, cache=CACHE, model={"dtype": "bfloat16"})
-    assert "; linear not used: its results differ by 0.00" in caplog.text
-    assert computing(engine) == "amx kernels (linear, attention, sampler), 1 threads, inputs in 3 bfloat16 parts"
+    assert f"{part} not used: its results differ by 0.0" in caplog.text
+    assert computing(engine) == f"amx kernels ({part}, attention, sampler), 1 threads, inputs in 3 bfloat16 parts"
     assert greedy(engine) == expected
     engine.shutdown()
 
 
 @pytest.mark.parametrize(
     ("architecture", "isa"),
-    [("qwen3", "floats"), ("qwen3", "amx"), ("gemma2", "auto"), ("mixtral", "auto"), ("mixtral", "amx")],
+    [
+        ("qwen3", "floats"),
+        ("qwen3", "amx"),
+        ("gemma2", "auto"),
+        ("gemma3", "floats"),
+        ("mixtral", "auto"),
+        ("mixtral", "amx"),
+        ("qwen2_moe", "auto"),
+        ("qwen3_moe", "floats"),
+        ("glm4", "auto"),
+    ],
 )
 def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     architecture: str, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -379,12 +429,13 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert all(len(set(rows)) == 1 for rows in seen.values())
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3_moe", "qwen2_moe"])
 def test_the_last_layer_computes_no_more_than_the_logits_need_and_those_to_the_last_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts in chunks beside decoding requests."""
     torch.set_num_threads(1)
-    expected = expected_tokens(save_tiny_model("qwen3", tmp_path, hidden_size=64))
+    expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64))
     wanted_of: list[tuple[int, int]] = []
     run = NativeForward.run
 

@@ -48,7 +48,7 @@ int64_t penstock_parts(int64_t rounded) { return rounded ? penstock::kRoundedPar
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
-                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped)})
+                      sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary), sizeof(Route)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -70,6 +70,10 @@ int penstock_linear(void* context, const penstock::Linear* linear, const float* 
 
 int penstock_grouped(void* context, const penstock::Grouped* grouped) {
   return guarded([&] { static_cast<Context*>(context)->operators.grouped(*grouped); });
+}
+
+int penstock_route(void* context, const penstock::Route* route) {
+  return guarded([&] { static_cast<Context*>(context)->operators.route(*route); });
 }
 
 int penstock_attend(void* context, const penstock::Attention* attention) {

@@ -1,4 +1,5 @@
-// A whole forward pass of a decoder of Llama's shape, as one program.
+// A whole forward pass of a decoder, as one program: layers are norm, attention with rotary halves, add, norm, gated MLP or mixture of
+// experts, add, and norms of what is added where a model has them.
 #pragma once
 
 #include <algorithm>
@@ -10,18 +11,24 @@
 #include "buffer.h"
 #include "exchange.h"
 #include "gemm.h"
+#include "mixing.h"
 #include "pool.h"
 
 namespace penstock {
 
-inline void rms_norm(const float* x, const float* weight, float* out, int64_t n, float eps) {
+inline float rms_scale(const float* x, int64_t n, float eps) {
   vf squares{};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) squares += load(x + i) * load(x + i);
   float total = sum(squares);
   for (; i < n; ++i) total += x[i] * x[i];
-  const float scale = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
-  for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(weight + i) * (load(x + i) * splat(scale)));
+  return 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
+}
+
+inline void rms_norm(const float* x, const float* weight, float* out, int64_t n, float eps) {
+  const float scale = rms_scale(x, n, eps);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(weight + i) * (load(x + i) * splat(scale)));
   for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);
 }
 
@@ -35,6 +42,18 @@ inline void rotate(float* x, const float* cosines, const float* sines, int64_t s
   }
 }
 
+// cap tanh(x / cap), in place. What is no number stays none.
+inline void cap(float* x, int64_t n, float cap) {
+  const auto capped = [cap](vf x) { return x == x ? hyperbolic_tangent(x / splat(cap)) * splat(cap) : x; };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(x + i, capped(load(x + i)));
+  if (i == n) return;
+  float last[kLanes] = {};
+  std::memcpy(last, x + i, (n - i) * sizeof(float));
+  store(last, capped(load(last)));
+  std::memcpy(x + i, last, (n - i) * sizeof(float));
+}
+
 class Decoder {
  public:
   Decoder(const Model& model, Pool& pool)
@@ -43,15 +62,21 @@ class Decoder {
     const auto look = [this](const Linear& linear) {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
     };
-    for (const Layer& layer : layers_)
-      for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) look(*linear);
+    for (const Layer& layer : layers_) {
+      for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
+      mixes_ = mixes_ || layer.mixture.num_experts > 0;
+      norms_ = norms_ || layer.attention_out_norm != nullptr || layer.mlp_out_norm != nullptr;
+    }
     look(model_.head);
+    if (mixes_) mixing_.resize(layers_.size());
   }
   ~Decoder() { pool_.quiet(); }
 
   void forward(const Step& step) {
-    pool_.prepare(kPhases * static_cast<int>(layers_.size()) + 3);
+    const int64_t calls = std::min<int64_t>(step.last + 1, model_.num_layers) - step.first;
+    pool_.prepare(kPhases * static_cast<int>(calls) + 5);
     step_ = step;
+    first_ = step.first, last_layer_ = step.last;
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
     const bool few = !step.keep_states && m.head.n > 0 && step.num_rows < tokens;
@@ -66,6 +91,8 @@ class Decoder {
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
     attended_.resize(tokens, m.num_heads * m.head_size);
     gated_.resize(tokens, m.intermediate);
+    if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
+    if (mixes_) mixing_.resize_rows(tokens, m, layers_);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers but the last
     plans_[kLast] = plans_[kAll];
@@ -104,9 +131,48 @@ class Decoder {
   }
 
   void run(Cursor& cursor) {
-    for (size_t i = 0; i < layers_.size(); ++i)
-      if (!layer(cursor, i)) return;
+    const int64_t first = first_, last = last_layer_;
+    if (first > 0 && !take_mlp(cursor, first - 1)) return;
+    for (int64_t i = first; i <= last && i < static_cast<int64_t>(layers_.size()); ++i) {
+      if (!attend_layer(cursor, i)) return;
+      if (i == last) {
+        give_mlp(cursor, i);
+        return;
+      }
+      if (!mlp(cursor, i)) return;
+    }
     logits(cursor);
+  }
+
+  int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
+
+  // The input of an MLP that is computed elsewhere.
+  void give_mlp(Cursor& cursor, size_t index) {
+    const int part = part_of(index);
+    each_token(cursor, part, [&](int64_t t) {
+      rms_norm(states_[part] + t * model_.hidden, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden, model_.hidden, model_.eps);
+    });
+  }
+
+  // And what became of it.
+  bool take_mlp(Cursor& cursor, size_t index) {
+    return add(cursor, part_of(index), layers_[index].mlp_out_norm, [this]() -> const float* { return step_.mlp_output; });
+  }
+
+  // What `from` gives, normed where `norm` is not null, to the hidden states.
+  template <class From>
+  bool add(Cursor& cursor, int part, const float* norm, const From& from) {
+    return each_token(cursor, part, [&](int64_t t) { add_row(states_[part] + t * model_.hidden, from() + t * model_.hidden, norm); });
+  }
+
+  void add_row(float* to, const float* from, const float* norm) const {
+    const int64_t n = model_.hidden;
+    if (norm == nullptr) {
+      for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+      return;
+    }
+    const float scale = rms_scale(from, n, model_.eps);
+    for (int64_t i = 0; i < n; ++i) to[i] += norm[i] * (from[i] * scale);
   }
 
   // Leaves out attention of which nothing is wanted.
@@ -164,17 +230,25 @@ class Decoder {
     });
   }
 
-  bool layer(Cursor& cursor, size_t index) {
+  // Where a layer's attention or MLP puts what it adds: of several ranks one adds to what was there, and the others put their parts in
+  // its place. What is normed first goes elsewhere.
+  Output residual(int part, const Linear& linear, const float* norm) {
+    const Epilogue put = norm == nullptr && model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
+    return {residual_rows(part, norm), model_.hidden, linear.bias, model_.hidden, put};
+  }
+  float* residual_rows(int part, const float* norm) { return norm == nullptr ? states_[part] : added_.data(); }
+
+  // Behind the product of `residual`.
+  bool settle(Cursor& cursor, size_t sum, int part, const float* norm) {
+    if (!add_up(cursor, sum, part, norm)) return false;
+    return norm == nullptr || add(cursor, part, norm, [this]() -> const float* { return added_.data(); });
+  }
+
+  bool attend_layer(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
-    // Of several ranks one adds to what was there, and the others put their parts in its place.
-    const Epilogue put = model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
-    const int part = index + 1 == layers_.size() ? kLast : kAll;
-    const auto residual = [&](const float* bias) {
-      return [this, part, bias, put] { return Output{states_[part], model_.hidden, bias, model_.hidden, put}; };
-    };
+    const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
-    const auto gated = [this]() -> const Buffer& { return gated_; };
     if (!norm(cursor, kAll, l.input_norm, l.qkv)) return false;
     if (!product(cursor, kAll, normed, l.qkv, [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }))
       return false;
@@ -185,24 +259,52 @@ class Decoder {
       return false;
     if (part == kLast && !gather(cursor)) return false;
     if (!split(cursor, part, attended, l.output)) return false;
-    if (!product(cursor, part, attended, l.output, residual(l.output.bias))) return false;
-    if (!add_up(cursor, 2 * index, part)) return false;
-    if (!norm(cursor, part, l.post_norm, l.gate_up)) return false;
-    if (!product(cursor, part, normed, l.gate_up,
-                 [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, Epilogue::kSilu}; }))
+    if (!product(cursor, part, attended, l.output, [&] { return residual(part, l.output, l.attention_out_norm); })) return false;
+    return settle(cursor, 2 * index, part, l.attention_out_norm);
+  }
+
+  bool mlp(Cursor& cursor, size_t index) {
+    const Layer& l = layers_[index];
+    if (l.mixture.num_experts > 0) return mix(cursor, index);
+    const int part = part_of(index);
+    const auto normed = [this]() -> const Buffer& { return normed_; };
+    const auto gated = [this]() -> const Buffer& { return gated_; };
+    const Epilogue gate = model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
+    if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
+    if (!product(cursor, part, normed, l.gate_up, [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate}; }))
       return false;
     if (!split(cursor, part, gated, l.down)) return false;
-    if (!product(cursor, part, gated, l.down, residual(l.down.bias))) return false;
-    return add_up(cursor, 2 * index + 1, part);
+    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); })) return false;
+    return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
+  }
+
+  // Routes tokens to experts, whose outputs are weighted and added in the order of the routing.
+  bool mix(Cursor& cursor, size_t index) {
+    const Layer& l = layers_[index];
+    const Mixture& mixture = l.mixture;
+    const int part = part_of(index);
+    const auto normed = [this]() -> const Buffer& { return normed_; };
+    if (!norm(cursor, part, l.mlp_norm, mixture.router)) return false;
+    if (!product(cursor, part, normed, mixture.router, [&] { return mixing_.router_output(mixture); })) return false;
+    if (!each_token(cursor, part, [&](int64_t t) { mixing_.route(mixture, t); })) return false;
+    if (!cursor(1, [&](int64_t) { mixing_.plan(mixture, index, counts_[part]); })) return false;
+    if (!cursor(mixing_.num_copies(index), [&](int64_t task) { mixing_.copy(mixture, task, normed_); })) return false;
+    if (!cursor(mixing_.num_products(index, 0), [&](int64_t task) { mixing_.gate(mixture, task); })) return false;
+    if (!cursor(mixing_.num_splits(index), [&](int64_t task) { mixing_.split_gated(mixture, task); })) return false;
+    if (!cursor(mixing_.num_products(index, 1), [&](int64_t task) { mixing_.down(mixture, task); })) return false;
+    return each_token(cursor, part, [&](int64_t t) {
+      const float* sum = mixing_.weighted_sum(mixture, t, model_.hidden);
+      add_row(states_[part] + t * model_.hidden, sum, l.mlp_out_norm);
+    });
   }
 
   // The sum of the ranks' parts of the hidden states, by one thread.
-  bool add_up(Cursor& cursor, size_t index, int part) {
+  bool add_up(Cursor& cursor, size_t index, int part, const float* norm) {
     if (model_.exchange.base == nullptr) return true;
     return cursor(1, [&](int64_t) {
       const Exchange& e = model_.exchange;
       const int64_t began = nanoseconds();
-      penstock_all_reduce(e.base, e.rank, e.size, e.piece, states_[part], counts_[part] * model_.hidden, 0);
+      penstock_all_reduce(e.base, e.rank, e.size, e.piece, residual_rows(part, norm), counts_[part] * model_.hidden, 0);
       step_.sum_nanoseconds[index] = nanoseconds() - began;
     });
   }
@@ -212,13 +314,14 @@ class Decoder {
     const Model& m = model_;
     const Layer& l = layers_[index];
     float* x = qkv_.row(token);
-    const float* cosines = step_.cosines + token * m.head_size;
-    const float* sines = step_.sines + token * m.head_size;
+    const Rotary& rotary = step_.rotaries[l.rotary];
+    const float* cosines = rotary.cosines + token * m.rotary_size;
+    const float* sines = rotary.sines + token * m.rotary_size;
     for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
       float* part = x + head * m.head_size;
       const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
       if (weight != nullptr) rms_norm(part, weight, part, m.head_size, m.eps);
-      rotate(part, cosines, sines, m.head_size);
+      rotate(part, cosines, sines, m.rotary_size);
     }
     const int64_t keys = m.num_heads * m.head_size, values = keys + m.num_kv_heads * m.head_size;
     write_token({step_.num_tokens, group(index).slots, step_.caches[index], m.num_kv_heads, m.head_size, m.head_size,
@@ -238,13 +341,15 @@ class Decoder {
       return;
     const Blocks blocks(rows, head.n);
     const Buffer& from = splits(head) ? parts_ : normed_;
-    cursor(blocks.tasks(), [&](int64_t task) {
-      Product(from.data(), from.stride(), head, {step_.logits, head.n, head.bias, head.n, Epilogue::kStore}, blocks)(task);
-    });
+    if (!cursor(blocks.tasks(), [&](int64_t task) {
+          Product(from.data(), from.stride(), head, {step_.logits, head.n, head.bias, head.n, Epilogue::kStore}, blocks)(task);
+        }))
+      return;
+    if (model_.logit_softcap != 0.0f) cursor(rows, [&](int64_t row) { cap(step_.logits + row * head.n, head.n, model_.logit_softcap); });
   }
 
   enum { kAll, kLast };                   // tokens of a step; those that the last layer has behind its attention
-  static constexpr int kPhases = 13;      // of a layer, sums over ranks and splitting of inputs among them
+  static constexpr int kPhases = 20;      // of a layer, sums over ranks and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
@@ -252,12 +357,17 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
+  Count first_, last_layer_;       // of this call
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_;
   float* states_[2] = {};          // the hidden states
   const Buffer* heads_[2] = {};    // what the heads put out
   bool gathered_ = false;          // whether the last layer has fewer tokens
   int64_t parts_width_ = 0;        // floats of the widest row in parts
   Buffer qkv_, normed_, attended_, gated_, parts_;
+  bool norms_ = false;             // what some layers add is normed
+  bool mixes_ = false;             // some layers have experts
+  Mixing mixing_;
+  std::vector<float> added_;       // what a layer is about to add
   std::vector<float> last_;        // the states and, in `kept_`, heads of tokens whose logits are wanted
   Buffer kept_;
   AttentionPlan plans_[2];

@@ -26,10 +26,10 @@
 
 namespace penstock {
 
-enum class Epilogue { kStore, kAdd, kSilu };
+enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
 // What a product does with its sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates
-// and one of ups, out = silu(gate) * up.
+// and one of ups, out = silu(gate) * up. kGelu: the same with gelu.
 struct Output {
   float* out;
   int64_t stride;
@@ -107,6 +107,11 @@ inline void finish(vf (&sums)[kRows][2], const Output& output, int64_t row, int6
   if (output.epilogue == Epilogue::kSilu) {
     for (int i = 0; i < kRows; ++i)
       store(output.out + (row + i) * output.stride + panel * kLanes, silu(sums[i][0]) * sums[i][1]);
+    return;
+  }
+  if (output.epilogue == Epilogue::kGelu) {
+    for (int i = 0; i < kRows; ++i)
+      store(output.out + (row + i) * output.stride + panel * kLanes, gelu(sums[i][0]) * sums[i][1]);
     return;
   }
   if (column + kPanel <= output.n) {

@@ -57,17 +57,37 @@ struct Params {
   const float* sinks;
 };
 
-// `gate_up`: rows of gate and up alternate, a vector's lanes of each.
+// What a gate passes through before it is multiplied with up. kGelu: the tanh approximation.
+enum Activation : int64_t { kSiluGate, kGeluGate };
+
+// Experts, rows of whose gates and ups alternate, too. A token gets the `top` of them whose numbers of `router` are the largest,
+// weighted by the softmax of all, and, where `normalize` is not 0, divided by the sum of its weights. `num_experts` is 0: none.
+struct Mixture {
+  int64_t num_experts;
+  int64_t top;
+  int64_t normalize;
+  Linear router;
+  const Linear* gate_up;  // [experts]
+  const Linear* down;     // [experts]
+};
+
+// `gate_up`: rows of gate and up alternate, a vector's lanes of each. The norms of what attention and MLP put out come before it is
+// added to the hidden states, and are null where there are none, as those of queries and keys. `rotary`: which of a step's. An MLP that
+// has neither `gate_up` nor experts is computed elsewhere.
 struct Layer {
   const float* input_norm;
-  const float* post_norm;
+  const float* attention_out_norm;
+  const float* mlp_norm;
+  const float* mlp_out_norm;
   const float* query_norm;
   const float* key_norm;
   Linear qkv;
   Linear output;
   Linear gate_up;
   Linear down;
+  Mixture mixture;
   Params params;
+  int64_t rotary;
 };
 
 // Memory in which `size` ranks exchange, see exchange.h, a piece of so many bytes at a time. `base` is null for a rank alone.
@@ -79,15 +99,18 @@ struct Exchange {
 };
 
 // A rank among others has some of the heads, of the intermediate features and of the vocabulary; a stage of a pipeline some of the
-// layers, and no head unless it is the last.
+// layers, and no head unless it is the last. Of a head the first `rotary_size` numbers are rotated. `logit_softcap` is 0: off.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_size;
+  int64_t rotary_size;
   int64_t intermediate;
+  int64_t activation;
   float eps;
+  float logit_softcap;
   const Layer* layers;
   const float* final_norm;
   Linear head;
@@ -102,9 +125,18 @@ struct Group {
   int64_t block_size;
 };
 
-// `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm.
-// `cosines` and `sines` [tokens, head size]. `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
+// `cosines` and `sines` [tokens, rotary size].
+struct Rotary {
+  const float* cosines;
+  const float* sines;
+};
+
+// `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm. `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
 // `keep_states` is 0: of `x` the last layer puts out no more than the logits need, and leaves the rest as it was.
+// Where MLPs are computed elsewhere, a step takes several calls. One computes layers `first` to `last`, and of the last its attention
+// alone, whose MLP's input it puts into `mlp_input` [rows, hidden]; the next begins with the layer behind, and has in `mlp_output` what
+// became of that input. The rows are the tokens, of the last layer those that the logits need. `first` is 0 in the first call, `last`
+// the number of layers in the one that ends the step. All else is the same in all of them.
 // `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
 struct Step {
   int64_t num_tokens;
@@ -115,13 +147,28 @@ struct Step {
   const int64_t* layer_groups;  // [layers]: which group a layer is in
   const Cache* caches;          // [layers]
   float* x;
-  const float* cosines;
-  const float* sines;
+  const Rotary* rotaries;
   int64_t num_rows;
   const int64_t* rows;
   float* logits;
   int64_t keep_states;
+  int64_t first;
+  int64_t last;
+  float* mlp_input;
+  const float* mlp_output;
   int64_t* sum_nanoseconds;
+};
+
+// `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights: see Mixture.
+struct Route {
+  int64_t num_tokens;
+  int64_t num_experts;
+  int64_t top;
+  int64_t normalize;
+  const float* logits;
+  int64_t stride;
+  int64_t* experts;
+  float* weights;
 };
 
 // Attention alone. `query` [tokens, heads, head size], `output` [tokens, heads, value size]; the strides are those of tokens.

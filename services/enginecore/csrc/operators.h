@@ -9,6 +9,7 @@
 #include "buffer.h"
 #include "gemm.h"
 #include "pool.h"
+#include "routing.h"
 #include "sampling.h"
 
 namespace penstock {
@@ -49,6 +50,13 @@ class Operators {
     num_copies_ = gathers() ? rows_ : 0;
     num_tasks_ = static_cast<int64_t>(products_.size());
     pool_.run(grouped_job_);
+  }
+
+  // By the calling thread: it is little.
+  void route(const Route& route) {
+    for (int64_t t = 0; t < route.num_tokens; ++t)
+      route_row(route.logits + t * route.stride, route.num_experts, route.top, route.normalize != 0, route.experts + t * route.top,
+                route.weights + t * route.top);
   }
 
   void attend(const Attention& attention) {

@@ -78,5 +78,10 @@ inline vf exponential(vf x) {
 
 inline vf hyperbolic_tangent(vf x) { return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f)); }
 inline vf silu(vf x) { return x / (splat(1.0f) + exponential(-x)); }
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x times the logistic function of twice that.
+inline vf gelu(vf x) {
+  const vf twice = x * (splat(1.5957691216f) + splat(0.0713548162f) * (x * x));
+  return x / (splat(1.0f) + exponential(-twice));
+}
 
 }  // namespace penstock

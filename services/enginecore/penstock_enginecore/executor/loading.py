@@ -50,15 +50,16 @@ def load_runner(
     ranks that the model is split over. ``links``: of the stage that this worker computes. Kernels that are refuted when they have
     spent the weights cost another reading.
     """
-    given = config.kernels
-    for rounded in (True, False) if config.model.dtype == "bfloat16" else (False,):
+    kernels, rounded = config.kernels, config.model.dtype == "bfloat16"
+    while True:
         try:
-            return _load_runner(config, device, progress, collectives, links, given, rounded=rounded)
+            return _load_runner(config, device, progress, collectives, links, kernels, rounded=rounded)
         except SpentError as e:
             logger.warning("%s; the model is loaded again", e)
+            if not rounded:
+                kernels = msgspec.structs.replace(kernels, **{e.name: False})
+            rounded = False
         gc.collect()  # the one that is no use: its modules are in circles
-    modules = msgspec.structs.replace(given, linear=False)
-    return _load_runner(config, device, progress, collectives, links, modules, rounded=False)
 
 
 def _load_runner(

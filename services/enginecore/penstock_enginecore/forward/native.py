@@ -1,33 +1,34 @@
-"""The forward pass of decoders of Llama's shape by the CPU kernels: one call per step.
+"""The forward pass of decoders by the CPU kernels: one call per step, and one more for each mixture of experts that they leave to
+its module.
 
-Norms, projections, rotary embedding, attention, activation and head of all layers run inside the kernels, with q, k and v
-merged into one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums and
-activations are float32, and so is the KV cache unless inputs of products are rounded. What is taken over is read from
-transformers' own modules.
+Norms, projections, rotary embedding, attention, MLP and head of all layers run inside the kernels, with q, k and v merged into
+one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums and activations are
+float32, and so is the KV cache unless inputs of products are rounded. What is taken over is read from transformers' own modules.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 import torch
 
-from penstock_enginecore.attention.base import AttentionParams, IntArray
+from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.attention.kv_memory import KVMemory
+from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
-from penstock_enginecore.forward.native_models import own_layers, unsuitable, unsuitable_part
+from penstock_enginecore.forward.native_layers import DecoderLayers
+from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
-from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout, params_struct
+from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.packed_layers import PackedLayers
-from penstock_enginecore.native.structs import Cache, Exchange, Group, Layer, Linear, Model, Step
-from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.native.structs import Cache, Group, Rotary, Step
 from penstock_enginecore.parallel.part import Part
-from penstock_enginecore.parallel.shared_memory import PIECE
 from penstock_enginecore.parallel.stages import Seams
 
 T = TypeVar("T")
@@ -46,7 +47,8 @@ def decoder_candidate(
     """All layers in the kernels: of the model, or of a rank's ``part`` of it, or of a stage that was cut at ``seams``. ``run``:
     what a pass makes of a probe.
     """
-    return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to)
+    spends = is_mixture(probed.model.module)
+    return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to, spends)
 
 
 def linear_candidate(
@@ -94,18 +96,22 @@ class NativeForward:
         self._module: Any = module
         self._part, self._seams = part, seams
         self._probe = run
-        self._packed: list[PackedWeight] = []
-        self._keep: list[torch.Tensor | None] = []
-        self._handle = self._build([call.params for call in calls])
+        self._layers = DecoderLayers(library, module, [call.params for call in calls], part)
+        self._model = self._layers.struct
+        self._handle = ctypes.c_void_p()
+        library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
         library.free_with(self, self._handle, "decoder")
+        # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
+        self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._embedding: Any = module.get_input_embeddings()
         self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
-        self._rotary = _Rotary(self._module.model.rotary_emb, self._model.head_size, probed.model.max_len)
+        rotary, size = self._module.model.rotary_emb, self._model.rotary_size
+        self._rotaries = [_Rotary(rotary, kind, size, probed.model.max_len) for kind in self._layers.rotaries]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of what the modules still hold, embeddings and norms, and of the packed weights."""
-        return module_bytes(self._module) + sum(weight.num_bytes for weight in self._packed)
+        return module_bytes(self._module) + self._layers.num_bytes
 
     def bind(self, caches: LayerCaches) -> None:
         """Layers go by their order of execution."""
@@ -120,13 +126,13 @@ class NativeForward:
         return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """One call of the kernels, head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are
-        kept, the last layer computes behind its keys and values no more than the logits need.
+        """Head included. States are what the layers put out, ``[tokens, hidden size]``; unless they are kept, the last layer
+        computes behind its keys and values no more than the logits need.
         """
         x = self._entering(batch)
         for i, metadata in enumerate(batch.attention):
             self._groups[i] = group_struct(metadata)
-        cosines, sines = self._rotary.of(batch.positions, x)
+        turns = [rotary.of(batch.positions, x) for rotary in self._rotaries]
         logits = torch.empty(len(rows), self._model.head.n)
         first = batch.attention[0]
         step = Step(
@@ -138,15 +144,18 @@ class NativeForward:
             self._layer_groups.ctypes.data,
             self._caches,
             x.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
+            (Rotary * len(turns))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in turns)),
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
-            keep_states,
+            keep_states or self._whole,
+            0,
+            self._model.num_layers,
+            None,
+            None,
             self._sum_nanoseconds.ctypes.data,
         )
-        self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
+        self._compute(step, x)
         if self._seams is not None and not self._model.head.n:
             self._seams.leaving = x
         if self._part is not None:
@@ -159,6 +168,18 @@ class NativeForward:
         x, count = states.data_ptr(), len(rows)
         self._library.call_on(self._handle, "decoder_head", x, rows.data_ptr(), count, logits.data_ptr())
         return self._finish(logits)
+
+    def _compute(self, step: Step, x: torch.Tensor) -> None:
+        """The layers and the head, and between them the MLPs that are modules'. ``x``: the step's."""
+        for index, mlp in self._layers.outside.items():
+            few = index + 1 == self._model.num_layers and not step.keep_states and self._model.head.n
+            given = x.new_empty(min(step.num_rows, len(x)) if few else len(x), x.shape[1])
+            step.last, step.mlp_input = index, given.data_ptr()
+            self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
+            taken = mlp(given[None])[0].contiguous()
+            step.first, step.mlp_output = index + 1, taken.data_ptr()
+        step.last = self._model.num_layers
+        self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
 
     def _entering(self, batch: ForwardBatch) -> torch.Tensor:
         """What the first layer gets, which the kernels overwrite."""
@@ -186,77 +207,12 @@ class NativeForward:
         return ""
 
     def take_over(self) -> "NativeForward":
-        """Frees the weights of all projections. q, k and v are rows one after the other of one packed product, gate and up rows
-        in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
-        """
-        for layer in own_layers(self._module.model):
-            for linear in (*_projections(layer), layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
-                _empty(linear)
-            _empty(layer.mlp.down_proj)
-        if self._module.lm_head.weight is not self._embedding.weight:
-            _empty(self._module.lm_head)
+        """See ``DecoderLayers.free``."""
+        self._layers.free()
         return self
 
     def undo(self) -> None:
-        """The modules are as they were: nothing of them was replaced."""
-
-    def _build(self, params: Sequence[AttentionParams]) -> ctypes.c_void_p:
-        model, config = self._module.model, self._module.config
-        own = own_layers(model)
-        layers = (Layer * len(own))(*map(self._layer, own, params))
-        first = own[0].self_attn
-        head_size = int(first.head_dim)
-        self._model = Model(
-            len(layers),
-            config.hidden_size,
-            first.q_proj.weight.shape[0] // head_size,
-            first.k_proj.weight.shape[0] // head_size,
-            head_size,
-            own[0].mlp.gate_proj.weight.shape[0],
-            model.norm.variance_epsilon,
-            layers,
-            self._vector(model.norm.weight),
-            self._pack(head, None) if len(head := self._module.lm_head.weight) else Linear(),
-            _exchange(self._part),
-        )
-        handle = ctypes.c_void_p()
-        self._library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(handle))
-        return handle
-
-    def _layer(self, layer: Any, params: AttentionParams) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = _projections(layer)
-        bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        how, sinks = params_struct(params)
-        self._keep.append(sinks)
-        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        query_norm, key_norm = (None if norm is None else self._vector(norm.weight) for norm in norms)
-        return Layer(
-            self._vector(layer.input_layernorm.weight),
-            self._vector(layer.post_attention_layernorm.weight),
-            query_norm,
-            key_norm,
-            self._pack(torch.cat([p.weight for p in projections]), bias),
-            self._pack(attention.o_proj.weight, attention.o_proj.bias),
-            self._pack(self._interleaved(mlp.gate_proj.weight, mlp.up_proj.weight), None),
-            self._pack(mlp.down_proj.weight, mlp.down_proj.bias),
-            how,
-        )
-
-    def _interleaved(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Rows of both in turn, a vector's lanes at a time."""
-        shape = (-1, self._library.lanes, gate.shape[1])
-        return torch.stack([gate.view(shape), up.view(shape)], dim=1).view(-1, gate.shape[1])
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        packed = PackedWeight(self._library, weight, bias)
-        self._packed.append(packed)
-        return packed.struct
-
-    def _vector(self, weight: torch.Tensor) -> int:
-        vector = weight.detach().float().clone()
-        self._keep.append(vector)
-        return vector.data_ptr()
+        """The modules are as they were: nothing of them was replaced, or they are spent."""
 
 
 class _PackedModules(Generic[T]):
@@ -284,12 +240,12 @@ class _PackedModules(Generic[T]):
 
 
 class _Rotary:
-    """Cosines and sines ``[tokens, head size]`` of positions, as the model's own module makes them."""
+    """Cosines and sines ``[tokens, size]`` of positions, as the model's own module makes them for layers of a ``kind``."""
 
-    def __init__(self, module: Any, head_size: int, max_len: int) -> None:
-        self._module = module
+    def __init__(self, module: Any, kind: str | None, size: int, max_len: int) -> None:
+        self._make = module if kind is None else partial(module, layer_type=kind)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
-        if 8 * head_size * max_len <= _MAX_TABLE_BYTES:
+        if 8 * size * max_len <= _MAX_TABLE_BYTES:
             self._tables = self._compute(torch.arange(max_len), torch.empty(0))
 
     def of(self, positions: IntArray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,19 +257,5 @@ class _Rotary:
         return cosines, sines
 
     def _compute(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cosines, sines = self._module(like, positions[None])
+        cosines, sines = self._make(like, positions[None])
         return cosines[0].float().contiguous(), sines[0].float().contiguous()
-
-
-def _exchange(part: Part | None) -> Exchange:
-    memory = None if part is None else part.shared_memory
-    return Exchange() if memory is None else Exchange(memory.base, memory.rank, memory.size, PIECE)
-
-
-def _projections(layer: Any) -> tuple[Any, Any, Any]:
-    attention = layer.self_attn
-    return attention.q_proj, attention.k_proj, attention.v_proj
-
-
-def _empty(linear: Any) -> None:
-    linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)

@@ -1,10 +1,12 @@
-"""The models that the CPU kernels' decoder computes."""
+"""The models that the CPU kernels' decoder computes, and where their modules are."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.models.attention_hook import AttentionCall
@@ -14,9 +16,38 @@ from penstock_enginecore.native.attention import TILE
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.parallel.part import Part
 
-KNOWN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Classes whose layers are: norm, attention with rotary halves, add, norm, gated MLP, add."""
-_MAX_LAYERS = 1000
+_GEMMA = frozenset({"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"})
+"""Their norms multiply with one more than their weights."""
+_MIXTURES = frozenset({"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
+KNOWN = _GEMMA | _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Classes whose layers are: norm, attention with rotary halves, add, norm, gated MLP or a mixture of experts, add; what attention
+and MLP put out may be normed before it is added.
+"""
+_ACTIVATIONS = {type(ACT2FN["silu"]): 0, torch.nn.SiLU: 0, type(ACT2FN["gelu_pytorch_tanh"]): 1}
+"""What the kernels call what a gate passes through."""
+_MAX_LAYERS = 800
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Modules of a layer; None where it has none. ``attention_out`` and ``mlp_out``: of what is about to be added."""
+
+    before_attention: Any
+    attention_out: Any
+    before_mlp: Any
+    mlp_out: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> "Norms":
+        """Those of ``layer``."""
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            return cls(
+                layer.input_layernorm,
+                layer.post_attention_layernorm,
+                layer.pre_feedforward_layernorm,
+                layer.post_feedforward_layernorm,
+            )
+        return cls(layer.input_layernorm, None, layer.post_attention_layernorm, None)
 
 
 def unsuitable(
@@ -29,7 +60,7 @@ def unsuitable(
     name = type(module).__name__
     if name not in KNOWN:
         return f"{name} is not one of {', '.join(sorted(KNOWN))}"
-    model, config = cast("Any", module).model, module.config
+    model = cast("Any", module).model
     if (dtype := module.get_input_embeddings().weight.dtype) not in (torch.float32, torch.bfloat16):
         return f"its weights are {str(dtype).removeprefix('torch.')}"
     if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
@@ -40,14 +71,11 @@ def unsuitable(
     head_size = calls[0].query.shape[2]
     if head_size % library.lanes or any(call.value.shape[2] != head_size for call in calls):
         return f"a head size of {head_size} is no multiple of {library.lanes}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}"
-    if (width := layers[0].mlp.gate_proj.weight.shape[0]) % library.lanes:
-        return f"intermediate_size {width} is no multiple of {library.lanes}"
-    if any(layer.mlp.gate_proj.bias is not None or layer.mlp.up_proj.bias is not None for layer in layers):
-        return "its gate has a bias"
     if any(query_scale(call.module) is not None for call in calls):
         return "it scales queries by position"
+    for layer in layers:
+        if reason := _unsuitable_mlp(library, layer.mlp):
+            return reason
     return None
 
 
@@ -62,9 +90,56 @@ def unsuitable_part(model: LoadedModel, part: Part | None) -> str | None:
         return "its layers have a bias"
     if part.vocabulary is None and len(module.lm_head.weight) not in (model.vocab_size, 0):
         return "its head is in parts"
+    if is_mixture(module):
+        return "workers have parts of its experts"
     return None
 
 
 def own_layers(model: Any) -> list[Any]:
     """The layers of a base model, without those of other stages."""
     return [layer for layer in model.layers if hasattr(layer, "self_attn")]
+
+
+def is_mixture(module: PreTrainedModel) -> bool:
+    """Whether some MLPs of a model that is known are mixtures of experts."""
+    return type(module).__name__ in _MIXTURES
+
+
+def is_gated(mlp: torch.nn.Module) -> bool:
+    """Whether ``mlp`` is a gate, an up and a down projection and nothing else; else it is a mixture."""
+    return {name for name, _ in mlp.named_children()} - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
+
+
+def activation(mlp: Any) -> int:
+    """What the kernels call what the gate passes through."""
+    return _ACTIVATIONS[type(mlp.act_fn)]
+
+
+def norm_weight(module: PreTrainedModel, norm: Any) -> torch.Tensor:
+    """float32 ``[n]``, what a norm of ``module`` multiplies with."""
+    weight: torch.Tensor = norm.weight.detach().float()
+    return weight + 1.0 if type(module).__name__ in _GEMMA else weight.clone()
+
+
+def norm_eps(norm: Any) -> float:
+    """What a norm adds to the mean of the squares."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def layer_types(model: Any) -> list[str | None]:
+    """What the layers of a base model call their rotary embedding, None where all have the same."""
+    if not hasattr(model.rotary_emb, "layer_types"):
+        return [None] * len(own_layers(model))
+    return [layer.self_attn.layer_type for layer in own_layers(model)]
+
+
+def _unsuitable_mlp(library: NativeLibrary, mlp: Any) -> str | None:
+    if not is_gated(mlp):
+        return None
+    if type(mlp.act_fn) not in _ACTIVATIONS:
+        return f"its activation is {type(mlp.act_fn).__name__}"
+    if (width := mlp.gate_proj.weight.shape[0]) % library.lanes:
+        return f"intermediate_size {width} is no multiple of {library.lanes}"
+    if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
+        return "its gate has a bias"
+    return None

@@ -25,9 +25,13 @@ class UnsuitableError(Exception):
 
 
 class SpentError(Exception):
-    """A candidate is refuted and the weights that it was made of are gone: load the model again, without it. The message says
-    which, and why.
+    """The candidate ``name`` is refuted and the weights that it was made of are gone: load the model again, without it. The
+    message says why.
     """
+
+    def __init__(self, name: str, reasons: str) -> None:
+        super().__init__(reasons)
+        self.name = name
 
 
 class Replacement(Protocol[T_co]):
@@ -101,6 +105,7 @@ def first_proven(
     expected = run() if candidates else torch.empty(0)
     for candidate in candidates:
         replacement, why = _built(candidate)
+        spent = candidate.spends and not agree(replacement is None)
         if not agree(replacement is not None) or replacement is None:
             unsuitable[candidate.name] = why or _ELSEWHERE
         else:
@@ -108,8 +113,8 @@ def first_proven(
             if agree(difference is None):
                 return Proven(candidate.name, replacement.take_over(), unsuitable, refuted)
             refuted[candidate.name] = difference or _ELSEWHERE
-        if candidate.spends:
-            raise SpentError(Proven(None, None, unsuitable, refuted).reasons.removeprefix("; "))
+        if spent:
+            raise SpentError(candidate.name, Proven(None, None, unsuitable, refuted).reasons.removeprefix("; "))
         if replacement is not None:
             replacement.undo()
     return Proven(None, None, unsuitable, refuted)

@@ -82,6 +82,13 @@ class PackedExperts(torch.nn.Module):
         return self._up[expert].memory + self._down[expert].memory
 
     @property
+    def products(self) -> tuple[list[PackedWeight], list[PackedWeight]] | None:
+        """By expert, what gate and up are multiplied with, rows of both in turn, and what follows their epilogue of the kernels'
+        own; None where experts do something else between the two.
+        """
+        return (self._up, self._down) if self._silu else None
+
+    @property
     def layout(self) -> str:
         """Those of experts with the same layout can be exchanged."""
         weights = f"{self._up[0].layout}, {self._down[0].layout}"

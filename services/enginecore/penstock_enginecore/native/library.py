@@ -164,6 +164,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "pack": (pointer, pointer, pointer),
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
         "grouped": (pointer, pointer),
+        "route": (pointer, pointer),
         "attend": (pointer, pointer),
         "write": (pointer, pointer),
         "mask": (pointer, pointer),

@@ -9,13 +9,14 @@ from penstock_common.allocator import give_back_free
 from penstock_enginecore.native.experts import PackedExperts
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import PackedLinear
+from penstock_enginecore.native.router import PackedRouter
 from penstock_enginecore.native.router_weight import RouterWeight
 
 
 class PackedLayers:
-    """The linear layers and experts of ``model`` that compute in float32, replaced by packed ones, and the weights of the routers
-    beside such experts. A layer's own weights are let go of when it is packed, before the next one is: a model is not in memory
-    twice.
+    """The linear layers, experts and routers of ``model`` that compute in float32, replaced by packed ones, and the weights of
+    other routers beside such experts. A layer's own weights are let go of when it is packed, before the next one is: a model is
+    not in memory twice.
     """
 
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
@@ -25,7 +26,7 @@ class PackedLayers:
         places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
         for parent in model.modules():
             for name, child in parent._modules.items():  # named_children leaves repeated ones out
-                if child is not None and (_is_linear(child) or PackedExperts.takes(child)):
+                if child is not None and (_is_linear(child) or PackedExperts.takes(child) or PackedRouter.takes(child)):
                     places.setdefault(child, []).append((parent, name))
         self.num_layers, self.num_bytes = len(places), 0
         while places:
@@ -52,9 +53,13 @@ def _is_mixed(module: torch.nn.Module) -> bool:
     return PackedExperts.takes(module) or getattr(module, "has_routed_experts", False)
 
 
-def _packed(library: NativeLibrary, module: torch.nn.Module, *, apart: bool) -> PackedLinear | PackedExperts:
+def _packed(
+    library: NativeLibrary, module: torch.nn.Module, *, apart: bool
+) -> PackedLinear | PackedExperts | PackedRouter:
     if isinstance(module, torch.nn.Linear):
         return PackedLinear(library, module, apart=apart)
+    if PackedRouter.takes(module):
+        return PackedRouter(library, module)
     experts = PackedExperts(library, module)
     experts.free()
     give_back_free()  # the C library keeps blocks of this size
@@ -64,7 +69,7 @@ def _packed(library: NativeLibrary, module: torch.nn.Module, *, apart: bool) -> 
 def _routers(mixture: torch.nn.Module) -> Iterator[Any]:
     """Modules of a ``mixture`` that multiply with their weight by themselves."""
     for child in mixture.children():
-        if _is_mixed(child):
+        if _is_mixed(child) or PackedRouter.takes(child):
             continue
         for module in child.modules():
             weight = module._parameters.get("weight")

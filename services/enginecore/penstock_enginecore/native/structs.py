@@ -63,19 +63,36 @@ class Params(ctypes.Structure):
     ]
 
 
+class Mixture(ctypes.Structure):
+    """Experts and their router; none where all is 0."""
+
+    _fields_ = [
+        ("num_experts", _Int),
+        ("top", _Int),
+        ("normalize", _Int),
+        ("router", Linear),
+        ("gate_up", ctypes.POINTER(Linear)),
+        ("down", ctypes.POINTER(Linear)),
+    ]
+
+
 class Layer(ctypes.Structure):
-    """A decoder layer."""
+    """A decoder layer. Norms that it has none of are null; ``rotary``: which of a step's."""
 
     _fields_ = [
         ("input_norm", _Pointer),
-        ("post_norm", _Pointer),
+        ("attention_out_norm", _Pointer),
+        ("mlp_norm", _Pointer),
+        ("mlp_out_norm", _Pointer),
         ("query_norm", _Pointer),
         ("key_norm", _Pointer),
         ("qkv", Linear),
         ("output", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("mixture", Mixture),
         ("params", Params),
+        ("rotary", _Int),
     ]
 
 
@@ -94,8 +111,11 @@ class Model(ctypes.Structure):
         ("num_heads", _Int),
         ("num_kv_heads", _Int),
         ("head_size", _Int),
+        ("rotary_size", _Int),
         ("intermediate", _Int),
+        ("activation", _Int),
         ("eps", ctypes.c_float),
+        ("logit_softcap", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),
         ("final_norm", _Pointer),
         ("head", Linear),
@@ -109,8 +129,14 @@ class Group(ctypes.Structure):
     _fields_ = [("slots", _Pointer), ("block_table", _Pointer), ("table_stride", _Int), ("block_size", _Int)]
 
 
+class Rotary(ctypes.Structure):
+    """Cosines and sines of a step's tokens."""
+
+    _fields_ = [("cosines", _Pointer), ("sines", _Pointer)]
+
+
 class Step(ctypes.Structure):
-    """A forward pass."""
+    """A forward pass, or the part of one from layer ``first`` to the attention of layer ``last``."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -121,13 +147,31 @@ class Step(ctypes.Structure):
         ("layer_groups", _Pointer),
         ("caches", ctypes.POINTER(Cache)),
         ("x", _Pointer),
-        ("cosines", _Pointer),
-        ("sines", _Pointer),
+        ("rotaries", ctypes.POINTER(Rotary)),
         ("num_rows", _Int),
         ("rows", _Pointer),
         ("logits", _Pointer),
         ("keep_states", _Int),
+        ("first", _Int),
+        ("last", _Int),
+        ("mlp_input", _Pointer),
+        ("mlp_output", _Pointer),
         ("sum_nanoseconds", _Pointer),
+    ]
+
+
+class Route(ctypes.Structure):
+    """Which experts tokens go to by a router's logits, and with which weights."""
+
+    _fields_ = [
+        ("num_tokens", _Int),
+        ("num_experts", _Int),
+        ("top", _Int),
+        ("normalize", _Int),
+        ("logits", _Pointer),
+        ("stride", _Int),
+        ("experts", _Pointer),
+        ("weights", _Pointer),
     ]
 
 
@@ -209,5 +253,8 @@ ALL: tuple[type[Any], ...] = (
     Sampling,
     Mask,
     Grouped,
+    Mixture,
+    Rotary,
+    Route,
 )
 """In the order in which ``penstock_sizes`` reports their sizes."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AfmoeConfig, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen2MoeConfig
+from transformers import AfmoeConfig, GptOssConfig, GraniteMoeConfig, MixtralConfig, NemotronHConfig, Qwen2MoeConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoeSparseMoeBlock
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeMoE
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
@@ -101,19 +102,18 @@ def test_bits_are_the_same_with_an_activation_of_torchs_too(library: NativeLibra
 
 
 def test_a_routers_choice_is_the_same_bits_whatever_is_computed_beside_it(library: NativeLibrary) -> None:
-    config = MixtralConfig(
+    config = GraniteMoeConfig(
         hidden_size=HIDDEN, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP, intermediate_size=64
     )
     config._experts_implementation = "eager"
-    mixture = MixtralSparseMoeBlock(config).requires_grad_(requires_grad=False)
-    torch.nn.init.normal_(mixture.gate.weight)
-    torch.nn.init.normal_(mixture.experts.gate_up_proj, std=0.1)
-    torch.nn.init.normal_(mixture.experts.down_proj, std=0.1)
+    mixture: Any = GraniteMoeMoE(config).requires_grad_(requires_grad=False)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     states = torch.randn(1, 61, HIDDEN)
-    expected, weight = mixture(states), mixture.gate.weight
+    expected, weight = mixture(states), mixture.router.weight
     PackedLayers(torch.nn.ModuleList([mixture]), library)
-    assert isinstance(mixture.gate.weight, RouterWeight)
-    assert mixture.gate.weight.sum() == weight.sum()
+    assert isinstance(mixture.router.weight, RouterWeight)
+    assert mixture.router.weight.sum() == weight.sum()
     whole = mixture(states)
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
     for row in range(61):

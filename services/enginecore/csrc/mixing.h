@@ -1,0 +1,165 @@
+// The experts of a decoder's layers: which tokens go to which, their products, and the sums of what they put out.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "buffer.h"
+#include "gemm.h"
+#include "pool.h"
+#include "routing.h"
+
+namespace penstock {
+
+// Layers use it one after the other. A (token, expert) pair is a row; rows of an expert lie together, in the order of the tokens. How
+// many tasks a layer has is known when its tokens are routed, and is kept by layer: a thread that comes late may ask for a layer's
+// when others have long gone on.
+class Mixing {
+ public:
+  void resize(size_t num_layers) { counts_.reset(new LayerCounts[num_layers]); }
+
+  void resize_rows(int64_t tokens, const Model& model, const std::vector<Layer>& layers) {
+    int64_t experts = 0, top = 0, input = 0, inner = 0, gated = 0;
+    for (const Layer& layer : layers) {
+      const Mixture& mixture = layer.mixture;
+      if (mixture.num_experts == 0) continue;
+      experts = std::max(experts, mixture.num_experts), top = std::max(top, mixture.top);
+      for (int64_t i = 0; i < mixture.num_experts; ++i) {
+        input = std::max(input, row_width(mixture.gate_up[i]));
+        inner = std::max(inner, mixture.gate_up[i].n / 2);
+        gated = std::max(gated, row_width(mixture.down[i]));
+      }
+    }
+    logits_.resize(tokens, experts);
+    inputs_.resize(tokens * top, input);
+    gated_.resize(tokens * top, inner);
+    gated_parts_.resize(tokens * top, gated);
+    outputs_.resize(tokens * top, model.hidden);
+    experts_.resize(tokens * top), weights_.resize(tokens * top), places_.resize(tokens * top), pairs_.resize(tokens * top);
+    ends_.resize(experts);
+  }
+
+  Output router_output(const Mixture& mixture) const {
+    return {logits_.data(), logits_.stride(), mixture.router.bias, mixture.num_experts, Epilogue::kStore};
+  }
+
+  void route(const Mixture& mixture, int64_t token) {
+    const int64_t at = token * mixture.top;
+    route_row(logits_.row(token), mixture.num_experts, mixture.top, mixture.normalize != 0, &experts_[at], &weights_[at]);
+  }
+
+  // Gives each pair its row, and cuts the products into tasks.
+  void plan(const Mixture& mixture, size_t layer, int64_t tokens) {
+    const int64_t count = tokens * mixture.top;
+    std::fill(ends_.begin(), ends_.end(), 0);
+    for (int64_t pair = 0; pair < count; ++pair) ++ends_[experts_[pair]];
+    int64_t first = 0;
+    for (std::vector<Task>& tasks : tasks_) tasks.clear();
+    row_experts_.clear();
+    for (int64_t expert = 0; expert < mixture.num_experts; ++expert) {
+      const int64_t rows = ends_[expert];
+      ends_[expert] = first;
+      if (rows == 0) continue;
+      for (int which : {0, 1}) {
+        const Linear& linear = (which == 0 ? mixture.gate_up : mixture.down)[expert];
+        const Blocks blocks(rows, linear.n);
+        for (int64_t part = 0; part < blocks.tasks(); ++part) tasks_[which].push_back({expert, first, rows, part});
+      }
+      first += rows;
+    }
+    row_experts_.resize(count);
+    for (int64_t pair = 0; pair < count; ++pair) {
+      const int64_t row = ends_[experts_[pair]]++;
+      places_[pair] = row, pairs_[row] = pair, row_experts_[row] = experts_[pair];
+    }
+    num_rows_ = count;
+    LayerCounts& counts = counts_[layer];
+    counts.copies = (count + kRowTask - 1) / kRowTask;
+    bool splits_some = false;
+    for (int64_t expert = 0; expert < mixture.num_experts; ++expert) splits_some = splits_some || splits(mixture.down[expert]);
+    counts.splits = splits_some ? (count + kRowTask - 1) / kRowTask : 0;
+    for (int which : {0, 1}) counts.products[which] = static_cast<int64_t>(tasks_[which].size());
+  }
+
+  int64_t num_copies(size_t layer) const { return counts_[layer].copies; }
+  int64_t num_splits(size_t layer) const { return counts_[layer].splits; }
+  int64_t num_products(size_t layer, int which) const { return counts_[layer].products[which]; }
+
+  // Rows of inputs, from those of tokens.
+  void copy(const Mixture& mixture, int64_t task, const Buffer& from) {
+    each_row(task, [&](int64_t row) { put_row(mixture.gate_up[row_experts_[row]], from.row(pairs_[row] / mixture.top), inputs_.row(row)); });
+  }
+
+  void gate(const Mixture& mixture, int64_t index) {
+    const Task& task = tasks_[0][index];
+    const Linear& linear = mixture.gate_up[task.expert];
+    multiply(task, linear, inputs_, {gated_.row(task.first), gated_.stride(), nullptr, linear.n, Epilogue::kSilu});
+  }
+
+  void split_gated(const Mixture& mixture, int64_t task) {
+    each_row(task, [&](int64_t row) {
+      const Linear& linear = mixture.down[row_experts_[row]];
+      if (splits(linear)) split_row(linear, gated_.row(row), gated_parts_.row(row));
+    });
+  }
+
+  void down(const Mixture& mixture, int64_t index) {
+    const Task& task = tasks_[1][index];
+    const Linear& linear = mixture.down[task.expert];
+    multiply(task, linear, splits(linear) ? gated_parts_ : gated_,
+             {outputs_.row(task.first), outputs_.stride(), linear.bias, linear.n, Epilogue::kStore});
+  }
+
+  // Of a token's `n` numbers. They are in place of what its first expert put out. Products are rounded before they are added.
+  const float* weighted_sum(const Mixture& mixture, int64_t token, int64_t n) {
+    const int64_t first = token * mixture.top;
+    float* sum = outputs_.row(places_[first]);
+    scale_row(sum, weights_[first], n);
+    for (int64_t place = 1; place < mixture.top; ++place) {
+      float* more = outputs_.row(places_[first + place]);
+      scale_row(more, weights_[first + place], n);
+      for (int64_t i = 0; i < n; ++i) sum[i] += more[i];
+    }
+    return sum;
+  }
+
+ private:
+  // A part of the product of an expert, whose rows begin with `first`.
+  struct Task {
+    int64_t expert, first, rows, part;
+  };
+  struct LayerCounts {
+    Count copies, splits, products[2];
+  };
+
+  // Apart from the addition, with which a compiler would make it one rounding.
+  __attribute__((noinline)) static void scale_row(float* x, float weight, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[i] *= weight;
+  }
+
+  template <class Do>
+  void each_row(int64_t task, const Do& one) {
+    for (int64_t row = task * kRowTask; row < std::min(num_rows_, (task + 1) * kRowTask); ++row) one(row);
+  }
+
+  static void multiply(const Task& task, const Linear& linear, const Buffer& from, const Output& output) {
+    const Blocks blocks(task.rows, linear.n);
+    Product(from.row(task.first), from.stride(), linear, output, blocks)(task.part);
+  }
+
+  static constexpr int64_t kRowTask = 4;
+  Buffer logits_, inputs_, gated_, gated_parts_, outputs_;
+  std::vector<int64_t> experts_;      // [tokens, top]
+  std::vector<float> weights_;        // [tokens, top]
+  std::vector<int64_t> places_;       // the row of a pair
+  std::vector<int64_t> pairs_;        // the pair of a row
+  std::vector<int64_t> row_experts_;  // the expert of a row
+  std::vector<int64_t> ends_;         // by expert
+  std::vector<Task> tasks_[2];        // of gates and ups, and of down
+  int64_t num_rows_ = 0;
+  std::unique_ptr<LayerCounts[]> counts_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,167 @@
+"""A model's layers as the CPU kernels' decoder takes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.forward.native_models import (
+    Norms,
+    activation,
+    is_gated,
+    layer_types,
+    norm_eps,
+    norm_weight,
+    own_layers,
+)
+from penstock_enginecore.native.attention import params_struct
+from penstock_enginecore.native.experts import PackedExperts
+from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.native.packed_layers import PackedLayers
+from penstock_enginecore.native.router import PackedRouter
+from penstock_enginecore.native.structs import Exchange, Layer, Linear, Mixture, Model
+from penstock_enginecore.native.weights import PackedWeight
+from penstock_enginecore.parallel.part import Part
+from penstock_enginecore.parallel.shared_memory import PIECE
+
+_PLAIN_MIXTURES = frozenset({"MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock"})
+"""Mixtures that are a router and its experts and nothing else."""
+
+
+class DecoderLayers:
+    """The layers and head of ``module``, of which nothing is left out: see ``unsuitable``. ``params``: of its attention calls.
+    ``struct`` points into what is packed here.
+
+    Projections stay in the module until ``free``. Mixtures of experts are packed in their place, and their own weights are gone
+    then: two of them would not fit. Those that are more than experts and a router, or whose experts are shared with other ranks,
+    are computed by ``outside``, their modules by layer.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, module: PreTrainedModel, params: Sequence[AttentionParams], part: Part | None
+    ) -> None:
+        self._library = library
+        self._module: Any = module
+        self._keep: list[object] = []
+        self._packed: list[PackedWeight] = []
+        self._mixture_bytes = 0
+        self._types = layer_types(self._module.model)
+        self.rotaries: list[str | None] = list(dict.fromkeys(self._types))
+        """What the kinds of rotary embedding are called."""
+        self.outside: dict[int, Any] = {}
+        own = own_layers(self._module.model)
+        layers = [self._layer(index, layer, how) for index, (layer, how) in enumerate(zip(own, params, strict=True))]
+        self.struct = self._model(own, layers, part)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is packed."""
+        return sum(weight.num_bytes for weight in self._packed) + self._mixture_bytes
+
+    def free(self) -> None:
+        """Let go of the weights of all projections in the module. q, k and v are rows one after the other of one packed product,
+        gate and up rows in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
+        """
+        for layer in own_layers(self._module.model):
+            for linear in (*_projections(layer), layer.self_attn.o_proj):
+                _empty(linear)
+            if is_gated(layer.mlp):
+                for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                    _empty(linear)
+        if self._module.lm_head.weight is not self._module.get_input_embeddings().weight:
+            _empty(self._module.lm_head)
+
+    def _model(self, own: Sequence[Any], layers: Sequence[Layer], part: Part | None) -> Model:
+        model, config, first = self._module.model, self._module.config, own[0].self_attn
+        head_size = int(first.head_dim)
+        gated = [layer.mlp for layer in own if is_gated(layer.mlp)]
+        return Model(
+            len(layers),
+            config.hidden_size,
+            first.q_proj.weight.shape[0] // head_size,
+            first.k_proj.weight.shape[0] // head_size,
+            head_size,
+            head_size,
+            max((mlp.gate_proj.weight.shape[0] for mlp in gated), default=0),
+            activation(gated[0]) if gated else 0,
+            norm_eps(model.norm),
+            getattr(config, "final_logit_softcapping", None) or 0.0,
+            self._kept((Layer * len(layers))(*layers)),
+            self._norm(model.norm),
+            self._pack(head, None) if len(head := self._module.lm_head.weight) else Linear(),
+            _exchange(part),
+        )
+
+    def _layer(self, index: int, layer: Any, params: AttentionParams) -> Layer:
+        attention, norms = layer.self_attn, Norms.of(layer)
+        projections = _projections(layer)
+        bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
+        how, sinks = params_struct(params)
+        self._keep.append(sinks)
+        gate_up, down, mixture = Linear(), Linear(), Mixture()
+        qkv = self._pack(torch.cat([p.weight for p in projections]), bias)
+        output = self._pack(attention.o_proj.weight, attention.o_proj.bias)
+        if is_gated(layer.mlp):
+            gate_up = self._pack(self._interleaved(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight), None)
+            down = self._pack(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
+        else:
+            mixture = self._mixture(index, layer.mlp)
+        return Layer(
+            self._norm(norms.before_attention),
+            self._norm(norms.attention_out),
+            self._norm(norms.before_mlp),
+            self._norm(norms.mlp_out),
+            self._norm(getattr(attention, "q_norm", None)),
+            self._norm(getattr(attention, "k_norm", None)),
+            qkv,
+            output,
+            gate_up,
+            down,
+            mixture,
+            how,
+            self.rotaries.index(self._types[index]),
+        )
+
+    def _mixture(self, index: int, mlp: Any) -> Mixture:
+        self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
+        experts, router = mlp.experts, mlp.gate
+        products = experts.products if isinstance(experts, PackedExperts) else None
+        if products is None or type(mlp).__name__ not in _PLAIN_MIXTURES or not isinstance(router, PackedRouter):
+            self.outside[index] = mlp
+            return Mixture()
+        gate_up, down = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in products)
+        return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
+
+    def _interleaved(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Rows of both in turn, a vector's lanes at a time."""
+        shape = (-1, self._library.lanes, gate.shape[1])
+        return torch.stack([gate.view(shape), up.view(shape)], dim=1).view(-1, gate.shape[1])
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        packed = PackedWeight(self._library, weight, bias)
+        self._packed.append(packed)
+        return packed.struct
+
+    def _norm(self, norm: Any) -> int | None:
+        return None if norm is None else self._kept(norm_weight(self._module, norm)).data_ptr()
+
+    def _kept(self, memory: Any) -> Any:
+        """``memory``, which structs point into."""
+        self._keep.append(memory)
+        return memory
+
+
+def _exchange(part: Part | None) -> Exchange:
+    memory = None if part is None else part.shared_memory
+    return Exchange() if memory is None else Exchange(memory.base, memory.rank, memory.size, PIECE)
+
+
+def _projections(layer: Any) -> tuple[Any, Any, Any]:
+    attention = layer.self_attn
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _empty(linear: Any) -> None:
+    linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)
