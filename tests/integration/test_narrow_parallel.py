@@ -17,7 +17,14 @@ from tests.integration.test_native_parity import CACHE, NEW_TOKENS, expected_tok
 
 @pytest.mark.parametrize(
     ("architecture", "tensor", "pipeline", "part"),
-    [("mixtral", 2, 1, "linear"), ("qwen3", 2, 1, "decoder"), ("gemma2", 1, 2, "linear"), ("qwen3", 1, 2, "decoder")],
+    [
+        ("mixtral", 2, 1, "linear"),
+        ("qwen3", 2, 1, "decoder"),
+        ("gemma2", 1, 2, "decoder"),
+        ("gemma3", 2, 1, "decoder"),
+        ("mixtral", 1, 2, "decoder"),
+        ("qwen3", 1, 2, "decoder"),
+    ],
 )
 def test_workers_that_share_a_bfloat16_checkpoint_give_the_tokens_of_float32(
     architecture: str, tensor: int, pipeline: int, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
