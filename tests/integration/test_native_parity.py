@@ -28,10 +28,15 @@ PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 128}
 # Heads of 16 numbers wherever the size follows from the model's width.
 WIDTH = {"helium": 48}
-GATED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""The second one's MLPs are more than experts and a router: their modules compute them between calls."""
-DECODERS = (*GATED, *MIXTURES)
+DECODERS = (
+    *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "llama", "minimax_m2"),
+    *("ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3", "vaultgemma"),
+)
+DECODER_KINDS = ("exaone4", "gemma3", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
+"""One of each: layers without positions, norms behind what is added, one of all heads, mixtures that are experts and a router, and
+those that are more, which modules compute between calls.
+"""
 
 
 def prompts() -> list[list[int]]:
@@ -107,7 +112,7 @@ def test_any_part_can_be_turned_off(off: dict[str, Any], left: str, tmp_path: Pa
     engine.shutdown()
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("architecture", DECODER_KINDS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -124,6 +129,19 @@ def test_decoders_of_other_shapes_give_the_same_tokens(
 ) -> None:
     torch.set_num_threads(1)
     expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64, **changes))
+    engine = build_engine(tmp_path, cache=CACHE)
+    assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(("architecture", "share"), [("phi3", 0.5), ("glm4_moe", 0.25), ("minimax_m2", 1.0)])
+def test_a_part_of_a_head_is_rotated(architecture: str, share: float, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": share}
+    changes = {"head_dim": 32} if architecture != "phi3" else {"hidden_size": 128}
+    model = save_tiny_model(architecture, tmp_path, **{"hidden_size": 64, **changes}, rope_parameters=rope)
+    expected = expected_tokens(model)
     engine = build_engine(tmp_path, cache=CACHE)
     assert "decoder" in computing(engine)
     assert greedy(engine) == expected
@@ -393,6 +411,9 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
         ("mixtral", "amx"),
         ("qwen2_moe", "auto"),
         ("qwen3_moe", "floats"),
+        ("gpt_oss", "auto"),
+        ("minimax_m2", "auto"),
+        ("olmo3", "floats"),
         ("glm4", "auto"),
     ],
 )
@@ -429,7 +450,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert all(len(set(rows)) == 1 for rows in seen.values())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "olmo2", "qwen3_moe", "qwen2_moe"])
 def test_the_last_layer_computes_no_more_than_the_logits_need_and_those_to_the_last_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,9 +149,7 @@ class Decoder {
   // The input of an MLP that is computed elsewhere.
   void give_mlp(Cursor& cursor, size_t index) {
     const int part = part_of(index);
-    each_token(cursor, part, [&](int64_t t) {
-      rms_norm(states_[part] + t * model_.hidden, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden, model_.hidden, model_.eps);
-    });
+    each_token(cursor, part, [&](int64_t t) { norm_state(part, t, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden); });
   }
 
   // And what became of it.
@@ -206,10 +204,16 @@ class Decoder {
     });
   }
 
+  void norm_state(int part, int64_t token, const float* weight, float* out) const {
+    const float* state = states_[part] + token * model_.hidden;
+    if (weight != nullptr) rms_norm(state, weight, out, model_.hidden, model_.eps);
+    else std::memcpy(out, state, model_.hidden * sizeof(float));
+  }
+
   // Of rows that are multiplied with `linear` next.
   bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
     return each_token(cursor, part, [&](int64_t t) {
-      rms_norm(states_[part] + t * model_.hidden, weight, normed_.row(t), model_.hidden, model_.eps);
+      norm_state(part, t, weight, normed_.row(t));
       if (splits(linear)) split_row(linear, normed_.row(t), parts_.row(t));
     });
   }
@@ -317,10 +321,15 @@ class Decoder {
     const Rotary& rotary = step_.rotaries[l.rotary];
     const float* cosines = rotary.cosines + token * m.rotary_size;
     const float* sines = rotary.sines + token * m.rotary_size;
+    if (m.norms_all_heads) {
+      float* keys = x + m.num_heads * m.head_size;
+      rms_norm(x, l.query_norm, x, m.num_heads * m.head_size, m.eps);
+      rms_norm(keys, l.key_norm, keys, m.num_kv_heads * m.head_size, m.eps);
+    }
     for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
       float* part = x + head * m.head_size;
       const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
-      if (weight != nullptr) rms_norm(part, weight, part, m.head_size, m.eps);
+      if (weight != nullptr && !m.norms_all_heads) rms_norm(part, weight, part, m.head_size, m.eps);
       rotate(part, cosines, sines, m.rotary_size);
     }
     const int64_t keys = m.num_heads * m.head_size, values = keys + m.num_kv_heads * m.head_size;

@@ -72,7 +72,7 @@ struct Mixture {
 };
 
 // `gate_up`: rows of gate and up alternate, a vector's lanes of each. The norms of what attention and MLP put out come before it is
-// added to the hidden states, and are null where there are none, as those of queries and keys. `rotary`: which of a step's. An MLP that
+// added to the hidden states. Norms that a layer has none of are null. `rotary`: which of a step's. An MLP that
 // has neither `gate_up` nor experts is computed elsewhere.
 struct Layer {
   const float* input_norm;
@@ -99,7 +99,8 @@ struct Exchange {
 };
 
 // A rank among others has some of the heads, of the intermediate features and of the vocabulary; a stage of a pipeline some of the
-// layers, and no head unless it is the last. Of a head the first `rotary_size` numbers are rotated. `logit_softcap` is 0: off.
+// layers, and no head unless it is the last. Of a head the first `rotary_size` numbers are rotated. Queries, and
+// keys, are normed head by head, or, where `norms_all_heads` is not 0, all heads as one. `logit_softcap` is 0: off.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -109,6 +110,7 @@ struct Model {
   int64_t rotary_size;
   int64_t intermediate;
   int64_t activation;
+  int64_t norms_all_heads;
   float eps;
   float logit_softcap;
   const Layer* layers;

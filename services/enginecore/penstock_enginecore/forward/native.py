@@ -21,7 +21,7 @@ from penstock_enginecore.attention.kv_memory import KVMemory
 from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.modules import ProbedModel, module_bytes
-from penstock_enginecore.forward.native_layers import DecoderLayers
+from penstock_enginecore.forward.native_layers import DecoderLayers, turns
 from penstock_enginecore.forward.native_models import is_mixture, unsuitable, unsuitable_part
 from penstock_enginecore.forward.proof import Candidate, UnsuitableError
 from penstock_enginecore.native.attention import cache_struct, group_struct, kernel_layout
@@ -96,7 +96,7 @@ class NativeForward:
         self._module: Any = module
         self._part, self._seams = part, seams
         self._probe = run
-        self._layers = DecoderLayers(library, module, [call.params for call in calls], part)
+        self._layers = DecoderLayers(library, module, calls, part)
         self._model = self._layers.struct
         self._handle = ctypes.c_void_p()
         library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
@@ -105,8 +105,8 @@ class NativeForward:
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._embedding: Any = module.get_input_embeddings()
         self._sum_nanoseconds = np.zeros(2 * len(calls), dtype=np.int64)
-        rotary, size = self._module.model.rotary_emb, self._model.rotary_size
-        self._rotaries = [_Rotary(rotary, kind, size, probed.model.max_len) for kind in self._layers.rotaries]
+        size, longest = self._model.rotary_size, probed.model.max_len
+        self._rotaries = [_Rotary(partial(turns, module, kind), size, longest) for kind in self._layers.rotaries]
 
     @property
     def weight_bytes(self) -> int:
@@ -132,7 +132,7 @@ class NativeForward:
         x = self._entering(batch)
         for i, metadata in enumerate(batch.attention):
             self._groups[i] = group_struct(metadata)
-        turns = [rotary.of(batch.positions, x) for rotary in self._rotaries]
+        rotaries = [rotary.of(batch.positions, x) for rotary in self._rotaries]
         logits = torch.empty(len(rows), self._model.head.n)
         first = batch.attention[0]
         step = Step(
@@ -144,7 +144,7 @@ class NativeForward:
             self._layer_groups.ctypes.data,
             self._caches,
             x.data_ptr(),
-            (Rotary * len(turns))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in turns)),
+            (Rotary * len(rotaries))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in rotaries)),
             len(rows),
             rows.ctypes.data,
             logits.data_ptr(),
@@ -176,7 +176,10 @@ class NativeForward:
             given = x.new_empty(min(step.num_rows, len(x)) if few else len(x), x.shape[1])
             step.last, step.mlp_input = index, given.data_ptr()
             self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
-            taken = mlp(given[None])[0].contiguous()
+            put_out = mlp(given[None])
+            taken = (put_out[0] if isinstance(put_out, tuple) else put_out)[
+                0
+            ].contiguous()  # some give their scores, too
             step.first, step.mlp_output = index + 1, taken.data_ptr()
         step.last = self._model.num_layers
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
@@ -240,22 +243,20 @@ class _PackedModules(Generic[T]):
 
 
 class _Rotary:
-    """Cosines and sines ``[tokens, size]`` of positions, as the model's own module makes them for layers of a ``kind``."""
+    """Cosines and sines ``[tokens, size]`` of positions. ``make``: what is given positions int64 and a tensor like the states."""
 
-    def __init__(self, module: Any, kind: str | None, size: int, max_len: int) -> None:
-        self._make = module if kind is None else partial(module, layer_type=kind)
+    def __init__(
+        self, make: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], size: int, max_len: int
+    ) -> None:
+        self._make = make
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         if 8 * size * max_len <= _MAX_TABLE_BYTES:
-            self._tables = self._compute(torch.arange(max_len), torch.empty(0))
+            self._tables = make(torch.arange(max_len), torch.empty(0))
 
     def of(self, positions: IntArray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """At ``positions`` int64 ``[tokens]``."""
         wanted = torch.from_numpy(positions)
         if self._tables is None:
-            return self._compute(wanted, like)
+            return self._make(wanted, like)
         cosines, sines = (table.index_select(0, wanted) for table in self._tables)
         return cosines, sines
-
-    def _compute(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cosines, sines = self._make(like, positions[None])
-        return cosines[0].float().contiguous(), sines[0].float().contiguous()

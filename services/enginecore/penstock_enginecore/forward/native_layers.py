@@ -6,16 +6,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.native_models import (
+    UNROTATED,
     Norms,
     activation,
+    gate_and_up,
     is_gated,
-    layer_types,
+    linears,
     norm_eps,
     norm_weight,
+    norms_all_heads,
     own_layers,
+    query_key_norms,
+    query_key_value,
+    rotary_kinds,
 )
+from penstock_enginecore.models.attention_hook import AttentionCall
 from penstock_enginecore.native.attention import params_struct
 from penstock_enginecore.native.experts import PackedExperts
 from penstock_enginecore.native.library import NativeLibrary
@@ -26,13 +32,19 @@ from penstock_enginecore.native.weights import PackedWeight
 from penstock_enginecore.parallel.part import Part
 from penstock_enginecore.parallel.shared_memory import PIECE
 
-_PLAIN_MIXTURES = frozenset({"MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock"})
+_PLAIN_MIXTURES = frozenset(
+    {"FlexOlmoSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"}
+)
 """Mixtures that are a router and its experts and nothing else."""
 
 
+_HALVED = frozenset({"GptOssForCausalLM"})
+"""Their rotary embedding gives the angles of half a head."""
+
+
 class DecoderLayers:
-    """The layers and head of ``module``, of which nothing is left out: see ``unsuitable``. ``params``: of its attention calls.
-    ``struct`` points into what is packed here.
+    """The layers and head of ``module``, of which nothing is left out: see ``unsuitable``. ``calls``: its attention calls, in
+    order. ``struct`` points into what is packed here.
 
     Projections stay in the module until ``free``. Mixtures of experts are packed in their place, and their own weights are gone
     then: two of them would not fit. Those that are more than experts and a router, or whose experts are shared with other ranks,
@@ -40,20 +52,20 @@ class DecoderLayers:
     """
 
     def __init__(
-        self, library: NativeLibrary, module: PreTrainedModel, params: Sequence[AttentionParams], part: Part | None
+        self, library: NativeLibrary, module: PreTrainedModel, calls: Sequence[AttentionCall], part: Part | None
     ) -> None:
         self._library = library
         self._module: Any = module
         self._keep: list[object] = []
         self._packed: list[PackedWeight] = []
         self._mixture_bytes = 0
-        self._types = layer_types(self._module.model)
-        self.rotaries: list[str | None] = list(dict.fromkeys(self._types))
+        self._kinds = rotary_kinds(self._module.model)
+        self.rotaries: list[str | None] = list(dict.fromkeys(self._kinds))
         """What the kinds of rotary embedding are called."""
         self.outside: dict[int, Any] = {}
         own = own_layers(self._module.model)
-        layers = [self._layer(index, layer, how) for index, (layer, how) in enumerate(zip(own, params, strict=True))]
-        self.struct = self._model(own, layers, part)
+        layers = [self._layer(index, layer, call) for index, (layer, call) in enumerate(zip(own, calls, strict=True))]
+        self.struct = self._model(own, layers, calls[0], part)
 
     @property
     def num_bytes(self) -> int:
@@ -65,27 +77,24 @@ class DecoderLayers:
         gate and up rows in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
         """
         for layer in own_layers(self._module.model):
-            for linear in (*_projections(layer), layer.self_attn.o_proj):
+            for linear in linears(layer):
                 _empty(linear)
-            if is_gated(layer.mlp):
-                for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-                    _empty(linear)
         if self._module.lm_head.weight is not self._module.get_input_embeddings().weight:
             _empty(self._module.lm_head)
 
-    def _model(self, own: Sequence[Any], layers: Sequence[Layer], part: Part | None) -> Model:
-        model, config, first = self._module.model, self._module.config, own[0].self_attn
-        head_size = int(first.head_dim)
+    def _model(self, own: Sequence[Any], layers: Sequence[Layer], call: AttentionCall, part: Part | None) -> Model:
+        model, config = self._module.model, self._module.config
         gated = [layer.mlp for layer in own if is_gated(layer.mlp)]
         return Model(
             len(layers),
             config.hidden_size,
-            first.q_proj.weight.shape[0] // head_size,
-            first.k_proj.weight.shape[0] // head_size,
-            head_size,
-            head_size,
-            max((mlp.gate_proj.weight.shape[0] for mlp in gated), default=0),
+            call.query.shape[1],
+            call.key.shape[1],
+            call.query.shape[2],
+            self._rotary_size(),
+            max((len(gate_and_up(mlp)[0]) for mlp in gated), default=0),
             activation(gated[0]) if gated else 0,
+            norms_all_heads(own[0].self_attn),
             norm_eps(model.norm),
             getattr(config, "final_logit_softcapping", None) or 0.0,
             self._kept((Layer * len(layers))(*layers)),
@@ -94,17 +103,23 @@ class DecoderLayers:
             _exchange(part),
         )
 
-    def _layer(self, index: int, layer: Any, params: AttentionParams) -> Layer:
+    def _rotary_size(self) -> int:
+        """Numbers of a head that are rotated."""
+        rotated = next((kind for kind in self.rotaries if kind != UNROTATED), UNROTATED)
+        cosines, _ = turns(self._module, rotated, torch.zeros(1, dtype=torch.int64), torch.empty(0))
+        return cosines.shape[1]
+
+    def _layer(self, index: int, layer: Any, call: AttentionCall) -> Layer:
         attention, norms = layer.self_attn, Norms.of(layer)
-        projections = _projections(layer)
+        projections = query_key_value(attention)
         bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        how, sinks = params_struct(params)
+        how, sinks = params_struct(call.params)
         self._keep.append(sinks)
         gate_up, down, mixture = Linear(), Linear(), Mixture()
         qkv = self._pack(torch.cat([p.weight for p in projections]), bias)
         output = self._pack(attention.o_proj.weight, attention.o_proj.bias)
         if is_gated(layer.mlp):
-            gate_up = self._pack(self._interleaved(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight), None)
+            gate_up = self._pack(self._interleaved(*gate_and_up(layer.mlp)), None)
             down = self._pack(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
         else:
             mixture = self._mixture(index, layer.mlp)
@@ -113,22 +128,21 @@ class DecoderLayers:
             self._norm(norms.attention_out),
             self._norm(norms.before_mlp),
             self._norm(norms.mlp_out),
-            self._norm(getattr(attention, "q_norm", None)),
-            self._norm(getattr(attention, "k_norm", None)),
+            *map(self._norm, query_key_norms(attention)),
             qkv,
             output,
             gate_up,
             down,
             mixture,
             how,
-            self.rotaries.index(self._types[index]),
+            self.rotaries.index(self._kinds[index]),
         )
 
     def _mixture(self, index: int, mlp: Any) -> Mixture:
         self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
-        experts, router = mlp.experts, mlp.gate
-        products = experts.products if isinstance(experts, PackedExperts) else None
-        if products is None or type(mlp).__name__ not in _PLAIN_MIXTURES or not isinstance(router, PackedRouter):
+        plain = type(mlp).__name__ in _PLAIN_MIXTURES and isinstance(mlp.experts, PackedExperts)
+        products, router = (mlp.experts.products, mlp.gate) if plain else (None, None)
+        if products is None or not isinstance(router, PackedRouter):
             self.outside[index] = mlp
             return Mixture()
         gate_up, down = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in products)
@@ -158,9 +172,21 @@ def _exchange(part: Part | None) -> Exchange:
     return Exchange() if memory is None else Exchange(memory.base, memory.rank, memory.size, PIECE)
 
 
-def _projections(layer: Any) -> tuple[Any, Any, Any]:
-    attention = layer.self_attn
-    return attention.q_proj, attention.k_proj, attention.v_proj
+def turns(
+    module: Any, kind: str | None, positions: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines float32 ``[tokens, rotary size]`` of int64 ``positions``, as a model's own rotary embedding makes them
+    for layers of a ``kind``, see ``DecoderLayers.rotaries``.
+    """
+    model = module.model
+    if kind == UNROTATED:
+        cosines, sines = turns(module, None, positions, like)
+        return torch.ones_like(cosines), torch.zeros_like(sines)
+    made = model.rotary_emb(like, positions[None], **({} if kind is None else {"layer_type": kind}))
+    cosines, sines = (each[0].float().contiguous() for each in made)
+    if type(module).__name__ in _HALVED:
+        return torch.cat([cosines, cosines], dim=1), torch.cat([sines, sines], dim=1)
+    return cosines, sines
 
 
 def _empty(linear: Any) -> None:

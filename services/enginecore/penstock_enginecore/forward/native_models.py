@@ -16,16 +16,40 @@ from penstock_enginecore.native.attention import TILE
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.parallel.part import Part
 
-_GEMMA = frozenset({"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"})
+_ONE_MORE = frozenset({"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "VaultGemmaForCausalLM"})
 """Their norms multiply with one more than their weights."""
-_MIXTURES = frozenset({"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
-KNOWN = _GEMMA | _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Classes whose layers are: norm, attention with rotary halves, add, norm, gated MLP or a mixture of experts, add; what attention
-and MLP put out may be normed before it is added.
+KNOWN = _ONE_MORE | {
+    "Dots1ForCausalLM",
+    "Exaone4ForCausalLM",
+    "FlexOlmoForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+}
+"""Classes whose layers are attention with rotary halves and a gated MLP or a mixture of experts. What each puts out is added to
+the hidden states, with RMS norms before it, behind it or both.
 """
 _ACTIVATIONS = {type(ACT2FN["silu"]): 0, torch.nn.SiLU: 0, type(ACT2FN["gelu_pytorch_tanh"]): 1}
 """What the kernels call what a gate passes through."""
+_SPLIT = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+"""Linear layers of a gated MLP."""
 _MAX_LAYERS = 800
+UNROTATED = "unrotated"
+"""The rotary embedding of layers without positions, among those that a model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +64,13 @@ class Norms:
     @classmethod
     def of(cls, layer: Any) -> "Norms":
         """Those of ``layer``."""
-        if hasattr(layer, "pre_feedforward_layernorm"):
-            return cls(
-                layer.input_layernorm,
-                layer.post_attention_layernorm,
-                layer.pre_feedforward_layernorm,
-                layer.post_feedforward_layernorm,
-            )
-        return cls(layer.input_layernorm, None, layer.post_attention_layernorm, None)
+        first, second, before_mlp, mlp_out = (
+            getattr(layer, f"{name}_layernorm", None)
+            for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        )
+        if before_mlp is None and mlp_out is None:
+            return cls(first, None, second, None)
+        return cls(first, second, before_mlp, mlp_out)
 
 
 def unsuitable(
@@ -71,9 +94,16 @@ def unsuitable(
     head_size = calls[0].query.shape[2]
     if head_size % library.lanes or any(call.value.shape[2] != head_size for call in calls):
         return f"a head size of {head_size} is no multiple of {library.lanes}"
+    if len({(call.query.shape[1:], call.key.shape[1:]) for call in calls}) > 1:
+        return "its layers have heads of several shapes"
+    if getattr(module.config, "clip_qkv", None) is not None:
+        return "its queries, keys and values are clipped"
     if any(query_scale(call.module) is not None for call in calls):
         return "it scales queries by position"
+    rows = head_size * (calls[0].query.shape[1] + 2 * calls[0].key.shape[1])
     for layer in layers:
+        if sum(len(linear.weight) for linear in query_key_value(layer.self_attn)) != rows:
+            return "its projections are not those of its heads"
         if reason := _unsuitable_mlp(library, layer.mlp):
             return reason
     return None
@@ -92,6 +122,8 @@ def unsuitable_part(model: LoadedModel, part: Part | None) -> str | None:
         return "its head is in parts"
     if is_mixture(module):
         return "workers have parts of its experts"
+    if norms_all_heads(own_layers(module.model)[0].self_attn):
+        return "workers have parts of what one norm takes"
     return None
 
 
@@ -101,24 +133,59 @@ def own_layers(model: Any) -> list[Any]:
 
 
 def is_mixture(module: PreTrainedModel) -> bool:
-    """Whether some MLPs of a model that is known are mixtures of experts."""
-    return type(module).__name__ in _MIXTURES
+    """Whether some MLPs of a model, if it is a known one, are mixtures of experts."""
+    layers = own_layers(cast("Any", module).model) if type(module).__name__ in KNOWN else []
+    return not all(is_gated(layer.mlp) for layer in layers)
 
 
 def is_gated(mlp: torch.nn.Module) -> bool:
     """Whether ``mlp`` is a gate, an up and a down projection and nothing else; else it is a mixture."""
-    return {name for name, _ in mlp.named_children()} - {"act_fn"} == {"gate_proj", "up_proj", "down_proj"}
+    return {name for name, _ in mlp.named_children()} - {"act_fn", "activation_fn"} in _SPLIT
+
+
+def gate_and_up(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights ``[intermediate, hidden]`` of a gated MLP."""
+    if hasattr(mlp, "gate_proj"):
+        return mlp.gate_proj.weight, mlp.up_proj.weight
+    gate, up = mlp.gate_up_proj.weight.chunk(2)
+    return gate, up
 
 
 def activation(mlp: Any) -> int:
     """What the kernels call what the gate passes through."""
-    return _ACTIVATIONS[type(mlp.act_fn)]
+    return _ACTIVATIONS[type(_activation(mlp))]
+
+
+def query_key_value(attention: Any) -> list[Any]:
+    """The linear layers that give queries, keys and values, one after the other."""
+    if hasattr(attention, "qkv_proj"):
+        return [attention.qkv_proj]
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def query_key_norms(attention: Any) -> tuple[Any, Any]:
+    """None twice where there are none."""
+    return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+
+
+def norms_all_heads(attention: Any) -> bool:
+    """Whether these norms take all heads as one."""
+    norm, _ = query_key_norms(attention)
+    return norm is not None and len(norm.weight) != attention.head_dim
+
+
+def linears(layer: Any) -> list[Any]:
+    """All linear layers whose weights the decoder packs as its own, those of mixtures left out."""
+    of_mlp = (
+        [child for child in layer.mlp.children() if isinstance(child, torch.nn.Linear)] if is_gated(layer.mlp) else []
+    )
+    return [*query_key_value(layer.self_attn), layer.self_attn.o_proj, *of_mlp]
 
 
 def norm_weight(module: PreTrainedModel, norm: Any) -> torch.Tensor:
     """float32 ``[n]``, what a norm of ``module`` multiplies with."""
     weight: torch.Tensor = norm.weight.detach().float()
-    return weight + 1.0 if type(module).__name__ in _GEMMA else weight.clone()
+    return weight + 1.0 if type(module).__name__ in _ONE_MORE else weight.clone()
 
 
 def norm_eps(norm: Any) -> float:
@@ -126,20 +193,35 @@ def norm_eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def layer_types(model: Any) -> list[str | None]:
+def rotary_kinds(model: Any) -> list[str | None]:
     """What the layers of a base model call their rotary embedding, None where all have the same."""
-    if not hasattr(model.rotary_emb, "layer_types"):
-        return [None] * len(own_layers(model))
-    return [layer.self_attn.layer_type for layer in own_layers(model)]
+    return [_rotary_kind(model.rotary_emb, layer.self_attn) for layer in own_layers(model)]
+
+
+def _rotary_kind(rotary: Any, attention: Any) -> str | None:
+    window = getattr(attention, "sliding_window", None)
+    everywhere = not hasattr(
+        attention, "sliding_window_pattern"
+    )  # EXAONE 4 has positions in windows alone, if it has any
+    if not getattr(attention, "use_rope", True) or not (everywhere or window is None or attention.is_sliding):
+        return UNROTATED
+    if not hasattr(rotary, "layer_types"):
+        return None
+    kind: str = attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type
+    return kind
+
+
+def _activation(mlp: Any) -> Any:
+    return mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
 
 
 def _unsuitable_mlp(library: NativeLibrary, mlp: Any) -> str | None:
     if not is_gated(mlp):
         return None
-    if type(mlp.act_fn) not in _ACTIVATIONS:
-        return f"its activation is {type(mlp.act_fn).__name__}"
-    if (width := mlp.gate_proj.weight.shape[0]) % library.lanes:
+    if type(_activation(mlp)) not in _ACTIVATIONS:
+        return f"its activation is {type(_activation(mlp)).__name__}"
+    if (width := len(gate_and_up(mlp)[0])) % library.lanes:
         return f"intermediate_size {width} is no multiple of {library.lanes}"
-    if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
+    if any(child.bias is not None for name, child in mlp.named_children() if name.startswith(("gate", "up"))):
         return "its gate has a bias"
     return None

@@ -114,6 +114,7 @@ class Model(ctypes.Structure):
         ("rotary_size", _Int),
         ("intermediate", _Int),
         ("activation", _Int),
+        ("norms_all_heads", _Int),
         ("eps", ctypes.c_float),
         ("logit_softcap", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),
