@@ -32,6 +32,7 @@ EMULATED = {"amx", "avx512_bf16"}
 """Instruction sets whose kernels can be compiled with that folder's header."""
 TESTS = (
     "native/test_kernels.py",
+    "native/test_decoder.py",
     "native/test_experts.py",
     "native/test_parts.py",
     "native/test_ownership.py",

@@ -74,7 +74,7 @@ class Decoder {
 
   void forward(const Step& step) {
     const int64_t calls = std::min<int64_t>(step.last + 1, model_.num_layers) - step.first;
-    pool_.prepare(kPhases * static_cast<int>(calls) + 5);
+    pool_.prepare(kPhases * static_cast<int>(calls) + 1 + kHeadPhases);
     step_ = step;
     first_ = step.first, last_layer_ = step.last;
     const Model& m = model_;
@@ -106,7 +106,7 @@ class Decoder {
   }
 
   void head(const float* x, const int64_t* rows, int64_t num_rows, float* logits) {
-    pool_.prepare(2);
+    pool_.prepare(kHeadPhases);
     step_ = Step{};
     step_.x = const_cast<float*>(x);
     step_.rows = rows;
@@ -358,6 +358,7 @@ class Decoder {
   }
 
   enum { kAll, kLast };                   // tokens of a step; those that the last layer has behind its attention
+  static constexpr int kHeadPhases = 3;
   static constexpr int kPhases = 20;      // of a layer, sums over ranks and splitting of inputs among them
   static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
   Pool& pool_;

@@ -217,7 +217,8 @@ def _activation(mlp: Any) -> Any:
 
 def _unsuitable_mlp(library: NativeLibrary, mlp: Any) -> str | None:
     if not is_gated(mlp):
-        return None
+        odd = next((weight.dtype for weight in mlp.parameters() if weight.dtype != torch.float32), None)
+        return odd and f"its mixtures compute in {str(odd).removeprefix('torch.')}"
     if type(_activation(mlp)) not in _ACTIVATIONS:
         return f"its activation is {type(_activation(mlp)).__name__}"
     if (width := len(gate_and_up(mlp)[0])) % library.lanes:
