@@ -1,7 +1,7 @@
 """The models that the CPU kernels' decoder computes, and where their modules are."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -61,6 +61,9 @@ class Norms:
     before_mlp: Any
     mlp_out: Any
 
+    def __iter__(self) -> Iterator[Any]:
+        return (getattr(self, field.name) for field in fields(self))
+
     @classmethod
     def of(cls, layer: Any) -> "Norms":
         """Those of ``layer``."""
@@ -91,22 +94,12 @@ def unsuitable(
     layers = own_layers(model)
     if [call.module for call in calls] != [layer.self_attn for layer in layers] or len(calls) > _MAX_LAYERS:
         return "its layers are not called one after the other"
-    head_size = calls[0].query.shape[2]
-    if head_size % library.lanes or any(call.value.shape[2] != head_size for call in calls):
-        return f"a head size of {head_size} is no multiple of {library.lanes}"
-    if len({(call.query.shape[1:], call.key.shape[1:]) for call in calls}) > 1:
-        return "its layers have heads of several shapes"
-    if getattr(module.config, "clip_qkv", None) is not None:
-        return "its queries, keys and values are clipped"
-    if any(query_scale(call.module) is not None for call in calls):
-        return "it scales queries by position"
-    rows = head_size * (calls[0].query.shape[1] + 2 * calls[0].key.shape[1])
-    for layer in layers:
-        if sum(len(linear.weight) for linear in query_key_value(layer.self_attn)) != rows:
-            return "its projections are not those of its heads"
-        if reason := _unsuitable_mlp(library, layer.mlp):
-            return reason
-    return None
+    if reason := _unsuitable_attention(library, calls):
+        return reason
+    norms = [norm for layer in layers for norm in (*Norms.of(layer), *query_key_norms(layer.self_attn)) if norm]
+    if len({norm_eps(norm) for norm in [model.norm, *norms]}) > 1:
+        return "its norms add several epsilons"
+    return next((reason for layer in layers if (reason := _unsuitable_mlp(library, layer.mlp))), None)
 
 
 def unsuitable_part(model: LoadedModel, part: Part | None) -> str | None:
@@ -199,11 +192,9 @@ def rotary_kinds(model: Any) -> list[str | None]:
 
 
 def _rotary_kind(rotary: Any, attention: Any) -> str | None:
-    window = getattr(attention, "sliding_window", None)
-    everywhere = not hasattr(
-        attention, "sliding_window_pattern"
-    )  # EXAONE 4 has positions in windows alone, if it has any
-    if not getattr(attention, "use_rope", True) or not (everywhere or window is None or attention.is_sliding):
+    # EXAONE 4 has positions in layers with windows alone, where it has such layers.
+    windowed = hasattr(attention, "sliding_window_pattern") and attention.sliding_window is not None
+    if not getattr(attention, "use_rope", True) or (windowed and not attention.is_sliding):
         return UNROTATED
     if not hasattr(rotary, "layer_types"):
         return None
@@ -213,6 +204,22 @@ def _rotary_kind(rotary: Any, attention: Any) -> str | None:
 
 def _activation(mlp: Any) -> Any:
     return mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+
+
+def _unsuitable_attention(library: NativeLibrary, calls: Sequence[AttentionCall]) -> str | None:
+    heads, kv_heads, head_size = calls[0].query.shape[1], calls[0].key.shape[1], calls[0].query.shape[2]
+    if head_size % library.lanes or any(call.value.shape[2] != head_size for call in calls):
+        return f"a head size of {head_size} is no multiple of {library.lanes}"
+    if len({(call.query.shape[1:], call.key.shape[1:]) for call in calls}) > 1:
+        return "its layers have heads of several shapes"
+    for attention in (cast("Any", call.module) for call in calls):
+        if getattr(attention.config, "clip_qkv", None) is not None:
+            return "its queries, keys and values are clipped"
+        if query_scale(attention) is not None:
+            return "it scales queries by position"
+        if sum(len(linear.weight) for linear in query_key_value(attention)) != head_size * (heads + 2 * kv_heads):
+            return "its projections are not those of its heads"
+    return None
 
 
 def _unsuitable_mlp(library: NativeLibrary, mlp: Any) -> str | None:
